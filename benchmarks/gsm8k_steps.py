@@ -60,7 +60,7 @@ def main() -> None:
         before, after = passes(ROOT / grpo["run"], "start_test"), passes(ROOT / grpo["run"], "test")
         gain, half = paired(before, after)
         for name, run, spent in (("SFT", sft, minutes[0]), ("GRPO", grpo, minutes[1])):
-            p, n = run["metrics"]["test/pass@1"], len(after)
+            p, n = run["metrics"]["pass@1/test"], len(after)
             low, high = wilson(p, n)
             more = f"{100 * gain:+.1f} ± {100 * half:.1f}" if name == "GRPO" else ""
             row = (
@@ -70,7 +70,7 @@ def main() -> None:
                 f"{spent:.1f}",
                 n,
                 f"{p:.3f} [{low:.3f}, {high:.3f}]",
-                f"{run['metrics']['test/pass@8']:.3f}",
+                f"{run['metrics']['pass@8/test']:.3f}",
                 more,
             )
             lines.append("| " + " | ".join(map(str, row)) + " |")

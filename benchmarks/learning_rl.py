@@ -13,6 +13,7 @@ made. What is kept of a check with its present settings is not made again (--aga
 
 import argparse
 import contextlib
+import copy
 import fcntl
 import json
 import math
@@ -40,6 +41,7 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from benchmarks.learning import SEEDS, origins  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
+from ptf.config.renames import with_first_names  # noqa: E402
 from ptf.data.sample import PackUnit, Sample  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
 from ptf.errors import UserError  # noqa: E402
@@ -136,7 +138,7 @@ CHECKS = {
         rollout={"zero_variance_groups": "replace", "max_rounds": 3, "max_new_tokens": 8},
     ),
     "GSPO": Check(
-        "count", algo=EXPLORING | {"ratio": "answer", "mean_over": "answers", "clip_low": 0.1, "clip_high": 0.1}
+        "count", algo=EXPLORING | {"ratio": "sequence", "mean_over": "sequences", "clip_low": 0.1, "clip_high": 0.1}
     ),
     "GRPO, KL to the reference": Check("count", algo=EXPLORING | {"kl": 0.003}),
     "GRPO, LoRA": Check(
@@ -369,9 +371,9 @@ def kept() -> list[dict[str, Any]]:
 
 
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether what was found holds for the settings of today: they are the same, or the run had more steps of a
-    constant learning rate, of which the first are those of today's run."""
-    now, then = settings(row["check"]), row["settings"]
+    """Whether what was found holds for the settings of today: apart from renamed keys and values they are the same, or
+    the run had more steps of a constant learning rate, of which the first are those of today's run."""
+    now, then = (with_first_names(copy.deepcopy(one)) for one in (settings(row["check"]), row["settings"]))
     longer = now["schedule"] == "constant" and then["steps"] > now["steps"]
     return then == now or (longer and {**then, "steps": now["steps"]} == now)
 

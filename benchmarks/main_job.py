@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "main_job.md"
 
 
 def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> str:
-    return f"{name:<28}{metrics[f'{prefix}test/pass@1']:>10.3f}{metrics[f'{prefix}test/pass@8']:>10.3f}{more}"
+    return f"{name:<28}{metrics[f'{prefix}pass@1/test']:>10.3f}{metrics[f'{prefix}pass@8/test']:>10.3f}{more}"
 
 
 def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -> dict[str, dict[str, Any]]:
@@ -84,14 +84,14 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
     rows, gains = [], []
     names = list(max(every.values(), key=len))
     for seed, found in every.items():
-        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["start/test/pass@1"]
+        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["start/pass@1/test"]
         cells = [
-            f"{found[n]['metrics']['test/pass@1']:.3f} / {found[n]['metrics']['test/pass@8']:.3f}"
+            f"{found[n]['metrics']['pass@1/test']:.3f} / {found[n]['metrics']['pass@8/test']:.3f}"
             if n in found
             else "–"
             for n in names
         ]
-        gain = found["GRPO"]["metrics"]["test/pass@1"] - sft["test/pass@1"]
+        gain = found["GRPO"]["metrics"]["pass@1/test"] - sft["pass@1/test"]
         gains.append(gain)
         rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
     diffs = [row["logprob_diff_max"] for found in every.values() for row in found["GRPO"]["rows"]]

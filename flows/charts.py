@@ -12,16 +12,17 @@ SHARES = {
     "reward_std": "reward",
     "kl_old": "kl",
     "kl_reference": "kl",
+    "kl_teacher": "kl",
     **dict.fromkeys(("logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"), "logprob_diff"),
 }
-FIRST = (
+FIRST = (  # charts that come first, in this order
     "loss",
     "reward",
     "kl",
     "entropy",
     "clip_share",
     "logprob_diff",
-    "length",
+    "response_length",
     "grad_norm",
     "lr",
     "tok_s",

@@ -12,7 +12,7 @@ from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
 from ptf.errors import Retryable, UserError, full_text, is_transient
-from ptf.evaluation_check import check_evaluation
+from ptf.evaluation_check import check_evaluation, with_current_names
 from ptf.measurement import measure_model, measure_run
 from ptf.model import bridge
 from ptf.training_run import record_evaluation
@@ -33,7 +33,9 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
         with lease.commit():
             record_evaluation(run, metrics)
     start = {name.removeprefix("start/"): value for name, value in metrics.items() if name.startswith("start/")}
-    columns = {"start": start, "trained": metrics, **({"published": there.get("metrics", {})} if there else {})}
+    columns = {"start": start, "trained": metrics}
+    if there:
+        columns["published"] = with_current_names(job, there.get("metrics", {}))
     print_table(columns, [name for name in metrics if not name.startswith("start/")])
     print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics

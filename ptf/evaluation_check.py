@@ -3,6 +3,8 @@
 It imports no torch: the first step of a flow with work to do calls it.
 """
 
+from collections.abc import Mapping
+
 from ptf.config import ConfigError, Job
 from ptf.config.plugin import bind
 from ptf.config.section import Plugin
@@ -28,18 +30,32 @@ def check_evaluation(job: Job) -> None:
     metric = job.publish.metric
     if metric is None or metric.startswith("train/"):
         return
-    rates = ["pass@1", f"pass@{evaluate_config.samples_per_prompt}", "reward", "no_result", *evaluate_config.metrics]
-    names = [f"{source}/{rate}" for source in evaluate_config.sources for rate in rates]
-    if evaluate_config.ranking:
-        names += [
-            f"{source}/{task}/{measure}@{evaluate_config.ranking.k}"
-            for source in evaluate_config.ranking.sources
-            for task in TASKS
-            for measure in MEASURES
-        ]
+    current = names_in_old_order(job)
+    names = list(current.values())
+    if metric in current and metric not in names:
+        raise ConfigError(f"publish.metric: {metric} is now {current[metric]}")
     held_out = [] if registry.build(job).online else list(job.data.validation)
-    if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
+    if metric not in names and metric.partition("/")[2] not in held_out:
         known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(
             f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}"
         )
+
+
+def names_in_old_order(job: Job) -> dict[str, str]:
+    """Return the names that metrics of answers and rankings had in earlier versions, NAME/METRIC, each with the name
+    that it has now, METRIC/NAME."""
+    evaluate_config, ranking = job.evaluate, job.evaluate.ranking
+    rates = ["pass@1", f"pass@{evaluate_config.samples_per_prompt}", "reward", "no_result", *evaluate_config.metrics]
+    pairs = [(source, rate) for source in evaluate_config.sources for rate in rates]
+    if ranking:
+        measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
+        pairs += [(source, measure) for source in ranking.sources for measure in measures]
+    return {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
+
+
+def with_current_names(job: Job, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation, which an earlier version may have stored, under the names of today."""
+    current = names_in_old_order(job)
+    current |= {f"start/{old}": f"start/{new}" for old, new in current.items()}
+    return {current.get(name, name): value for name, value in metrics.items()}

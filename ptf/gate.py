@@ -93,9 +93,9 @@ def commit_rows(run: Path) -> None:
 
 def defaults(job: Job) -> Iterator[list[str]]:
     """Yield groups of metrics that may be compared, in order of preference."""
-    yield [f"{source}/{rate}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
+    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
     if ranking := job.evaluate.ranking:
-        yield [f"{source}/all/ndcg@{ranking.k}" for source in ranking.sources]
+        yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
     metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
     yield [f"{metric}/{name}" for name in job.data.validation]
 
@@ -128,7 +128,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
         return (
             None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
         )
-    source, _, measure = metric.partition("/")
+    measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("reward", "pass@1"):
         then, now = _read(run / ANSWERS, source)
         value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
@@ -219,7 +219,7 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
 
 def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
-    allowed = job.publish.max_drop if job.publish.metric else 0.0
+    allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(
             f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "

@@ -7,7 +7,7 @@ import torch
 
 from ptf.compute.world import World
 from ptf.config import Job
-from ptf.config.sections.rollout import LOGPROB_BOUND
+from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -46,7 +46,7 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
     else:
         difference = export_difference(model, kept["tokens"], kept["logprobs"])
     whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
-    bound = LOGPROB_BOUND["fp32" if whole else "bf16"]
+    bound = LOGPROB_TOLERANCE["fp32" if whole else "bf16"]
     if not difference <= bound:
         raise UserError(
             f"not published: loaded in transformers, {model} differs from the trained model by {difference:.3g} in a "
@@ -70,4 +70,4 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     bridge.load_hf(model, base, family)
     stored.fill(model.eval(), family)
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs")}
-    return refuse_difference(adapter, kept, probe(model, World()), LOGPROB_BOUND[job.train.precision])
+    return refuse_difference(adapter, kept, probe(model, World()), LOGPROB_TOLERANCE[job.train.precision])

@@ -60,10 +60,16 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_model(job: Job, run: Path) -> dict[str, float]:
-    """Return all metrics of the model in `run/model`, by name."""
+    """Return all metrics of the model in `run/model`, by name. Raises UserError if two have one name."""
     metrics = measure_answers(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
-    metrics |= measure_held_out_rows(job, run) if job.data.validation and not registry.build(job).online else {}
-    return metrics
+    if not job.data.validation or registry.build(job).online:
+        return metrics
+    of_rows = measure_held_out_rows(job, run)
+    if same := sorted(metrics.keys() & of_rows.keys()):
+        raise UserError(
+            f"evaluate.metrics: {', '.join(same)} is a metric of data.validation, too; give it another name"
+        )
+    return metrics | of_rows
 
 
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
@@ -298,7 +304,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                     for name, source_prompts in prompts.items():
                         file = run / "answers" / f"{prefix}{name}.jsonl"
                         found = measure_answers_to(job, name, source_prompts, group, rewards, file)
-                        metrics |= {f"{prefix}{name}/{key}": value for key, value in found.items()}
+                        metrics |= {f"{prefix}{key}/{name}": value for key, value in found.items()}
     finally:
         if rewards:
             rewards.close()
@@ -356,7 +362,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     parts=parts_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",
                 )
-                metrics |= {f"{prefix}{name}/{key}": value for key, value in ranking.items()}
+                metrics |= {f"{prefix}{key}/{name}": value for key, value in ranking.items()}
     return metrics
 
 
@@ -377,17 +383,17 @@ def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str,
 
 
 def refuse_regression(
-    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_drop: float, mode: str = "max"
+    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
 ) -> None:
     """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
-    `max_drop`. `mode` is `max` if a higher value is better, otherwise `min`."""
+    `max_regression`. `mode` is `max` if a higher value is better, otherwise `min`."""
     if metric not in metrics:
         raise UserError(
             f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
         )
     before = published.get(metric)
-    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_drop:
+    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
         raise Worse(
             f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g} "
-            f"(publish.max_drop {max_drop:g})"
+            f"(publish.max_regression {max_regression:g})"
         )

@@ -109,9 +109,9 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
     results = []
     for name, source in {**job.data.validation, **job.evaluate.sources, **ranking}.items():
         values = {
-            key.removeprefix(f"{name}/").removesuffix(f"/{name}"): value
+            key.removesuffix(f"/{name}"): value
             for key, value in sorted(metrics.items())
-            if not key.startswith(("start/", "train/")) and (key.startswith(f"{name}/") or key.endswith(f"/{name}"))
+            if not key.startswith(("start/", "train/")) and key.endswith(f"/{name}")
         }
         if values:
             results.append(

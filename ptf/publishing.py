@@ -12,6 +12,7 @@ from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
+from ptf.evaluation_check import with_current_names
 from ptf.load_check import adapter_difference, model_difference
 from ptf.measurement import refuse_regression
 from ptf.model_card import card
@@ -29,6 +30,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     Worse if the model is worse than the one that training started from or than the published one; Held if a different
     process is writing to the lineage.
     """
+    artifact = artifact.but(metrics=with_current_names(job, artifact.metrics))
     assert artifact.run is not None
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, Path(artifact.run)) as lease:
         return _publish(job, artifact, lease)
@@ -46,7 +48,7 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     difference = _loaded_difference(resolved, run, Path(artifact.model))
     staged = _stage_files(job, run, Path(artifact.model))
     verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
-    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(root, artifact.lineage), verdict))
+    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(job, artifact.lineage), verdict))
     manifest = {
         "version": artifact.lineage,
         "job": dump(shown(resolved)),
@@ -156,12 +158,16 @@ def push(directory: Path, repository: str, version: str) -> None:
     print(f"pushed to {commit.commit_url}", flush=True)
 
 
-def _version_before(root: str, lineage: str) -> Mapping[str, Any] | None:
-    """Return the manifest of the version that the pointer named before this one; None if there is none."""
-    seen = published.pointer(root)
+def _version_before(job: Job, lineage: str) -> Mapping[str, Any] | None:
+    """Return the manifest of the version that the pointer named before this one, with its metrics under the names of
+    today; None if there is none."""
+    seen = published.pointer(job.versions)
     counted = [*seen.before, seen.version] if seen else []
     earlier = counted[: counted.index(lineage)] if lineage in counted else counted
-    return storage.manifest_of(f"{root}/{earlier[-1]}") if earlier else None
+    if not earlier:
+        return None
+    manifest = storage.manifest_of(f"{job.versions}/{earlier[-1]}")
+    return manifest | {"metrics": with_current_names(job, manifest["metrics"])}
 
 
 def _files(version: str) -> Mapping[str, Any] | None:
@@ -173,18 +179,19 @@ def _files(version: str) -> Mapping[str, Any] | None:
 
 
 def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
-    """Raise Worse if `publish.metric` is worse than that of the published version, by more than `publish.max_drop`.
+    """Raise Worse if `publish.metric` is worse than that of the published version by more than
+    `publish.max_regression`.
 
     If training started from the published version, its metric is the `start/` one of this evaluation, which was
     measured on the same held-out data as the new model's.
     """
     metric = job.publish.metric
     if metric:
-        before = manifest["metrics"] if manifest else {}
+        before = with_current_names(job, manifest["metrics"]) if manifest else {}
         if (
             manifest
             and f"start/{metric}" in artifact.metrics
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
             before = {metric: artifact.metrics[f"start/{metric}"]}
-        refuse_regression(artifact.metrics, before, metric, job.publish.max_drop, job.publish.mode)
+        refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.mode)

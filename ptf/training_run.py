@@ -11,6 +11,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
+from ptf.evaluation_check import with_current_names
 from ptf.run import JOB, new_lineage, read_job_file, recorded_models, refuse_lineage, resolved, run
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.source_specs import specs
@@ -43,7 +44,7 @@ class Run:
         job = _overridden(text, overrides)
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
-        metrics = last_metrics(directory) | evaluated_metrics(directory)
+        metrics = last_metrics(directory) | with_current_names(job, evaluated_metrics(directory))
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":

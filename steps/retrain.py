@@ -87,14 +87,16 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the model if it is better than the one it was trained from; record the outcome beside the pointer."""
     from ptf import storage
+    from ptf.evaluation_check import with_current_names
     from ptf.measurement import Worse
     from steps.publish import publish as published
 
     metric = str(job.publish.metric)
-    now, before = artifact.metrics.get(metric), artifact.metrics.get(f"start/{metric}")
+    metrics = with_current_names(job, artifact.metrics)
+    now, before = metrics.get(metric), metrics.get(f"start/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     try:
-        if begun and now is not None and now == before and not job.publish.max_drop:
+        if begun and now is not None and now == before and not job.publish.max_regression:
             raise Worse(f"not published: {metric} is {now:.4g} as before")
         artifact, outcome = published(job, artifact), "was published"
     except Worse as worse:

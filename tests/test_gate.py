@@ -67,7 +67,7 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
 
     both = {"start/": then, "": now}
     return {
-        f"{p}{source}/{rate}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
+        f"{p}{rate}/{source}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
         for p, v in both.items()
         for rate in ("reward", "pass@1")
     }
@@ -99,13 +99,13 @@ def test_what_is_worse_beyond_its_interval_is_named(
 ) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     compared = gate.comparisons(job, tmp_path, metrics)
-    assert [one.metric for one in compared] == ["test/reward", "test/pass@1"]
+    assert [one.metric for one in compared] == ["reward/test", "pass@1/test"]
     assert [one.is_worse() for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
             Worse,
-            match=r"test/pass@1 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): "
+            match=r"pass@1/test 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): "
             r"worse.*publish\.gate: off",
         ):
             gate.refuse_worse(job, compared)
@@ -117,20 +117,20 @@ def test_what_is_worse_beyond_its_interval_is_named(
 
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@1"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@1/test"}}))
     gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
-    assert [one.metric for one in compared] == ["test/pass@1"]
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward"}}))
-    with pytest.raises(Worse, match="test/reward"):
+    assert [one.metric for one in compared] == ["pass@1/test"]
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test"}}))
+    with pytest.raises(Worse, match="reward/test"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "max_drop": 0.9}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test", "max_regression": 0.9}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/reward", "mode": "min"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test", "mode": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/pass@8"}}))  # which is not a mean over rows
-    with pytest.raises(Worse, match=r"test/pass@8 0\.5 at the start, 0\.4 now; not a mean over rows"):
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
+    with pytest.raises(Worse, match=r"pass@8/test 0\.5 at the start, 0\.4 now; not a mean over rows"):
         gate.refuse_worse(
-            job, gate.comparisons(job, tmp_path, metrics | {"start/test/pass@8": 0.5, "test/pass@8": 0.4})
+            job, gate.comparisons(job, tmp_path, metrics | {"start/pass@8/test": 0.5, "pass@8/test": 0.4})
         )
 
 
@@ -155,8 +155,8 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
             [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)],
         )
     gate.commit_rows(tmp_path)
-    metrics = {"start/next/all/ndcg@10": 0.845, "next/all/ndcg@10": 0.245}
-    with pytest.raises(Worse, match=r"next/all/ndcg@10 0\.845 at the start"):
+    metrics = {"start/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
+    with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 at the start"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
 
@@ -235,7 +235,7 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
         "max_new_tokens": 6,
     }
     job, artifact = staged(rl_raw)
-    assert artifact.metrics["dev/reward"] < artifact.metrics["start/dev/reward"]
-    with pytest.raises(Worse, match=r"worse than what training started from: dev/reward"):
+    assert artifact.metrics["reward/dev"] < artifact.metrics["start/reward/dev"]
+    with pytest.raises(Worse, match=r"worse than what training started from: reward/dev"):
         publish(job, artifact)
     assert published.pointer(job.versions) is None

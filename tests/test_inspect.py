@@ -100,7 +100,7 @@ def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
     assert (source["rows"], source["samples"]) == (6, 2)
     assert sum(source["left_out"].values()) == 4
     assert [n for reason, n in source["left_out"].items() if "data.seq_len (64)" in reason] == [1]
-    assert source["dropped"] == pytest.approx(4 / 6, abs=1e-6)
+    assert source["unused_rows_share"] == pytest.approx(4 / 6, abs=1e-6)
     assert source["columns_not_read"] == ["note"]
     page = tmp_path / "page.html"
     assert main(["inspect", config, "--html", str(page)]) == 0

@@ -6,6 +6,7 @@ stored are translated when they are read, so that their runs continue. Fingerpri
 so that they do not depend on the version of ptf.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ KEYS = {
     "evaluate.start": "evaluate.starting_model",
     "evaluate.samples": "evaluate.samples_per_prompt",
     "model.train": "model.trainable",
+    "publish.max_drop": "publish.max_regression",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
@@ -58,7 +60,18 @@ MODULES = {
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
 # dotted key → old value → new value; the keys are not in KEYS
-VALUES = {"algo.mean_over": {"length": "constant_length"}, "publish.gate": {"start": "starting_model"}}
+VALUES = {
+    "algo.mean_over": {"answers": "sequences", "length": "constant_length"},
+    "algo.ratio": {"answer": "sequence"},
+    "publish.gate": {"start": "starting_model"},
+}
+# dotted key → pattern of its old values, and the replacement. A metric of answers or of rankings was NAME/METRIC; what
+# may be a held-out metric of a source that is called `reward` or `no_result` is left alone.
+ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
+PATTERNS = {
+    "publish.metric": (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1")
+}
+FIRST_PATTERNS = {"publish.metric": (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1")}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}
@@ -72,10 +85,17 @@ class Names(NamedTuple):
     keys: Mapping[str, str]
     modules: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
+    patterns: Mapping[str, tuple[str, str]]
+
+    def value(self, key: str, value: str) -> str:
+        """Return the value that replaces `value` of a dotted key; the same one if it was not renamed."""
+        new = self.values.get(key, {}).get(value, value)
+        pattern, replacement = self.patterns.get(key, ("", ""))
+        return re.sub(rf"\A(?:{pattern})\Z", replacement, new) if pattern else new
 
 
-TODAY = Names(KEYS, MODULES, VALUES)
-FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES)
+TODAY = Names(KEYS, MODULES, VALUES, PATTERNS)
+FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES, FIRST_PATTERNS)
 
 
 class Rename(NamedTuple):
@@ -147,7 +167,7 @@ def _renames(value: Any, names: Names, path: tuple[str | int, ...], at: tuple[st
                 yield Rename(here, old, old, new, ".".join(now), True)
             if steps[-1] == "use" and isinstance(inner, str) and (moved := address(inner, names.modules)):
                 yield Rename(here, old, inner, moved, moved, False)
-            if isinstance(inner, str) and (value_now := names.values.get(old, {}).get(inner)):
+            if isinstance(inner, str) and (value_now := names.value(old, inner)) != inner:
                 yield Rename(here, old, inner, value_now, value_now, False)
             yield from _renames(inner, names, here, (*at, *steps))
 

@@ -29,8 +29,9 @@ Row = Mapping[str, Any]
 Encode = Callable[[dict[str, Any], str], list[PackUnit]]  # (row, source name); an empty list skips the row
 # Called with the counts so far; raises UserError when there are too many bad rows.
 SetAside = Callable[[BadRow, Mapping[str, int]], None]
-# The last one counts rows without a sample.
-COUNTS = ("rows", "samples", "tokens", "trained", "whole", "dropped", "truncated", "bad", "left_out")
+# `too_long` counts the pack units of which nothing was kept, `truncated` those that were cut.
+COUNTS = ("rows", "samples", "tokens", "trained", "whole", "too_long", "truncated", "bad", "rows_without_samples")
+STORED_COUNTS = {"too_long": "dropped", "rows_without_samples": "left_out"}  # names that earlier versions stored
 VALUE = "value/"  # prefix of the per-token values of `values` of events
 FORM = 4  # version of what encoders make of a row; data of another version are tokenized again
 
@@ -400,6 +401,14 @@ def row_weight(row: Row) -> float:
     return float(weight)
 
 
+def counts_of(stored: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts of an encoder in the state or the manifest that a version of ptf stored.
+
+    What an earlier version did not count is 0.
+    """
+    return {key: int(stored.get(key, stored.get(STORED_COUNTS.get(key, key), 0))) for key in COUNTS}
+
+
 class Encoder:
     """Encodes rows as pack units that fit a sequence, and counts them.
 
@@ -445,7 +454,7 @@ class Encoder:
                 )
             self.counts["rows"] += 1
             self.counts["bad"] += 1
-            self.counts["left_out"] += 1
+            self.counts["rows_without_samples"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
         self.count(whole_units, fitted)
@@ -465,8 +474,8 @@ class Encoder:
         self.counts["tokens"] += sum(tokens)
         self.counts["trained"] += sum(int((s.weights != 0).sum()) for unit in flat for s in unit)
         self.counts["whole"] += max(tokens, default=0)
-        self.counts["dropped"] += sum(not units for units in fitted)
-        self.counts["left_out"] += not flat
+        self.counts["too_long"] += sum(not units for units in fitted)
+        self.counts["rows_without_samples"] += not flat
         self.counts["truncated"] += sum(
             bool(units) and units[0] is not unit for units, unit in zip(fitted, whole_units, strict=True)
         )

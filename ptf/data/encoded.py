@@ -11,7 +11,7 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.baskets import reorder_baskets
-from ptf.data.encode import COUNTS, Encoder
+from ptf.data.encode import COUNTS, Encoder, counts_of
 from ptf.data.item_run import ItemRun, dump
 from ptf.data.items import Item, after_empty_rows, items_of, place_of, stored_items
 from ptf.data.order import LaneSource, Ranges
@@ -173,8 +173,7 @@ class Encoded:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._source.load_state_dict(state["source"])
-        # an earlier version counted fewer things
-        self._encoder.counts = {key: int(state["counts"].get(key, 0)) for key in COUNTS}
+        self._encoder.counts = counts_of(state["counts"])
         self._empty_rows, self._last_epoch, self._ended = (
             int(state["without"]),
             int(state["found"]),

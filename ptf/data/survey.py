@@ -45,7 +45,7 @@ class SourceSurvey:
     longest: tuple[tuple[int, str], ...]  # tokens and place, the longest first
     bad: tuple[BadRow, ...]  # the first ones
     left_out: Mapping[str, int]  # reason → how many of the rows that were read are not trained because of it
-    dropped: float  # share of the rows that were read that gave no sample
+    unused_rows_share: float  # share of the rows that were read that gave no sample
     examples: tuple[tuple[str, PackUnit], ...]  # place and pack unit, the first ones
     unread: tuple[str, ...] = ()  # columns that are not used
     not_read: tuple[str, ...] = ()  # names of files in the directory that are not data
@@ -152,11 +152,11 @@ def _survey_source(
     read = empty = none_made = 0
     places = rows_once(reader, spec.limit)
     for place in islice(places, limit):
-        before = encoder.counts["dropped"], len(bad)
+        before = encoder.counts["too_long"], len(bad)
         row_units = encoder(place)
         read += 1
         empty += not row_units
-        none_made += not row_units and (encoder.counts["dropped"], len(bad)) == before
+        none_made += not row_units and (encoder.counts["too_long"], len(bad)) == before
         units += row_units
         whole_ones = [(sample,) for unit in row_units for sample in separate(unit)] if share_prefixes else row_units
         shown += [(place.where, unit) for unit in whole_ones][: max(0, examples - len(shown))]
@@ -176,7 +176,7 @@ def _survey_source(
         lengths,
         tuple(sorted(longest, reverse=True)),
         tuple(bad[:WORST]),
-        left_out(bad, encoder.counts["dropped"], seq_len)
+        left_out(bad, encoder.counts["too_long"], seq_len)
         | ({NONE_MADE[spec.kind == "tokenized"]: none_made} if none_made else {}),
         empty / max(1, read),
         tuple(shown),
@@ -185,7 +185,7 @@ def _survey_source(
     ), units
 
 
-def left_out(bad: Sequence[BadRow], dropped: int, seq_len: int) -> dict[str, int]:
+def left_out(bad: Sequence[BadRow], too_long: int, seq_len: int) -> dict[str, int]:
     """Return how many rows or samples are not trained, by reason.
 
     Bad rows are counted by their message, in which every number is replaced by N, so that those of one kind are counted
@@ -194,7 +194,7 @@ def left_out(bad: Sequence[BadRow], dropped: int, seq_len: int) -> dict[str, int
     reasons = Counter(re.sub(r"\d+", "N", row.reason) for row in bad)
     common = dict(reasons.most_common(REASONS))
     others = {"other reasons": reasons.total() - sum(common.values())}
-    long = {f"does not fit data.seq_len ({seq_len}), or nothing in it is trained": dropped}
+    long = {f"does not fit data.seq_len ({seq_len}), or nothing in it is trained": too_long}
     return {reason: n for reason, n in (long | common | others).items() if n}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ptf import scratch, storage, verified
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, counts_of
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
@@ -105,7 +105,7 @@ def write(
     if (root / storage.MANIFEST).exists():
         manifest = verified.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
         if manifest.items() >= made_with.items():
-            return manifest
+            return manifest | counts_of(manifest)
     with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
@@ -272,7 +272,7 @@ class TokenizedEncoder(Encoder):
         steps[0] = [self.counts[key] for key in COUNTS]
         steps[1:, :5] = 1
         steps[1:, 1:5] = row_counts
-        steps[1:, COUNTS.index("left_out")] = row_counts[:, 0] == 0
+        steps[1:, COUNTS.index("rows_without_samples")] = row_counts[:, 0] == 0
         return np.cumsum(steps, 0)
 
     def __call__(self, place: Place) -> list[PackUnit]:
@@ -286,7 +286,7 @@ class TokenizedEncoder(Encoder):
         counts = self.counts
         counts["rows"] += 1
         counts["samples"] += units
-        counts["left_out"] += not units
+        counts["rows_without_samples"] += not units
         counts["tokens"] += tokens
         counts["trained"] += trained
         counts["whole"] += longest

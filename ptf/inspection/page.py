@@ -164,9 +164,9 @@ def _left_out(survey: Survey) -> Iterator[str]:
             yield f"<p>Not read of {escape(source.name)}: {escape(shown(source.not_read))}</p>"
         if source.unread:
             yield f"<p>Columns of {escape(source.name)} that nothing reads: {escape(', '.join(source.unread))}</p>"
-        if source.dropped:
+        if source.unused_rows_share:
             name = escape(source.name)
-            yield f"<p>{source.dropped:.1%} of the rows of {name} that were read gave no sample.</p>"
+            yield f"<p>{source.unused_rows_share:.1%} of the rows of {name} that were read gave no sample.</p>"
     bad = [(escape(s.name), escape(row.where), escape(row.reason)) for s in survey.sources for row in s.bad]
     if bad:
         yield "<h3>The first bad rows</h3>" + _table(("source", "place", "reason"), bad, "text")

@@ -146,7 +146,7 @@ def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
         "samples": round(source.samples),
         "passes": None if passes is None else round(sum(passes) / 2, 6),
         "left_out": dict(source.left_out),
-        "dropped": round(source.dropped, 6),
+        "unused_rows_share": round(source.unused_rows_share, 6),
         "not_read": list(source.not_read),
         "columns_not_read": list(source.unread),
     }

@@ -45,7 +45,7 @@ def _sources(survey: Survey) -> Table:
         "p50",
         "p99",
         "max",
-        "dropped",
+        "unused rows",
         "cut",
         "bad",
         "share of samples",
@@ -58,7 +58,7 @@ def _sources(survey: Survey) -> Table:
         c, (samples, tokens) = s.counts, survey.shares[s.name]
         rows = f"{c['rows']:,}" if s.whole else f"{c['rows']:,} of about {s.rows:,.0f}"
         trained = f"{c['trained'] / max(1, c['tokens']):.0%}"
-        left = (f"{s.dropped:.1%}", f"{c['truncated']:,}", f"{c['bad']:,}")
+        left = (f"{s.unused_rows_share:.1%}", f"{c['truncated']:,}", f"{c['bad']:,}")
         cells = [
             rows,
             f"{c['samples']:,}",

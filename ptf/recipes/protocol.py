@@ -79,7 +79,7 @@ class ScoringRecipe(Recipe, Protocol):
         ...
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return scores, rewards of the data, and lengths of the scored answers: [3, answers]."""
+        """Return predicted scores, labels and lengths of the scored answers: [3, answers]."""
         ...
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ptf.compute.world import World
+from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
-from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
@@ -43,7 +43,7 @@ def export_adapter(
         merged,
         trained,
         probe(load(merged, without_adapters(spec)), world),
-        LOGPROB_BOUND["fp32" if is_fp32 else "bf16"],
+        LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"],
     )
     form = PeftFormat(model, family)
     if obstacles := form.obstacles():
@@ -60,7 +60,7 @@ def export_adapter(
     world.barrier()
     reloaded = load(source, spec)
     PeftFormat(reloaded, family).fill(unchecked / "adapter_model.safetensors")
-    difference = refuse_difference(unchecked, trained, probe(reloaded, world), LOGPROB_BOUND[precision])
+    difference = refuse_difference(unchecked, trained, probe(reloaded, world), LOGPROB_TOLERANCE[precision])
     world.barrier()
     if world.leads:
         shutil.rmtree(directory, ignore_errors=True)

@@ -229,10 +229,11 @@ class Fit:
             else:  # the source is the only one, or has no documents in this step
                 metrics.pop(f"loss/{name}", None)
         reported = [name for name, applies in COUNTED.items() if applies(job)]
-        left_out, rows, *counts = world.sum(
-            [self.loader.counts[name] for name in ("left_out", "rows", *reported)]
+        without_samples, rows, *counts = world.sum(
+            [self.loader.counts[name] for name in ("rows_without_samples", "rows", *reported)]
         ).tolist()
-        metrics |= {"dropped": left_out / max(1.0, rows), **dict(zip(reported, counts, strict=True))}
+        metrics["unused_rows_share"] = without_samples / max(1.0, rows)
+        metrics |= dict(zip(reported, counts, strict=True))
         spent = time.perf_counter() - began
         metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
         # the maximum is over all ranks, including those of one tensor-parallel group

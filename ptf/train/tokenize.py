@@ -55,7 +55,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
         print(
             f"tokenize: {name}: {counts['rows']} rows, {counts['samples']} samples, "
             f"{counts['tokens']} tokens ({counts['trained']} trained), "
-            f"expansion ×{counts['expansion']:.3g}, {counts['dropped']} dropped, {counts['truncated']} cut, "
+            f"expansion ×{counts['expansion']:.3g}, {counts['too_long']} too long, {counts['truncated']} cut, "
             f"{counts['bad']} bad, {spent:.1f} s → "
             f"{directories[name]}",
             flush=True,

@@ -148,7 +148,7 @@ def test_any_value_survives_yaml_and_json(value):
 
 def test_dump_leaves_nothing_out():
     text = dump(loads(SFT))
-    assert all(f"{key}:" in text for key in ("weight_decay", "timeout_s", "max_drop", "rollout", "cron"))
+    assert all(f"{key}:" in text for key in ("weight_decay", "timeout_s", "max_regression", "rollout", "cron"))
 
 
 # --- the dialect ------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from ptf.config.plugin import resolve
 from ptf.config.renames import (
     FIRST_KEYS,
     FIRST_MODULES,
+    FIRST_PATTERNS,
     FIRST_VALUES,
     KEYS,
     MODULES,
+    PATTERNS,
     VALUES,
     outdated,
     with_first_names,
@@ -52,7 +54,7 @@ train: {steps: 10, 'rows': 8, lr: 1e-4,
         micro_rows: 2}
 compute: {pools: {all: {roles: [policy, rollout], park: disk}}}
 evaluate: {start: true}
-publish: {gate: "start"}  # at the start
+publish: {gate: "start", max_drop: 0.1}  # at the start
 flow:
   sweep:
     - {publish.gate: start, train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
@@ -72,7 +74,7 @@ train: {steps: 10, 'sequences': 8, lr: 1e-4,
         micro_sequences: 2}
 compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
 evaluate: {starting_model: true}
-publish: {gate: "starting_model"}  # at the start
+publish: {gate: "starting_model", max_regression: 0.1}  # at the start
 flow:
   sweep:
     - {publish.gate: starting_model, train.sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
@@ -86,6 +88,7 @@ CHANGES = [
     "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
     "job.yaml:14  evaluate.start is now evaluate.starting_model",
     "job.yaml:15  publish.gate  start is now starting_model",
+    "job.yaml:15  publish.max_drop is now publish.max_regression",
     "job.yaml:18  publish.gate  start is now starting_model",
     "job.yaml:18  train.rows is now train.sequences",
     "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
@@ -126,6 +129,8 @@ def test_the_table_can_be_read_in_both_directions():
         assert not {key} & {*KEYS, *KEYS.values()}  # one table translates a key and its value
         assert len(FIRST_VALUES[key]) == len(values)
         assert not {*values} & {*values.values()}
+    assert FIRST_PATTERNS.keys() == PATTERNS.keys()
+    assert not PATTERNS.keys() & {*KEYS, *KEYS.values(), *VALUES}
     assert section_at(Job, ["train", "early_stopping"]) is not None
 
 
@@ -154,6 +159,7 @@ def test_old_names_are_refused_at_their_lines(here):
         "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:14  evaluate.start  is now evaluate.starting_model; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:15  publish.max_drop  is now publish.max_regression; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
         "`ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
@@ -190,6 +196,11 @@ def test_each_file_is_named(here):
             "data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
         ),
         ("publish.gate=start", "publish.gate  start is now starting_model"),
+        ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
+        ("algo.mean_over=answers", "algo.mean_over  answers is now sequences"),
+        ("algo.ratio=answer", "algo.ratio  answer is now sequence"),
+        ("publish.metric=test/pass@1", "publish.metric  test/pass@1 is now pass@1/test"),
+        ("publish.metric=next/all/ndcg@10", "publish.metric  next/all/ndcg@10 is now all/ndcg@10/next"),
     ],
 )
 def test_an_override_is_refused_with_the_new_name(here, override, what):
@@ -218,6 +229,33 @@ def test_names_of_the_users_own_are_left_alone():
         "flow": {"steps": {"train": {"environment": {"park": "x"}}}},
     }
     assert outdated(own) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("test/pass@1", "pass@1/test"),
+        ("test/pass@8", "pass@8/test"),
+        ("test/reward", "reward/test"),
+        ("test/no_result", "no_result/test"),
+        ("next/all/ndcg@10", "all/ndcg@10/next"),
+        ("next/new/revenue_recall@5", "new/revenue_recall@5/next"),
+    ],
+)
+def test_a_metric_of_answers_begins_with_its_name(old, new):
+    """What a run has stored is read, and its fingerprint is that of the old name."""
+    job = loads(SFT + f"publish: {{metric: '{old}'}}\n")
+    assert job.publish.metric == new
+    assert with_first_names(job.model_dump())["publish"]["metric"] == old
+    assert outdated({"publish": {"metric": new}}) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine", "reward/reward"]
+)
+def test_other_metrics_are_left_alone(name):
+    assert outdated({"publish": {"metric": name}}) == []
+    assert outdated({"train": {"early_stopping": {"metric": "dev/pass@1"}}}) == []
 
 
 def test_a_moved_plugin_says_where_it_is():
@@ -258,6 +296,8 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
         ('{"train": {"rows": 8}}', '{"train": {"sequences": 8}}'),
         ("train: {? rows : 8}", "train: {? sequences : 8}"),
         ("publish: {gate: start}", "publish: {gate: starting_model}"),
+        ("algo: {ratio: answer, mean_over: answers}", "algo: {ratio: sequence, mean_over: sequences}"),
+        ("publish: {metric: 'test/reward', mode: max}", "publish: {metric: 'reward/test', mode: max}"),
         ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
         ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),
         (

@@ -80,10 +80,10 @@ def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
         "tokens": 31,
         "trained": 2 + 11,
         "whole": 31,
-        "dropped": 1,
+        "too_long": 1,
         "truncated": 1,
         "bad": 0,
-        "left_out": 1,
+        "rows_without_samples": 1,
     }
     with pytest.raises(UserError, match=r"a\.jsonl:4 \(source sums\): the conversation has no assistant turn"):
         encoder(at({"messages": [USER]}, 4))
@@ -277,10 +277,10 @@ def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp
         "tokens": 12,
         "trained": 10,
         "whole": 12,
-        "dropped": 0,
+        "too_long": 0,
         "truncated": 0,
         "bad": 2,
-        "left_out": 2,
+        "rows_without_samples": 2,
     }
     noted = [(row.where, row.reason[:20]) for row in rows_in(file)]
     assert noted == [("a.jsonl:2", "`text` must be a str"), ("a.jsonl:4", "31 tokens do not fit")]

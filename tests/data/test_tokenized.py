@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from ptf import storage
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.encode import encode_document
+from ptf.data.encode import COUNTS, encode_document
 from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.source_units import pack_units_once
@@ -94,10 +95,28 @@ def test_the_manifest_counts(rows: str, characters: Tokenizer, tmp_path: Path) -
     manifest = write(rows, tmp_path / "t", characters)
     assert manifest == json.loads((tmp_path / "t/manifest.json").read_text())
     assert manifest["rows"] == 1500
-    assert manifest["samples"] + manifest["dropped"] == 1500
-    assert manifest["dropped"] > 0
+    assert manifest["samples"] + manifest["too_long"] == 1500
+    assert manifest["too_long"] > 0
     assert manifest["expansion"] == 1.0
     assert set(manifest["files"]) == {"rows.parquet"}
+
+
+def test_counts_that_an_earlier_version_stored_are_read(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
+    manifest = write(rows, tmp_path / "t", characters)
+    names = {"too_long": "dropped", "rows_without_samples": "left_out"}
+    storage.commit(
+        tmp_path / "t", {names.get(key, key): n for key, n in manifest.items() if key not in ("files", "digest")}
+    )
+    again = write(rows, tmp_path / "t", characters)
+    assert {key: again[key] for key in COUNTS} == {key: manifest[key] for key in COUNTS}
+    whole, resumed = (lane(SourceSpec(rows), 0, characters) for _ in range(2))
+    rows_of(whole, 50)
+    state = settle(whole.state_dict())
+    stream = state["atoms"]["streams"]["sums"]["stream"]
+    assert stream["counts"]["too_long"] > 0
+    stream["counts"] = {names.get(key, key): n for key, n in stream["counts"].items()}
+    resumed.load_state_dict(state)
+    assert resumed.counts() == whole.counts()
 
 
 def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -106,14 +125,14 @@ def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: T
         for epochs in (1, 3):
             lanes = [lane(replace(spec, epochs=epochs), i, characters) for i in range(3)]
             early = next(lanes[0]) and lanes[0].counts()
-            assert 0 < early["left_out"] < early["rows"] < 200  # from the first step on
+            assert 0 < early["rows_without_samples"] < early["rows"] < 200  # from the first step on
             again = lane(replace(spec, epochs=epochs), 0, characters)
             again.load_state_dict(settle(lanes[0].state_dict()))
             lanes[0] = again
             counts = [one.counts() for one in lanes if sum(map(len, one))]
-            share = sum(c["left_out"] for c in counts) / sum(c["rows"] for c in counts)
+            share = sum(c["rows_without_samples"] for c in counts) / sum(c["rows"] for c in counts)
             # lanes have looked at the first row that is not trained
-            assert share == pytest.approx(manifest["dropped"] / 1500, abs=0.002)
+            assert share == pytest.approx(manifest["too_long"] / 1500, abs=0.002)
 
 
 def test_what_is_there_is_reused_unless_it_was_made_otherwise(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -228,7 +247,7 @@ def test_processes_write_what_one_does(
     assert made[0]["bad"] == 5
     tables = [pq.read_table(tmp_path / f"t{n}" / "rows.parquet") for n in (1, 3)]
     assert tables[0].equals(tables[1])
-    for key in ("rows", "samples", "tokens", "trained", "dropped", "bad"):
+    for key in ("rows", "samples", "tokens", "trained", "too_long", "bad"):
         assert made[0][key] == made[1][key]
     aside = [(tmp_path / f"t{n}" / tokenized.BAD_ROWS).read_text() for n in (1, 3)]
     assert aside[0] == aside[1]

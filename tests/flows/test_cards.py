@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from flows import cards, charts
-from ptf.config import load
+from ptf.config import load, loads
 from ptf.errors import UserError
+from ptf.run import run as train
 from steps.artifact import Artifact
 from tests.flows.toy import FLOW, wait_for
+from tests.tiny import arithmetic
 
 
 class Page(list):
@@ -75,6 +77,28 @@ def test_charts_follow_the_columns():
     assert drawn(found["loss"]) == {"loss": [(1, 4), (2, 4)], "loss/dev": [(2, 5)]}
     assert drawn(found["seconds"]).keys() == {"seconds/rollout", "seconds/update"}
     assert charts.charts([]) == {}
+
+
+def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
+    offline = arithmetic(tmp_path)
+    offline["train"] |= {"steps": 1, "validate_every": 0}
+    prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
+    online = offline | {
+        "data": offline["data"] | {"sources": prompts, "validation": {}},
+        "rollout": {"engine": "native", "prompts": 2, "group_size": 2, "max_new_tokens": 2}
+        | {"reward": {"use": "tests.rl.plugs:by_length"}},
+    }
+    made = train(loads(json.dumps(offline)), "sft")
+    jobs = {
+        "grpo": online | {"recipe": "grpo", "algo": {"kl": 0.01, "minibatches": 2}},
+        "opd": online | {"recipe": "opd", "algo": {"teacher": str(made / "model")}},
+    }
+    runs = [made, *(train(loads(json.dumps(raw)), name) for name, raw in jobs.items())]
+    rows = [row for run in runs for row in charts.read(run / "metrics.jsonl")]
+    reported = {name for row in rows for name in row}
+    assert {*cards.KPIS, *charts.SHARES, *charts.NEVER} <= reported
+    assert set(charts.FIRST) <= charts.charts(rows).keys()
+    assert not {"kl", "length"} & reported
 
 
 @pytest.mark.parametrize("count", [1, 499, 500, 501, 999, 12345])
@@ -167,14 +191,14 @@ def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
 def test_why_nothing_was_published_is_on_the_page(job):
     def refuse() -> None:
         try:
-            raise UserError("not published: test/pass@1 is 0.1, the published version has 0.5")
+            raise UserError("not published: pass@1/test is 0.1, the published version has 0.5")
         except UserError:
             sys.exit(1)
 
     card = Page()
     with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run"), lambda _: ""):
         refuse()
-    assert "test/pass@1 is 0.1" in card[1].render()["data"][0][0]
+    assert "pass@1/test is 0.1" in card[1].render()["data"][0][0]
     assert card.rendered
 
 

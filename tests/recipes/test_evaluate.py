@@ -11,12 +11,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.artifact import Artifact
 from ptf.config import ConfigError, loads
 from ptf.config.section import Plugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluation_check import check_evaluation
+from ptf.evaluation_check import check_evaluation, with_current_names
+from ptf.gate import Worse
 from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, refuse_regression
+from ptf.publishing import _refuse_worse
 from tests.tiny import arithmetic
 from tests.train.test_fit import facts, train
 from tests.train.test_preferences import RECIPES, preferences
@@ -129,7 +132,7 @@ def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now
     with (
         contextlib.nullcontext()
         if published
-        else pytest.raises(UserError, match=r"not published: kl/dev is .*max_drop 0\.1")
+        else pytest.raises(UserError, match=r"not published: kl/dev is .*max_regression 0\.1")
     ):
         refuse_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
     with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
@@ -167,14 +170,48 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
         "longest": {"use": f"{HERE}:longest"},
         "at_least": {"use": f"{HERE}:longest", "args": {"at_least": 999}},
     }
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "test/longest"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "longest/test"}}))
     check_evaluation(job)
     run = train(raw, "run")
     found = measure_run(job, run)
     answers = [json.loads(line)["answer"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
-    assert found["test/longest"] == max(map(len, answers))
-    assert found["test/at_least"] == found["start/test/at_least"] == 999
-    assert "start/test/longest" in found
+    assert found["longest/test"] == max(map(len, answers))
+    assert found["at_least/test"] == found["start/at_least/test"] == 999
+    assert "start/longest/test" in found
+
+
+def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path):
+    raw = generating(tmp_path)
+    raw["data"]["validation"] = {"test": raw["data"]["sources"]["sums"]}
+    raw["evaluate"] |= {"metrics": {"longest": {"use": f"{HERE}:longest"}}}
+    raw["evaluate"] |= {"ranking": {"sources": {"next": {"path": "x"}}, "k": 5}, "samples_per_prompt": 8}
+    old = {"test/pass@1": 0.1, "test/pass@8": 0.2, "test/reward": 0.3, "test/longest": 0.4, "start/test/pass@1": 0.5}
+    old |= {"next/all/ndcg@5": 0.6, "start/next/new/hr@5": 0.7, "loss/test": 0.8, "train/reward": 0.9}
+    found = with_current_names(job := loads(yaml.safe_dump(raw)), old)
+    assert found == {"pass@1/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
+        "start/pass@1/test": 0.5,
+        "all/ndcg@5/next": 0.6,
+        "start/new/hr@5/next": 0.7,
+        "loss/test": 0.8,
+        "train/reward": 0.9,
+    }
+    assert with_current_names(job, found) == found
+
+
+def test_a_published_version_whose_metrics_have_their_old_names_is_compared_with(tmp_path):
+    job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "pass@1/test"}}))
+    artifact = Artifact("a", metrics={"pass@1/test": 0.5})
+    _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.5}})
+    with pytest.raises(Worse, match=r"pass@1/test is 0\.5, the published version has 0\.6"):
+        _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.6}})
+
+
+def test_a_metric_of_ones_own_may_not_have_the_name_of_a_held_out_metric(tmp_path):
+    raw = generating(tmp_path)
+    raw["data"]["validation"] = {"test": raw["data"]["sources"]["sums"]}
+    raw["evaluate"] |= {"metrics": {"loss": {"use": f"{HERE}:longest"}}, "starting_model": False}
+    with pytest.raises(UserError, match=r"evaluate\.metrics: loss/test is a metric of data\.validation, too"):
+        measure_run(loads(yaml.safe_dump(raw)), train(raw, "run"))
 
 
 @pytest.mark.parametrize(
@@ -189,8 +226,12 @@ def test_a_metric_that_fails_is_named(name, message):
     ("changes", "message"),
     [
         (
-            {"publish": {"metric": "test/pas@1"}},
-            r"publish.metric: the evaluation will have no 'test/pas@1'; it will have test/pass@1",
+            {"publish": {"metric": "pas@1/test"}},
+            r"publish.metric: the evaluation will have no 'pas@1/test'; it will have pass@1/test",
+        ),
+        (
+            {"publish": {"metric": "test/m"}, "evaluate": {"metrics": {"m": {"use": f"{HERE}:longest"}}}},
+            r"publish.metric: test/m is now m/test",
         ),
         (
             {"publish": {"metric": "loss/held_out", "mode": "min"}},

@@ -114,15 +114,15 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     raw["checkpoint"] = {"every": 80}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
-    assert found["next/all/ndcg@10"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
+    assert found["all/ndcg@10/next"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
     held = tmp_path / "made" / "held_out.jsonl"
     prompts = [json.loads(line) for line in held.read_text().splitlines()]
     histories_ = [{key: row[key] for key in ("messages", "history")} for row in prompts]
     random.Random(0).shuffle(histories_)
     held.write_text("".join(json.dumps(row | other) + "\n" for row, other in zip(prompts, histories_, strict=True)))
     strangers = measure_run(loads(yaml.safe_dump(raw)), directory)
-    assert found["next/all/ndcg@10"] > strangers["next/all/ndcg@10"] + 0.2
-    assert found["next/new/ndcg@10"] > strangers["next/new/ndcg@10"] + 0.1
+    assert found["all/ndcg@10/next"] > strangers["all/ndcg@10/next"] + 0.2
+    assert found["new/ndcg@10/next"] > strangers["new/ndcg@10/next"] + 0.1
     assert found["loss/next"] < read_metrics(directory / "metrics.jsonl")[0]["loss"]
 
 
@@ -170,8 +170,8 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
-    assert found["slates/invalid"] == found["start/slates/invalid"] == 0
-    assert found["slates/reward"] > found["start/slates/reward"] + 0.02
+    assert found["invalid/slates"] == found["start/invalid/slates"] == 0
+    assert found["reward/slates"] > found["start/reward/slates"] + 0.02
     assert agreed(directory, tmp_path) == 25 * 16 * 8
 
 
@@ -204,10 +204,10 @@ def test_vllm_says_items_alone_and_finds_them_as_likely_as_the_trainer(
 def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_path: Path) -> None:
     raw = histories(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@10"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "all/ndcg@10/next"}}))
     check_evaluation(job)
-    with pytest.raises(ConfigError, match="the evaluation will have no 'next/all/ndcg@5'"):
-        check_evaluation(loads(yaml.safe_dump(raw | {"publish": {"metric": "next/all/ndcg@5"}})))
+    with pytest.raises(ConfigError, match="the evaluation will have no 'all/ndcg@5/next'"):
+        check_evaluation(loads(yaml.safe_dump(raw | {"publish": {"metric": "all/ndcg@5/next"}})))
     directory = run(job, "a")
     other = tmp_path / "made" / "catalogue.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
@@ -246,7 +246,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         assert one["reward"] == pytest.approx(sum(worths), abs=1e-5)
     assert set(turns) == {1, 2}
     assert max(row["logprob_diff_max"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
-    assert found["slates/reward"] > 0
+    assert found["reward/slates"] > 0
 
 
 def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
     found, directory = trained(raw, "both")
     losses = [(row["loss/chats"], row["loss/items"]) for row in read_metrics(directory / "metrics.jsonl")]
     assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
-    assert found["next/all/ndcg@10"] > 0.3
+    assert found["all/ndcg@10/next"] > 0.3
     tokenizer = Tokenizer.load(str(directory / "model"))
     assert tokenizer.decode(tokenizer.encode("1+2=<i_3><gap_1><i_47>")) == "1+2=<i_3><gap_1><i_47>"
     assert len(tokenizer.encode("<start><i_3><gap_1>")) == 3

@@ -261,7 +261,8 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     run_directory = train(made, "a")
     last = facts(run_directory)[-1]
     assert last["bad"] >= 2
-    assert last["dropped"] == pytest.approx(2 / (len(good) + 2), rel=0.5)  # a share of the rows; epochs are only begun
+    # a share of the rows; epochs are only begun
+    assert last["unused_rows_share"] == pytest.approx(2 / (len(good) + 2), rel=0.5)
     aside = [
         json.loads(line) for file in (run_directory / "quarantine").iterdir() for line in file.read_text().splitlines()
     ]

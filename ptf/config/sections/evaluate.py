@@ -10,7 +10,7 @@ from ptf.config.sections.data import Source
 
 class RankingConfig(Section):
     """Rank a catalogue (ptf.events.prepare) after each held-out history, and compare the list with what followed:
-    `SOURCE/all/ndcg@10`, `SOURCE/new/…`, …. The metrics of each user are written to `RUN/ranked`."""
+    `all/ndcg@10/NAME`, `new/ndcg@10/NAME`, …. The metrics of each user are written to `RUN/ranked`."""
 
     sources: dict[str, Source] = Field(min_length=1)
     """Histories by name: prompts with `history` and `future`."""
@@ -26,7 +26,8 @@ class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; without any, only the held-out loss is measured."""
+    """Held-out prompts by name; the metrics are `pass@1/NAME`, `reward/NAME` and so on. Without any, only the held-out
+    loss is measured."""
     reward: Plugin | None = free(None)
     """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
     metrics: dict[str, Plugin] = free({})

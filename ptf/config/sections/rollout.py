@@ -6,11 +6,6 @@ from pydantic import Field
 
 from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, free
 
-# The log-probs that two forward passes over the same short text give a token may differ by at most this much; a larger
-# difference is a fault, not rounding. A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on
-# tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
-LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
-
 
 class RewardModelConfig(Section):
     """A model that scores answers, such as one that recipe rm has trained; it uses its own tokenizer and chat

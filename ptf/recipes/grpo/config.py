@@ -11,17 +11,19 @@ if TYPE_CHECKING:
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
     Dr.GRPO: `scale_by_std: false`, `mean_over: constant_length`. DAPO: `clip_high: 0.28`, `overlong`,
-    `rollout.zero_variance_groups: replace`. GSPO: `ratio: answer`, `mean_over: answers`, clips near 3e-4."""
+    `rollout.zero_variance_groups: replace`. GSPO: `ratio: sequence`, `mean_over: sequences`, clips near 3e-4.
+
+    A sequence of `ratio` and `mean_over` is an answer, or the calls of an episode that continue one context."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
-    ratio: Literal["token", "answer"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean over its answer's tokens."""
-    mean_over: Literal["tokens", "answers", "constant_length"] = "tokens"
-    """What the loss is a mean over. `tokens`: all tokens of a step. `answers`: the answers, of each answer's mean over
-    its tokens. `constant_length`: the answers, of each answer's sum over its tokens divided by
+    ratio: Literal["token", "sequence"] = "token"
+    """What is clipped: each token's ratio to the old policy, or the geometric mean over its sequence's tokens."""
+    mean_over: Literal["tokens", "sequences", "constant_length"] = "tokens"
+    """What the loss is a mean over. `tokens`: all tokens of a step. `sequences`: the sequences, of each sequence's
+    mean over its tokens. `constant_length`: the sequences, of each sequence's sum over its tokens divided by
     `rollout.max_new_tokens`."""
 
     def faults(self, job: "Job") -> list[str]:

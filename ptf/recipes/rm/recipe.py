@@ -73,28 +73,28 @@ class RM:
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return the loss summed over pairs or answers, with scores and accuracy."""
+        """Return the loss summed over pairs or answers, with the predicted score and accuracy."""
         scores = self.scores(model, batch)
         if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], document_weights(batch)[chosen]
             margin = batch.token_columns["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
             losses = -logsigmoid(gap - margin) + self.centring * (scores[chosen] + scores[rejected]) ** 2
-            correct, score = gap > 0, (scores[chosen] + scores[rejected]) / 2
+            correct, predicted = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
-            truth, counts = self.judged(batch, "score"), batch.weights.flatten()[batch.trained]
+            truth, counts = self.labels(batch), batch.weights.flatten()[batch.trained]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
                 if self.loss_type == "binary"
                 else (scores - truth) ** 2
             )
-            correct, score = (scores > 0) == (truth > 0.5), scores
+            correct, predicted = (scores > 0) == (truth > 0.5), scores
             metrics = {}
         if self.loss_type != "regression":
             metrics["accuracy"] = (correct * counts).sum()
         loss = (losses * counts).sum()
-        metrics = {"loss": loss, "score": (score * counts).sum(), **metrics}
+        metrics = {"loss": loss, "predicted_score": (predicted * counts).sum(), **metrics}
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     @property
@@ -103,11 +103,20 @@ class RM:
         return self.loss_type == "binary"
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return scores, rewards of the data, and lengths of the scored answers: [3, answers]."""
-        return torch.stack([self.scores(model, batch), *(self.judged(batch, n) for n in ("score", "answer_length"))])
+        """Return predicted scores, labels and lengths of the scored answers: [3, answers]."""
+        return torch.stack([self.scores(model, batch), self.labels(batch), self.answer_lengths(batch)])
 
-    def judged(self, batch: Batch, name: str) -> Tensor:
-        """Return the value of a column (`score`, `answer_length`) for each scored answer: [answers]."""
+    def labels(self, batch: Batch) -> Tensor:
+        """Return the `reward` of the row for each scored answer, which the column `score` of the data holds:
+        [answers]."""
+        return self._of_answers(batch, "score")
+
+    def answer_lengths(self, batch: Batch) -> Tensor:
+        """Return the number of tokens of each scored answer: [answers]."""
+        return self._of_answers(batch, "answer_length")
+
+    def _of_answers(self, batch: Batch, name: str) -> Tensor:
+        """Return the value of a column for each scored answer: [answers]."""
         if len(batch.trained) and "answer_length" not in batch.token_columns:
             raise UserError(
                 "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
@@ -116,7 +125,7 @@ class RM:
         return batch.token_columns.get(name, batch.weights).flatten()[batch.trained]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return the scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
+        """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
         [answers]."""
         # weights are aligned with the targets
         positions = ends(batch) if self.loss_type == "pair" else batch.trained + 1

@@ -18,8 +18,8 @@ import yaml
 
 from ptf.compute.world import World, pick_device
 from ptf.config import Plugin
+from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
-from ptf.config.sections.rollout import LOGPROB_BOUND
 from ptf.data.trajectory import Call
 from ptf.data.trie import Trie
 from ptf.model import bridge
@@ -121,7 +121,7 @@ class ConformanceSuite:
     def __init__(self, make: Make, place: Path, precision: str = "fp32", timeout_s: float = 300.0) -> None:
         first, second = (small_model(place, seed) for seed in (0, 1))
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_BOUND[precision]
+        self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_TOLERANCE[precision]
         self.timeout_s, self.place, self.refused = timeout_s, place, False
         self.references = [
             NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0)
