@@ -17,12 +17,12 @@ class PublishConfig(Section):
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["starting_model", "off"] = free("starting_model")
     """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
-    the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below -`max_regression`).
-    The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever of these
-    the job has first. `off`: publish without this comparison."""
+    the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below
+    -`max_regression`). The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out
+    losses, whichever of these the job has first. `off`: publish without this comparison."""
     metric: str | None = free(None)
-    """A metric of the evaluate stage, such as `pass@1/test`. A version is refused if its value is worse than the published version's by more
-    than `max_regression`."""
+    """A metric of the evaluate stage, such as `pass@1/test`. A version is refused if its value is worse than the
+    published version's by more than `max_regression`."""
     mode: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = free(0.0)
