@@ -70,7 +70,7 @@ bench-masks: setup                       ## loss masks of all chat data and of f
 bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
-bench-loader: setup                      ## what reading costs: first row, documents a second, memory, state, decoding by ranks; writes benchmarks/results/loader_{cost,ranks}.md
+bench-loader: setup                      ## what reading costs: first row, documents per second, memory, state, decoding by ranks; writes benchmarks/results/loader_{cost,ranks}.md
 	$(PY) benchmarks/loader_cost.py
 	$(PY) benchmarks/loader_ranks.py
 

@@ -470,7 +470,7 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fit",
         action="store_true",
-        help="find checkpointing, sequences a pass, offload, mesh and GPUs with which it fits; say why others do not",
+        help="find checkpointing, sequences per pass, offload, mesh and GPUs that make it fit; say why others do not",
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)
@@ -572,13 +572,13 @@ def _add_publish(commands: Commands) -> None:
         help="override one key that may change after training, like publish.gate=off; may be repeated",
     )
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the one that counts")
+    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the current one")
     what.add_argument(
         "--rollback",
         nargs="?",
         const="",
         metavar="VERSION",
-        help="publish the version before the present one again, or VERSION",
+        help="make the version before the current one, or VERSION, the current version again",
     )
     command.set_defaults(run=publish)
 

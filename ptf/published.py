@@ -32,14 +32,14 @@ def pointer(root: str) -> Pointer | None:
 
 
 def latest(root: str) -> str | None:
-    """Return the directory or URI of the version that counts; None where nothing is published. Raises Corrupt if it is
-    not there whole."""
+    """Return the directory or URI of the current version; None where nothing is published. Raises Corrupt if the
+    version is not complete."""
     current = _read_current(root)
     return current and f"{root}/{current[0].version}"
 
 
 def manifest(root: str) -> dict[str, Any] | None:
-    """Return the manifest of the version that counts. Raises Corrupt if it is not there whole."""
+    """Return the manifest of the current version. Raises Corrupt if the version is not complete."""
     current = _read_current(root)
     return current and current[1]
 

@@ -46,7 +46,7 @@ def test_a_source_cannot_be_named_so(tmp_path, key, name):
     raw = arithmetic(tmp_path)
     loads(yaml.safe_dump(raw))  # the control
     raw["data"][key] = {name: raw["data"]["sources"]["sums"]}
-    with pytest.raises(ConfigError, match=rf"data\.{key}.*is no name of a source"):
+    with pytest.raises(ConfigError, match=rf"data\.{key}.*is not a valid source name"):
         loads(yaml.safe_dump(raw))
 
 

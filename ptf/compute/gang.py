@@ -1,8 +1,8 @@
-"""A gang: N processes on Ray that form one process group. verl's worker groups place and start them; each runs the
-functions that it is sent.
+"""A gang: N processes on Ray that form one process group. verl's worker groups place and start the processes; each of
+them runs the functions that are sent to it.
 
-The driver reports any failure of a rank at once, with the rank's name. The exception of a function is raised here as it
-was raised there; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and the task.
+The driver reports any failure of a rank at once, with the rank's name. An exception of a function on a rank is raised
+again in the driver; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and the task.
 """
 
 # ruff: noqa: E402  environment variables come before the imports that read them
@@ -37,10 +37,10 @@ from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
-# after the first failure: one rank's error makes the collectives of the others fail, so wait for the error that
-# explains them
+# seconds to wait after the first failure: one rank's error makes the collectives of the other ranks fail, so the error
+# that explains the others may arrive later
 ECHO_S = 2.0
-GRACE_S = 10.0  # beyond the deadline of a generator, which has the same one
+GRACE_S = 10.0  # added to the deadline, so that a generator, which has the same deadline, can report first
 FETCH_S = 600.0  # to copy one finished result to the driver
 
 

@@ -1,8 +1,8 @@
 """A process among its peers: rank, size, device and mesh, passed as an argument and never looked up.
 
-`World.sum` is the only reduction that losses and metrics need, and it is exact to add to (float64). Ranks of one tensor
-group hold one model together and see the same data, so data is distributed, and sums are taken, over the data-parallel
-ranks.
+Losses and metrics are reduced by sums in float64 (`sum`) and by maxima (`max`); `sum_and_max` does both and waits for
+the device once. Ranks of one tensor group hold one model together and see the same data, so data is distributed, and
+sums are taken, over the data-parallel ranks; maxima are taken over all ranks.
 """
 
 import contextlib

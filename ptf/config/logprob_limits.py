@@ -11,10 +11,10 @@ class LogprobLimits(NamedTuple):
 
     mean: float  # largest mean of the absolute differences
     bound: float  # tokens that differ by more than this count in `share`
-    share: float  # largest share of such tokens
+    share: float  # largest share of the tokens that differ by more than `bound`
 
 
-# In bf16 the maximum over the tokens of a step has no bound that rounding would not pass: it grows with their number.
+# In bf16 no bound on the largest difference works: it grows with the number of tokens, by rounding alone.
 # Measured by benchmarks/logprob_guard.py (benchmarks/results/logprob_guard.md).
 LOGPROB_LIMITS = {"fp32": LogprobLimits(1e-4, LOGPROB_BOUND["fp32"], 0.0), "bf16": LogprobLimits(0.2, 0.5, 0.05)}
 

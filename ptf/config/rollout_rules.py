@@ -55,8 +55,8 @@ def rewarded(job: Job) -> list[str]:
     if rollout_config.reward_model and not rollout_config.reward and job.evaluate.sources and not job.evaluate.reward:
         return [
             (
-                "evaluate.sources needs evaluate.reward: held-out answers are not scored by rollout.reward_model, "
-                "which they may have learned to please"
+                "evaluate.sources needs evaluate.reward: rollout.reward_model is not used for evaluation, because "
+                "the policy may have learned to exploit it"
             )
         ]
     return []

@@ -19,7 +19,7 @@ NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
 def names(job: Job) -> list[str]:
-    """Return the problems of names that would lead out of the directory of which they become part."""
+    """Return the problems of names that, as part of a path, could lead out of their directory."""
     by_key = {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
@@ -27,7 +27,10 @@ def names(job: Job) -> list[str]:
     }
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
-    rule = "is no name of a source: it begins with a letter or a digit, has no slash and at most 100 characters"
+    rule = (
+        "is not a valid source name: a name begins with a letter or a digit, contains no slash and has at most "
+        "100 characters"
+    )
     return [
         f"{key}: {name!r} {rule}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
     ]
@@ -85,26 +88,30 @@ def of_recipe(job: Job) -> list[str]:
 
 
 def held_out(job: Job) -> list[str]:
-    """Return the problems of what is held out and of the metrics of it."""
+    """Return the problems of held-out data and of the metrics on it."""
     faults = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
         faults.append("evaluate.sources needs evaluate.reward to score the answers")
     if job.evaluate.metrics and not job.evaluate.sources:
-        faults.append("evaluate.metrics needs evaluate.sources: they are found from the answers to held-out prompts")
+        faults.append(
+            "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
+        )
     taken = {"pass@1", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
     faults += [
-        f"evaluate.metrics.{name}: that name is taken; give it another"
+        f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
+        "choose another"
         for name in job.evaluate.metrics
         if name in taken or "/" in name
     ]
     faults += [
-        f"data.validation.{name} has the name of one of data.sources"
+        f"data.validation.{name} has the name of one of data.sources, and both may report loss/{name}; rename one"
         for name in job.data.validation
         if name in job.data.sources
     ]
     if job.rollout and job.train.validate_every and len(job.data.sources) > 1:
         faults += [
-            f"evaluate.sources.{name} has the name of one of data.sources, whose reward is the metric reward/{name}"
+            f"evaluate.sources.{name} has the name of one of data.sources, and both report reward/{name}; "
+            "rename one of them"
             for name in job.evaluate.sources
             if name in job.data.sources
         ]
@@ -116,13 +123,13 @@ def deployment(job: Job) -> list[str]:
     faults = []
     if job.flow.cron is not None and not schedule(job.flow.cron):
         faults.append(
-            f"flow.cron: {job.flow.cron!r} is no schedule: minute, hour, day of the month, month and day of the week, "
-            "like '0 3 * * 1'"
+            f"flow.cron: {job.flow.cron!r} is not a schedule: give minute, hour, day of the month, month and day of "
+            "the week, like '0 3 * * 1'"
         )
     if job.publish.what != "merged" and job.model.lora is None:
         faults.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
     if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
-        faults.append(f"publish.mode: {job.publish.metric} is better the smaller it is; give min")
+        faults.append(f"publish.mode: {job.publish.metric} is better the lower it is; use min")
     return faults
 
 
@@ -197,9 +204,7 @@ def length(job: Job) -> list[str]:
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
     if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
-        without = (
-            "without a `weight` of some source every row comes once an epoch, and each source ends when it is done"
-        )
+        without = "if no source has a `weight`, every row is read once per epoch, and each source ends after its epochs"
         if job.data.mix.exhausted == "stop":
             faults.append(f"data.mix.exhausted: stop needs weights: {without}")
         if job.data.mix.by == "tokens":

@@ -1,7 +1,7 @@
 """The encoded stream of a source in a lane: its rows, read and encoded to items, one after the other.
 
-What waits in a lane's windows is identified by the place that it was read from: a state holds places, and the process
-that continues from it reads them again.
+An item that waits in a lane's windows is identified by the place that it was read from: a state holds places, and the
+process that continues from the state reads the items again.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,8 @@
-"""Exchange of packed sequences among ranks, so that the ranks of a group have nearly equal work of attention in a step
-although each made its own sequences.
+"""Exchange of packed sequences among ranks, so that the ranks of a group have nearly equal attention work in a step
+although each rank made its own sequences.
 
-Only the work of every sequence is sent to all; a sequence itself travels, as bytes, only if another rank trains it. A
+Only the amount of work of each sequence is sent to all; the sequence itself is sent, as bytes, only if another rank
+trains it. A
 message has a fixed cost (0.3 to 0.7 ms of CPU with 8 to 16 processes), about that of making a step. So groups have at
 most 16 ranks, one message covers up to 16 steps, and the ranks divide among themselves the steps whose sequences they
 assign: the cost per rank is almost independent of the number of ranks.

@@ -1,10 +1,10 @@
 """An item is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
 
-Items of tokenized rows have, instead of the pack unit, the range of the block's tokens that it is made of.
+Items of tokenized rows have, instead of the pack unit, the range of the block's tokens that the unit is made of.
 
-An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. Such
-tuples are made many at a time, and the garbage collector stops tracking them; thousands of objects of a class in the
-windows would be searched for reference cycles again and again.
+An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. The garbage collector
+stops tracking such tuples, which are made many at a time; it would search thousands of class instances in the windows
+for reference cycles again and again.
 """
 
 import zlib
@@ -23,16 +23,16 @@ Item = tuple[Any, ...]
 
 UNIT = 0  # the pack unit; None where its only sample lies in a block of tokenized rows, see below
 LENGTH = 1  # tokens
-SOURCE = 2  # that the row was read from
+SOURCE = 2  # the source that the row was read from
 EPOCH = 3
 FILE_BLOCK = 4  # numbers of the file and of the block in it
 ROW = 5
-INDEX = 6  # which of the row's units
+INDEX = 6  # the number of the unit among the row's units
 EMPTY_BEFORE = 7  # rows just before it that gave no unit
-ROWS = 8  # rows that it stands for: those, and its share of its own row
+ROWS = 8  # rows that the item stands for: the rows EMPTY_BEFORE, and the item's share of its own row
 TOKENS, WEIGHTS = 9, 10  # tokens of the whole block, and their weights; None where the tokens are marked (`unmarked`)
-START, END = 11, 12  # the sample's range of them
-SAMPLE_SOURCE = 13  # that of the sample itself
+START, END = 11, 12  # the range of the sample's tokens in the block
+SAMPLE_SOURCE = 13  # the source of the sample itself
 
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
 
@@ -68,7 +68,7 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
 
 
 def after_empty_rows(item: Item, before: int) -> Item:
-    """Return a row's first item, recording that `before` rows just before it gave none."""
+    """Return a row's first item, recording that `before` rows just before the row gave no item."""
     return (*item[:EMPTY_BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 

@@ -20,9 +20,9 @@ from ptf.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Lanes:
-    """Makes the lanes of a run, each by its number. A lane is all that it will ever train on, as packed sequences.
+    """Makes the lanes of a run, each by its number. A lane yields all packed sequences of its partition.
 
-    The lanes that one process serves read its files together.
+    The lanes that one process serves share the readers of the files.
     """
 
     sources: Mapping[str, SourceSpec]

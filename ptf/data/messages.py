@@ -1,8 +1,8 @@
 r"""Messages and tools of data sets, converted to what a chat template takes.
 
-It takes messages as a list of {role, content} and tools as objects.
+A template takes messages as a list of {role, content} and tools as objects.
 
-A list is converted where its form has one interpretation, and refused by name where it does not. The text of a message
+Another form is converted if it has one interpretation, and is refused by name if it has several. The text of a message
 is not searched for anything, except the turns of `\\n\\nHuman: … \\n\\nAssistant: …` where a whole text begins with
 them.
 """

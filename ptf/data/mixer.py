@@ -34,8 +34,8 @@ class Mixer(Generic[T]):
     """Stream[T]: a mixture of streams by shares, which are counted in samples or, with `size`, in units of `size`.
 
     `exhausted` is what happens when a stream has yielded its `epochs`: `drop` continues with the other streams, in
-    proportion to their shares, until all have; `repeat` continues with all streams until all have; `stop` ends the
-    mixture. A stream that has no more items is not used further.
+    proportion to their shares, until all have yielded theirs; `repeat` continues with all streams until then; `stop`
+    ends the mixture. A stream that has no more items is not used further.
     """
 
     def __init__(

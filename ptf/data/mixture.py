@@ -1,4 +1,4 @@
-"""The mixture of the sources: the share of each, and when one that has had its epochs ends."""
+"""The mixture of the sources: the share of each, and what happens when a source has completed its epochs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class Mixture:
     def weighted(self) -> bool:
         """Whether the sources have shares by their weights.
 
-        Otherwise every row comes once an epoch, and a source ends when it has had its epochs.
+        Otherwise every row is read once per epoch, and a source ends when it has completed its epochs.
         """
         return any(spec.weight is not None for spec in self.sources.values())
 
     @property
     def ends(self) -> Literal["repeat", "drop", "stop"]:
-        """What happens when a source has had its epochs."""
+        """What happens when a source has completed its epochs."""
         return self.exhausted if self.weighted else "drop"
 
     @property
@@ -42,9 +42,9 @@ class Mixture:
         return not (any(ending) if self.ends == "stop" else all(ending))
 
     def shares(self, rows: Mapping[str, int | None]) -> dict[str, float]:
-        """Return the share of each source; `rows` are the numbers of rows that the files know.
+        """Return the share of each source; `rows` are the numbers of rows that the files tell (None: unknown).
 
-        Raise UserError where a number of rows is needed and not known.
+        Raise UserError if a number of rows is needed and not known.
         """
         known = {name: rows_of(name, spec, rows[name]) for name, spec in self.sources.items()}
         if len(known) == 1:
@@ -55,7 +55,7 @@ class Mixture:
                 raise UserError(
                     f"the files of data.sources.{name} do not tell how many rows they have, "
                     "and without weights sources are mixed by their rows: "
-                    "give it `rows` (how many there are, about), or give the sources a `weight`"
+                    "give it `rows` (their number, roughly), or give the sources a `weight`"
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
@@ -75,14 +75,16 @@ class Mixture:
 
 
 def rows_of(name: str, spec: SourceSpec, found: int | None) -> int | None:
-    """Return the rows of a source in an epoch: as many as its files have, or the config says.
+    """Return the number of rows of a source in an epoch: the number `found` in its files or, if the files do not tell
+    it, `rows` of the config; at most `limit`.
 
-    Raise UserError where the two differ.
+    Raise UserError if the files and the config give different numbers.
     """
     if found is not None and spec.rows is not None and found != min(spec.rows, spec.limit or spec.rows):
+        limited = "" if spec.limit is None else f" within limit ({spec.limit})"
         raise UserError(
-            f"data.sources.{name}.rows is {spec.rows}, but its files have {found} rows that count; "
-            "without the key they are counted"
+            f"data.sources.{name}.rows is {spec.rows}, but its files contain {found} rows{limited}; "
+            "remove `rows`: ptf counts these files itself"
         )
     rows = spec.rows if found is None else found
     return rows if rows is None or spec.limit is None else min(rows, spec.limit)

@@ -40,7 +40,10 @@ def refuse_other_order(state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extent:
-    """The rows of a source that count, by block, in the order of the files; blocks without such rows are left out."""
+    """The rows of a source that are used (`limit`), by block, in the order of the files.
+
+    Blocks without a row that is used are left out.
+    """
 
     files: np.ndarray  # [blocks] int64
     numbers: np.ndarray  # [blocks] int64: the block's number in its file

@@ -143,11 +143,11 @@ def idle(sequences: Sequence[Sequence[PackUnit]]) -> PackUnit:
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Distribute things of given work to ranks, equally many to each, so that the sums are nearly equal.
+    """Distribute items of given work to ranks, equally many to each, so that the ranks' sums are nearly equal.
 
-    The first ranks may get one more. The heaviest thing goes first, each to the rank that has the least work and still
-    has room (Graham's rule); then pairs are swapped between the most and the least loaded rank for as long as that
-    brings the two nearer. Return the indices of each rank's things, ascending.
+    The first ranks may get one item more. The items are assigned from the heaviest to the lightest, each to the rank
+    that has the least work and still has room (Graham's rule); then pairs are swapped between the most and the least
+    loaded rank for as long as that brings their sums nearer. Return the indices of each rank's items, ascending.
     """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]

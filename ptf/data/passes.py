@@ -1,4 +1,4 @@
-"""What a run will take of its data: its steps, and how often it passes over each source, known before it begins.
+"""The length of a run, computed before it begins: its steps, and how often it passes over each source.
 
 Both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that have a length
 and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that would cost
@@ -102,7 +102,7 @@ class _LengthCache:
 
 
 class _CachedEncoder:
-    """An encoder that returns samples without tokens, of lengths that are computed once a row."""
+    """An encoder that returns samples without tokens; their lengths are computed once per row."""
 
     def __init__(self, encoder: Encoder, lengths: dict[tuple[int, int, int], tuple[int, ...]]):
         self._encoder, self._lengths = encoder, lengths
@@ -116,9 +116,9 @@ class _CachedEncoder:
 
 
 def rows_taken(lanes: Lanes, served: range, sequences: int | None) -> RowsTaken:
-    """Return what the served lanes take until they end, or in a run of `sequences` packed sequences in all.
+    """Return the rows that the served lanes take until they end, or in a run of `sequences` packed sequences.
 
-    Raise what encoding raises.
+    `sequences` counts those of all lanes. Raise what encoding raises.
     """
     factory, most = lanes_of_lengths(lanes), FEW_SAMPLES // lanes.lanes
     ends, taken, complete = 0, dict.fromkeys(lanes.sources, 0.0), True
@@ -142,7 +142,7 @@ def rows_taken(lanes: Lanes, served: range, sequences: int | None) -> RowsTaken:
 
 
 def is_cheap(lanes: Lanes, few: int | None = None) -> bool:
-    """Return whether the rows to encode are few enough for exact numbers; `few` rows (default FEW_ROWS) are."""
+    """Return whether the rows to encode are few enough for exact numbers: at most `few` (default FEW_ROWS)."""
     most = FEW_ROWS if few is None else few
     rows = [rows_up_to(lanes, name, most) for name, spec in lanes.sources.items() if spec.kind != "tokenized"]
     return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= most

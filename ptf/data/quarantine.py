@@ -99,7 +99,7 @@ class Quarantine:
 
 
 def rows_in(file: Path) -> list[BadRow]:
-    """Return the rows that were set aside; a line that is incomplete or damaged does not count."""
+    """Return the rows that were set aside; a line that is incomplete or damaged is ignored."""
     rows = []
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:

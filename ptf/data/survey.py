@@ -1,8 +1,8 @@
-"""A survey of the data before training: what rows become, how long they are, how well they pack, and how much an epoch
+"""A survey of the data before training: what rows become, how long they are, how well they pack, and how large an epoch
 is.
 
-The first rows of each source go through the very encoder and packer that training uses; the rest is extrapolated, and
-marked as such.
+The first rows of each source go through the encoder and packer that training uses; numbers for the other rows are
+extrapolated, and marked as such.
 """
 
 import heapq

@@ -17,8 +17,9 @@ The files that it writes:
     items.safetensors                  for a head over the catalogue (ptf.events.item_head), where an item is one
                                        token: its id and its row
     model/                             a Qwen3 without weights, with a tokenizer of all other tokens
-With `base`, a model of text, tokens.jsonl has descriptions and the tokens of gaps, the rows to train on are chats,
-and no model is written.
+With `base`, a text model that is to learn the items, tokens.jsonl also has the items' descriptions and the gap tokens,
+the rows of train.jsonl and held_out_loss.jsonl are chats, and model/, tokens.safetensors and items.safetensors are not
+written.
 """
 
 import hashlib
@@ -93,10 +94,10 @@ def prepare(
     `item`, `value`, `description`. `unknown`, `order`: see ptf.events.histories.read; `hold_out`: see its `split`.
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
     `window`: most tokens of a history. `opening`: the weight of the first item of a basket; the others have weight 1.
-    `prompts`: how many of each user's newest baskets that may be trained on become prompts to train on. `model`:
-    sizes of the Qwen3. `base`: a model of text that learns the items in addition; then `train.jsonl` and
-    `held_out_loss.jsonl` are chats in which it answers a history with the next basket, those of `prompts`, and no
-    model is written. Raises UserError for invalid arguments or rows.
+    `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
+    `model`: sizes of the Qwen3. `base`: a text model that is to learn the items; no other model is then written, and
+    `train.jsonl` and `held_out_loss.jsonl` hold chats, in which the model answers a history with the next basket.
+    `train.jsonl` then has one chat for each prompt. Raises UserError for invalid arguments or rows.
     """
     if base is not None and model:
         raise UserError("model: a model that `base` names has its own sizes; give `base` or `model`, not both")

@@ -172,7 +172,7 @@ def _budget_lines(step: Budget) -> list[str]:
     rate = step.tokens / step.seconds
     lines = [
         (
-            f"{step.gpus} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens a step; "
+            f"{step.gpus} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
             f"{step.seconds:.3g} s, {rate:,.0f} tokens/s"
         )
     ]

@@ -98,7 +98,7 @@ def _packing(report: Report) -> Iterator[str]:
     line = f"an epoch of all sources: {about}{survey.tokens:,.0f} tokens"
     if not job.rollout:
         line += f", {about}{survey.steps:,.1f} steps of {job.train.sequences} sequences × {job.data.seq_len} tokens, "
-        line += f"{survey.fill:.2%} full with {survey.documents:.1f} documents a sequence"
+        line += f"{survey.fill:.2%} full with {survey.documents:.1f} documents per sequence"
     yield line
 
 

@@ -33,7 +33,7 @@ class ActivationBytes:
     input: float  # with `block`: the layer's input
 
     def of(self, mode: Recompute) -> float:
-        """Return the bytes a token under a mode of activation checkpointing."""
+        """Return the bytes per token under a mode of activation checkpointing."""
         return {"none": self.everything, "selective": self.products + self.input, "block": self.input}[mode]
 
 
@@ -63,7 +63,7 @@ class _Products(TorchDispatchMode):
 
 
 def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[float, float]:
-    """Return the bytes a token that `call` makes autograd save, and those that its matrix products put out.
+    """Return the bytes per token that `call` makes autograd save, and those of the outputs of its matrix products.
 
     Parameters are not activations, and are not counted.
     """

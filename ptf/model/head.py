@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 
 def sums_in_fp32(x: Tensor) -> bool:
-    """Whether a product of tensors like x can be put out in fp32, as its GEMM summed it: with 16 bits on CUDA.
+    """Whether torch can return the product of tensors like x in fp32, as its GEMM summed it: for 16 bits on CUDA.
 
     Rounding to bf16 changes a logit of 40 by up to 0.125. torch's CPU GEMM has no such output.
     """
@@ -44,13 +44,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output projection. Under a `group` (vocabulary-parallel) every rank has the same hidden states and other
-    rows."""
+    """The output projection. With a `group` (vocabulary-parallel), all ranks have the same hidden states, and each has
+    different rows of the vocabulary."""
 
     weight: Tensor  # [V, D], or this rank's rows of it
     vocab: int  # real rows of the whole vocabulary; rows from here on are padding and never count (but must be finite)
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
-    bias: Tensor | None = None  # [V], the same rows
+    bias: Tensor | None = None  # [V], for the rows of `weight`
     first: int = 0  # which row of the whole vocabulary `weight` begins with
     group: ProcessGroup | None = None  # the ranks that hold the other rows
 
@@ -62,7 +62,7 @@ class Head:
     def logits(self, x: Tensor) -> Tensor:
         """Return fp32 logits [..., vocab] for x [..., D]: soft-capped, without padding.
 
-        They are differentiable without a group. Under one they are gathered without gradient, for sampling only.
+        Without a group they are differentiable. With one they are gathered without gradient, for sampling only.
         """
         y = product(x, self.weight[: self.real])
         if self.bias is not None:

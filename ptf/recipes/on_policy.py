@@ -22,13 +22,13 @@ class OnPolicyConfig(AlgoConfig):
     """The ratio is clipped above at 1 + clip_high."""
     max_importance: PositiveFloat | Literal["auto"] | None = "auto"
     """Weigh each token by the ratio of the trainer's to the engine's probability, up to this value; null weighs all
-    tokens equally. `auto`: 2 in bf16, where the two differ, and null in fp32."""
+    tokens equally. `auto`: 2 in bf16, where the two probabilities differ by rounding, and null in fp32."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     epochs: Positive = 1
-    """Passes over the rollouts of a step."""
+    """Number of passes over the rollouts of a step."""
     minibatches: Positive = 1
-    """Optimizer steps in each pass."""
+    """Number of optimizer steps in each pass over the rollouts."""
 
     on_policy: ClassVar[bool] = True
 

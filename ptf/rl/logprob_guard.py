@@ -28,15 +28,15 @@ class LogprobDifference:
 
     @classmethod
     def of(cls, differences: np.ndarray, bound: float) -> "LogprobDifference":
-        """Return what describes these differences, [n] with n at least 1; the share is that of tokens beyond
-        `bound`. A difference that is no number is beyond every bound."""
+        """Return the mean and the largest of these differences [n], n at least 1, and the share of the tokens beyond
+        `bound`. A difference that is not a number is beyond every bound."""
         beyond = ~(differences <= bound)
         values = differences.astype(np.float64)
         return cls(float(values.mean()), float(beyond.mean()), float(values.max()), len(differences))
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float], tokens: int) -> "LogprobDifference":
-        """Return what a loss reports in its metrics of this many tokens."""
+        """Return the differences that a loss over this many tokens reports in its metrics."""
         return cls(metrics[MEAN], metrics[SHARE], metrics[LARGEST], tokens)
 
     def metrics(self) -> dict[str, float]:
@@ -46,8 +46,8 @@ class LogprobDifference:
     def refuse(self, limits: LogprobLimits, what: str) -> None:
         """Raise SyncError if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
 
-        The share may exceed its limit by three standard deviations of a count of so many tokens, so that one token of a
-        short text is not taken for a share.
+        The share may exceed its limit by three standard deviations of the count of tokens beyond the bound, so that a
+        single token of a short text does not stop a run.
         """
         if not self.mean <= limits.mean:
             raise SyncError(

@@ -1,8 +1,9 @@
 """The memory of an online job on the devices of each pool, phase by phase, computed before the job is started.
 
-Between its phases a role holds its weights, and a trained one its optimizer; gradients exist in the update only. On a
-GPU, the other roles of its pool are offloaded to host memory while it works; vLLM, which takes a share of the GPU for
-its weights and cache, then holds nothing. A sync has the policy and the engines in memory in turn, or together (`ipc`).
+Between its phases a role holds its weights, and a role that trains also holds its optimizer state; gradients exist only
+in the update. On a GPU, while one role of a pool works, the pool's other roles are offloaded to host memory. vLLM takes
+a share of the GPU for its weights and cache; while it is offloaded, it holds nothing there. A sync has the policy and
+the engines in memory in turn, or together (`ipc`).
 
 The policy, the critic and the frozen models are counted as in offline jobs (`ptf.train.budget`). CUDA's own memory, and
 what libraries take for their kernels, is not counted.
@@ -34,8 +35,8 @@ class RoleMemory:
     """Bytes of a role on the fullest of its devices."""
 
     workers: int  # devices
-    held: float  # between its phases, while it is not offloaded
-    phases: Mapping[str, float]  # phase → bytes beside what it holds
+    held: float  # between the role's phases, while it is not offloaded
+    phases: Mapping[str, float]  # phase → bytes in addition to `held`
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Engine:
     memory: RoleMemory
     weights: float  # bytes on each device
     cache: float  # bytes on each device for keys and values
-    answers: float  # of `data.seq_len` tokens that the cache of all engines holds at once
+    answers: float  # how many answers of `data.seq_len` tokens the caches of all engines hold at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class OnlineBudget:
     engine: Engine
     transport: str
     sync: SyncTraffic
-    host: float  # bytes of host memory for each worker, for what its pool offloads and a sync carries
+    host: float  # bytes of host memory per worker, for what the worker's pool offloads and what a sync carries
     room: float  # bytes of a GPU
     problems: Sequence[str]
 
@@ -85,7 +86,7 @@ def online_budget(
 ) -> OnlineBudget:
     """Return the budget of an online job whose policy has `gpus` GPUs; `directory` needs only a config.json.
 
-    Raises UserError for an unknown GPU, a model that cannot be sharded so, or an engine of the user's own.
+    Raises UserError for an unknown GPU, a model that cannot be sharded as the job says, or an engine of the user's own.
     """
     assert job.rollout is not None
     recipe, room = cast("Online", registry.build(job)), room_gib * GIB
@@ -118,7 +119,7 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
 
 
 def _policy(job: Job, recipe: Online, update: Budget, gpus: int) -> RoleMemory:
-    """Return the memory of the policy; with LoRA it is its own reference."""
+    """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
     memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old else None)
     own = {role for role in recipe.companions if not _has_own_role(job, recipe, role)}
     forward = update.forward.total - memory.held
@@ -177,10 +178,10 @@ def cache_elements(config: DecoderConfig) -> int:
 
 
 def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:
-    """Return the bytes of host memory for what the roles of a pool leave a device with; none if one is alone, or if
-    they are offloaded to disk.
+    """Return the bytes of host memory per device for what the roles of a pool offload; 0 if the pool has one role, or
+    offloads to disk.
 
-    vLLM discards its weights where a sync sends all of them, and its cache always.
+    vLLM always discards its cache, and also its weights if a sync sends all of them.
     """
     assert job.rollout is not None
     if len(pool.roles) < 2 or pool.disk:
@@ -204,7 +205,7 @@ def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iter
     """Yield the roles of a pool that a sync has in memory, together or one after the other, with their bytes."""
     buckets = 2.0 * BUCKET_BYTES if TRANSPORTS[transport].streams or TRANSPORTS[transport].in_files else 0.0
     policy = {"policy": own["policy"].held + buckets} if "policy" in own else {}
-    # an engine that has no cache yet, and that vLLM fills in place
+    # the engine has no cache yet, and vLLM replaces its weights in place
     rollout = {"rollout": engine.weights + buckets} if "rollout" in own else {}
     if transport == "ipc":
         yield "policy and rollout", {**policy, **rollout}

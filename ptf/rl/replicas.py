@@ -53,7 +53,7 @@ class Replicas:
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any) -> Any:
-        """See RoleGroup.call. A replica that fails is replaced; Retryable if it fails too often."""
+        """See RoleGroup.call. A replica that fails is replaced. Raises Retryable if it fails too often."""
         function = getattr(self.spec.cls, method)
         dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "sharded":

@@ -58,7 +58,7 @@ def device_tensors(model: nn.Module) -> Iterator[Tensor]:
 def logprob_check(
     units: Sequence[PackUnit], step: int, limits: LogprobLimits | None
 ) -> Callable[[Mapping[str, float]], None] | None:
-    """Return the check of an optimizer step's metrics by `limits`; None without them."""
+    """Return a function that checks the metrics of an optimizer step against `limits`; None without limits."""
     if limits is None:
         return None
     tokens = sum(int(np.count_nonzero(sample.weights)) for unit in units for sample in unit)
@@ -297,7 +297,7 @@ class Learner:
                 pass
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors by Hugging Face name in the dtype that the engines compute in, which rounds as they do."""
+        """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
         for name, tensor in bridge.hf_tensors(self.model, self.family):
             rounded = self.precision == "bf16" and tensor.dtype == torch.float32
             yield name, tensor.to(torch.bfloat16) if rounded else tensor

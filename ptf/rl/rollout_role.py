@@ -22,8 +22,8 @@ from ptf.rl.sampler import EnvironmentSpec, Sampler
 def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
     """Return the engine that generates held-out answers (`evaluate.engine`).
 
-    `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine computes no
-    models of transformers (`model.backend: hf`), vLLM no components of the user's own.
+    `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine cannot run models
+    of transformers (`model.backend: hf`), and vLLM cannot run components of the user's own.
     """
     if job.evaluate.engine != "auto":
         return job.evaluate.engine
@@ -49,8 +49,9 @@ def sampler_spec(
 ) -> RoleSpec:
     """Return the role that generates from a Hugging Face directory.
 
-    `length` is the most tokens of a context with its answer. There are `workers` engines of `tensor` processes each.
-    Raises UserError if the model has fewer positions, or its heads cannot be divided among the processes.
+    `length` is the largest number of tokens of a context and its answer together. There are `workers` engines of
+    `tensor` processes each. Raises UserError if the model has fewer positions than `length`, or if its heads cannot be
+    divided among the processes.
     """
     shape = bridge.shape(directory, job.model.backend)
     positions = shape.max_positions
@@ -104,7 +105,7 @@ def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: 
 
 
 def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
-    """Return what `rollout` says of how answers are sampled, and the environment that they are given to."""
+    """Return the arguments that come from the section `rollout`: how answers are sampled, and the environment."""
     rollout_config = job.rollout
     if rollout_config is None:
         return {}
@@ -172,7 +173,7 @@ def with_logits_processing(
         return replace(cast("Any", recipe), processing=processing), processing
     if processing != NO_LOGITS_PROCESSING:
         raise UserError(
-            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is no dataclass with a field "
+            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is not a dataclass with a field "
             "`processing` (of type ptf.model.sampling.LogitsProcessing), so its loss cannot use the distribution that "
             "answers are sampled from. Add the field, or leave the three keys at 1, 1 and null"
         )

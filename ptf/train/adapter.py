@@ -27,9 +27,9 @@ def export_adapter(
 ) -> None:
     """Check `merged`, the exported model, and write the adapter of the base model in `source` beside it.
 
-    Every rank calls it; it needs memory for one more model. If PEFT's format cannot hold some tensors, they are named
-    and only the merged model is kept. Raises UserError if either export, loaded again, gives other log-probs than the
-    model that was trained.
+    Every rank calls it; the check needs memory for one more model. If PEFT's format cannot hold some tensors, they are
+    named and only the merged model is kept. Raises UserError if either export, loaded again, gives other log-probs than
+    the model that was trained.
     """
     trained = probe(model, world)
     head = "scalar" if model.config.head == "scalar" else "lm"

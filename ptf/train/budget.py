@@ -1,7 +1,7 @@
 """The memory on each GPU, the FLOPs of a step and its time, computed before a job is started.
 
-The model is sharded exactly as it would be, on the meta device and under a fake process group of as many ranks, so the
-counts are those of the real plan and take seconds for hundreds of GPUs. Activations come from what autograd saves
+The model is sharded exactly as in the run, but on the meta device and under a fake process group of as many ranks, so
+the counts are those of the real run and take seconds for hundreds of GPUs. Activations come from what autograd saves
 (ptf.model.activation_memory).
 
 Where the numbers depend on the data, they are upper bounds: every sequence is one document of `seq_len` tokens, all of

@@ -1,7 +1,7 @@
 """The frozen models that a recipe's loss uses beside the one that trains.
 
-A companion is loaded as the model itself is, and sharded alike. Where only adapters train and the companion is what
-training starts from, the model without its adapters is that companion and costs no memory.
+A companion is loaded and sharded like the model itself. If only adapters train and the companion is the model that
+training starts from, the trained model without its adapters serves as the companion and costs no memory.
 """
 
 from collections.abc import Mapping

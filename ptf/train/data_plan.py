@@ -17,7 +17,7 @@ def preview_data(
 ) -> tuple[DataPlan, dict[str, str]]:
     """Return the run's passes and steps, and the order in which each source is read.
 
-    Bad rows are left out. `few`: the number of rows up to which all are encoded, for exact numbers.
+    Bad rows are left out. `few`: up to this number of rows, all rows are encoded, for exact numbers.
     """
     if job.rollout:
         assert job.train.steps is not None, "online jobs have no train.epochs"

@@ -99,7 +99,7 @@ def held_out_sequences(
 ) -> dict[str, list[list[PackUnit]]]:
     """Return the validation sets, packed.
 
-    `quarantine`: the directory for their bad rows, where those are skipped; without it they are only counted.
+    `quarantine`: the directory for bad rows, if these are skipped; without a directory they are only counted.
     """
     data = job.data
     sets: dict[str, list[list[PackUnit]]] = {}

@@ -8,7 +8,7 @@ from ptf.data.batch import Batch
 
 
 def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches on a device. While one is used on a GPU, the next is copied there on a stream of its own.
+    """Yield the batches on a device. While one batch is used on a GPU, the next one is copied there on another stream.
 
     The caller must keep the host's batches unchanged until the GPU has finished the work that was queued: a copy from
     pinned memory returns before it is complete.

@@ -28,8 +28,8 @@ ADVICE = "run the train stage again: it continues from the last checkpoint and e
 
 @torch.no_grad()
 def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
-    """Return fixed tokens and the model's log-prob of each given those before it, or, for another head, its `values` at
-    each."""
+    """Return fixed tokens, and the model's log-prob of each token given the tokens before it; for another head than the
+    language model's, the head's `values` at each token."""
     n = min(length, model.config.max_positions)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)

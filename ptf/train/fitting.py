@@ -1,9 +1,9 @@
 """The search of `ptf plan --fit`: the cheapest change of a job with which every phase fits its GPUs.
 
-Tried are, on the GPUs that were given and then on twice as many, up to 64 times: activation checkpointing, fewer
-sequences a pass, the optimizer in host memory, and tensor parallelism, in the order of what they cost in time. A change
-of the mesh or of the number of GPUs is tried with the smallest memory first, so that one trial tells whether any other
-one can fit.
+For the given number of GPUs, then for 2, 4, … and up to 64 times as many, the search tries, in the order of what they
+cost in time: activation checkpointing, fewer sequences per pass, the optimizer in host memory, and tensor parallelism.
+With each tensor-parallel size and number of GPUs, the setting that needs the least memory is tried first: if it does
+not fit, no other one does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from ptf.config import Job
 from ptf.errors import UserError
 from ptf.model.recompute import Recompute
 
-MOST_FACTOR = 64  # times the number of GPUs that was given
+MOST_FACTOR = 64  # the most GPUs that are tried, as a multiple of the given number
 TENSOR = (1, 2, 4, 8)
 MODES: tuple[Recompute, ...] = ("none", "selective", "block")  # from the fastest to that of the least memory
 
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was planned with a setting, or why it is refused; without a plan there is a reason."""
+    """A setting with its plan, or, if the job cannot have the setting, with the reason (`refused`) and no plan."""
 
     setting: Setting
     plan: Plan | None
@@ -54,10 +54,10 @@ class Trial:
 
 
 def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[Trial]:
-    """Yield the trials until one fits, which is the last one; none of them does if the search found nothing. There is
-    no trial at all if the job's tensor groups divide none of the numbers of GPUs.
+    """Yield the trials up to and including the first one that fits; if none fits, yield all of them.
 
-    `planned` returns the plan of a setting, or raises UserError where the job cannot have it.
+    Nothing is yielded if no tensor-parallel size that is tried divides any of the numbers of GPUs. `planned` returns
+    the plan of a setting, or raises UserError if the job cannot have that setting.
     """
 
     def tried(setting: Setting) -> Trial:
@@ -88,7 +88,8 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
 
 
 def _within(job: Job) -> list[dict[str, str]]:
-    """Return the changes that need no other mesh, from that of the least cost to that of the least memory."""
+    """Return the changes that need no other mesh, from the one that costs the least time to the one that needs the
+    least memory."""
     changes = []
     for mode in MODES[MODES.index(job.train.activation_checkpointing) :]:
         same = {} if mode == job.train.activation_checkpointing else {"train.activation_checkpointing": mode}

@@ -1,7 +1,8 @@
-"""AdamW's averages in host memory, except while a bucket of parameters is stepped (`train.optimizer_offload`).
+"""AdamW's moments (its averages) in host memory, except while their bucket is updated (`train.optimizer_offload`).
 
-The gradients are clipped over all parameters before the first bucket; a step then restores the averages of one bucket,
-updates its parameters, and offloads them again, with the same bits as without offloading.
+The gradients are clipped over all parameters before the first bucket. For each bucket of parameters, a step then
+restores the moments, updates the parameters, and offloads the moments again; the result is the same to the bit as
+without offloading.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ptf.compute.offload import SLAB_BYTES, OffloadedTensors, PinnedMemory, release_freed_memory
 
-BUCKET_BYTES = SLAB_BYTES  # of averages on the device at once; a larger parameter is a bucket of its own
+BUCKET_BYTES = SLAB_BYTES  # bytes of moments on the device at once; a larger parameter is a bucket of its own
 
 
 class OffloadedMoments:
@@ -22,7 +23,7 @@ class OffloadedMoments:
 
     def __init__(self, optimizer: torch.optim.Optimizer, limit: int = BUCKET_BYTES) -> None:
         self.optimizer = optimizer
-        # by the number of the group, because loading a state replaces the groups
+        # with the number of the group, not the group, because loading a state replaces the groups
         self.buckets: list[tuple[int, list[nn.Parameter], OffloadedTensors]] = []
         pinned, first = PinnedMemory(), 0
         for number, group in enumerate(optimizer.param_groups):
@@ -44,7 +45,7 @@ class OffloadedMoments:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Run a block with the whole state on the device, to store or to load it, when there are no activations."""
+        """Run a block with the whole state on the device, to save or load it; no activations are held meanwhile."""
         for _, _, offloaded in self.buckets:
             offloaded.restore()
         try:
@@ -55,14 +56,14 @@ class OffloadedMoments:
             release_freed_memory()
 
     def _state(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the averages; the number of steps, a scalar, stays where it is."""
+        """Return the moments; the number of steps, a scalar, stays where it is."""
         state: Any = self.optimizer.state
         values = (value for p in parameters for value in state.get(p, {}).values())
         return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in lists whose averages take at most `limit` bytes, or one parameter."""
+    """Yield the parameters in lists whose moments take at most `limit` bytes; a larger parameter is a list of one."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

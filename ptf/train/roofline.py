@@ -3,7 +3,7 @@
 A layer runs forward and backward on the meta device, and each operator takes at least the largest of: its FLOPs over
 the share of the peak that matrix products reach, its bytes over the share of the bandwidth that copies reach, and the
 launch of a kernel. Attention counts the pairs of its documents; what torch.compile makes one kernel counts its inputs
-and outputs. The collectives of FSDP run beside the computation, and count where they take longer.
+and outputs. The collectives of FSDP run beside the computation; only the time by which they exceed it counts.
 
 Nothing else is counted: no gaps between kernels, no slow sorts, no waiting for data. A measured MFU is therefore lower.
 """
@@ -53,8 +53,8 @@ class Gpu(NamedTuple):
     """The speeds of a GPU, from its data sheet."""
 
     flops: float  # dense bf16
-    bandwidth: float  # of its memory, bytes a second
-    link: float  # to the others, bytes a second in one direction
+    bandwidth: float  # of its memory, bytes per second
+    link: float  # to the other GPUs, bytes per second in one direction
 
 
 GPUS = {

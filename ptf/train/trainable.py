@@ -34,11 +34,11 @@ def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) ->
 
 
 def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> None:
-    """Leave trainable what the patterns fit, or everything if there are none; call it before the model is sharded.
+    """Freeze all parameters that no pattern fits; without patterns and LoRA, freeze none. Call it before sharding.
 
-    Under LoRA these train: the adapters, what the patterns fit, and what no Hugging Face checkpoint holds (a head or
-    components of the user's own, a scalar head), which would otherwise keep its random values. Raises UserError for a
-    pattern that fits nothing.
+    Under LoRA these parameters train: the adapters, those that the patterns fit, and those that no Hugging Face
+    checkpoint holds (a head or components of the user's own, a scalar head), which would otherwise keep their random
+    values. Raises UserError for a pattern that fits nothing.
     """
     names = list(weight_shapes(model))
     adapters = adapter_names(model)

@@ -44,8 +44,9 @@ def load_model(
 ) -> tuple[Decoder, Family]:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
-    What it has beyond the checkpoint (a new scalar head, components of the user's own) is drawn from the seed and
-    reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the computation.
+    Parameters that the checkpoint does not have (a new scalar head, components of the user's own) are drawn from the
+    seed and reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the
+    computation.
     """
     if spec.backend == "hf":
         return _load_foreign(
@@ -107,7 +108,7 @@ def forget_forwards(frozen: nn.Module) -> None:
 
 
 def discard_gradients(model: nn.Module) -> None:
-    """Discard all that backward passes left: gradients, and what the replicas of HSDP have not added up yet."""
+    """Discard what backward passes left: gradients, and partial sums that the replicas of HSDP have not reduced yet."""
     for parameter in model.parameters():
         parameter.grad = None
     for module in model.modules():
@@ -117,10 +118,10 @@ def discard_gradients(model: nn.Module) -> None:
 
 
 def fill_missing_gradients(model: nn.Module) -> None:
-    """Give a gradient of zeros to what trains and has none.
+    """Give a gradient of zeros to every trained parameter that has none.
 
-    FSDP does so for what a rank has not used, for other ranks may have used it (`parallelize`); one process does the
-    same, so that weight decay does not depend on the number of ranks.
+    FSDP does so for a parameter that a rank has not used, because other ranks may have used it (`parallelize`); one
+    process does the same, so that weight decay does not depend on the number of ranks.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -134,7 +135,8 @@ Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and t
 def is_largest(metric: str) -> bool:
     """Return whether a metric is the largest value of any rank, not a mean.
 
-    Raises UserError for a name that begins as those of the largest values once did: it would be averaged.
+    Raises UserError for a name that begins with `max_`, as the names of largest values did in earlier versions: it
+    would be averaged.
     """
     if metric.startswith("max_"):
         raise UserError(
@@ -220,11 +222,11 @@ class Trainer:
         return {"grad_norm": grad_norm, "lr": lr}
 
     def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
-        """Run forward and backward over the micro-batches, which lie on the host; the gradient of the mean loss is left
-        in the parameters.
+        """Run forward and backward over the micro-batches, which are in host memory, and leave the gradient of the mean
+        loss in the parameters.
 
-        Each pass reduces its gradients to the shards of the ranks, or every rank would hold a whole gradient, in fp32,
-        until the last pass. Only the replicas of HSDP add theirs up once, after the last.
+        Each pass reduces its gradients to the shards of the ranks; otherwise every rank would hold a whole gradient, in
+        fp32, until the last pass. Only the sum over the replicas of HSDP is made once, in the last pass.
         """
         world = self.world
         denominator = float(

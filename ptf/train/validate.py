@@ -23,9 +23,10 @@ def held_out_loss(
     seq_len: int,
     companions: Mapping[str, Decoder],
 ) -> dict[str, float]:
-    """Return the means per unit of each named set of packed sequences, as `loss/NAME`, `accuracy/NAME` and so on.
+    """Return the means of the recipe's metrics over each named set of packed sequences, as `loss/NAME` and so on.
 
-    Raises UserError for a set without a unit.
+    A mean is a sum divided by the recipe's denominator, for example the number of trained tokens. Raises UserError for
+    a set whose denominator is 0.
     """
     results: dict[str, float] = {}
     for name, sequences in sets.items():

@@ -259,7 +259,10 @@ def test_rules_between_keys_are_reported_together(write):
             "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; "
             "use ray or torchrun for compute.workers > 1"
         ),
-        "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources",
+        (
+            "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources, "
+            "and both may report loss/chat; rename one"
+        ),
         (
             "--set train.warmup=20  train.warmup  and train.decay together are longer than the run; "
             "shares of it (0.1) fit any number of steps"
@@ -277,7 +280,7 @@ def test_a_held_out_reward_does_not_overwrite_that_of_a_source(write):
     held_out = ("evaluate={sources: {chat: {path: x, kind: prompt}}}", "train.validate_every=2")
     more = "data.sources.other={path: y, kind: prompt}"
     (problem,) = problems("a.yaml", overrides=(*held_out, more))
-    assert problem.endswith("has the name of one of data.sources, whose reward is the metric reward/chat")
+    assert problem.endswith("has the name of one of data.sources, and both report reward/chat; rename one of them")
     load("a.yaml", overrides=held_out)  # one source has no metric of its own
     load("a.yaml", overrides=(more, held_out[0].replace("{chat:", "{test:"), held_out[1]))
 

@@ -96,7 +96,7 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
     }
     assert Mixture({**sources, "b": SourceSpec("b.jsonl", 2.0)}, 0).shares({"a": None, "b": 10}) == {"a": 1.0, "b": 2.0}
     assert Mixture({"a": sources["a"]}, 0).shares({"a": None}) == {"a": 1.0}
-    with pytest.raises(UserError, match=r"sources\.b\.rows is 11, but its files have 10"):
+    with pytest.raises(UserError, match=r"sources\.b\.rows is 11, but its files contain 10 rows; remove `rows`"):
         Mixture({"b": SourceSpec("b.jsonl", rows=11)}, 0).shares({"b": 10})
 
 

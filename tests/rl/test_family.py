@@ -173,7 +173,7 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
     ("algo", "message"),
     [
         ({"kl": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +the gradient of k1 is 0 on average"),
-        ({"baseline": "leave_one_out"}, r"algo\.scale_by_std +belongs to algo\.baseline: mean"),
+        ({"baseline": "leave_one_out"}, r"algo\.scale_by_std +must be false with algo\.baseline: leave_one_out"),
         ({"overlong": 999}, r"algo\.overlong +\(999\) is more than rollout\.max_new_tokens"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_recipe_that_cannot_be_told_what_answers_are_drawn_from_is_refused(sho
     short["algo"] = {}
     short["rollout"]["temperature"] = 0.7
     train({**short, "recipe": {"use": "tests.rl.faulty:Recipe"}})  # the control: it is told
-    with pytest.raises(UserError, match="no dataclass with a field `processing`"):
+    with pytest.raises(UserError, match="not a dataclass with a field `processing`"):
         train({**short, "recipe": {"use": "tests.rl.test_restricted:Own"}}, "b")
 
 

@@ -230,7 +230,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
     ],
 )
 def test_what_is_no_schedule_is_refused(raw, cron):
-    with pytest.raises(ConfigError, match=r"flow\.cron +.* is no schedule"):
+    with pytest.raises(ConfigError, match=r"flow\.cron +.* is not a schedule"):
         loads(yaml.safe_dump(raw | {"flow": {"cron": cron}}))
 
 

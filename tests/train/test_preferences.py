@@ -295,7 +295,7 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ),
         (
             {"publish": {"metric": "loss/held_out"}},
-            r"publish\.mode +loss/held_out is better the smaller it is; give min",
+            r"publish\.mode +loss/held_out is better the lower it is; use min",
         ),
         (
             {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}},

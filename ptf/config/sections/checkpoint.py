@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; one is always written after the last step. Training continues while they are
     written."""
     keep: Positive = free(2)
-    """Number of newest checkpoints that are kept."""
+    """Number of checkpoints that are kept, the newest ones."""
     best: BestConfig | None = None
     """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
     verify_gib: PositiveFloat = free(64.0)

@@ -11,18 +11,19 @@ class MeshConfig(Section):
     """How the workers divide the model: replicate × shard × tensor = workers."""
 
     replicate: Positive = free(1)
-    """Copies of the sharded model; each reduces its gradients with the others."""
+    """Number of copies of the sharded model (HSDP); gradients are reduced over the copies too."""
     tensor: Positive = free(1)
-    """Workers that hold every layer together (heads, MLP, experts and vocabulary are cut) and see the same
-    sequences; it must divide the heads."""
+    """Tensor-parallel size: the number of workers that hold every layer together and see the same sequences. Tensor
+    parallelism divides attention heads, key-value heads, MLPs, experts and vocabulary; the size must divide each of
+    these numbers."""
 
 
 class PoolConfig(Section):
-    """Devices that some roles of an online job share in turns, and no other role uses."""
+    """Devices that some roles of an online job use in turn, and that no other role uses."""
 
     roles: Annotated[list[str], Field(min_length=1)]
-    """Any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward model) that the recipe has.
-    The pool has as many devices as its largest role needs."""
+    """The roles of the pool: any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward
+    model) that the job has. The pool has as many devices as its largest role needs."""
     offload: Literal["auto", "disk"] = free("auto")
     """Where the weights and the optimizer of a role are while another role uses the devices. `auto`: in host memory;
     without a GPU they stay in place. `disk`: in files under the run's directory, also on a CPU, for models that do not
@@ -36,7 +37,7 @@ class ComputeConfig(Section):
     """`ray`: Ray actors; an offline recipe with one worker and no `address` runs in this process without Ray.
     `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
     workers: Positive = free(1)
-    """Training processes; one per GPU."""
+    """Number of training processes, one per GPU."""
     mesh: MeshConfig = MeshConfig()
     """How the workers divide the model."""
     pools: dict[str, PoolConfig] = free({})
@@ -49,11 +50,11 @@ class ComputeConfig(Section):
     address: str | None = free(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
     to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
-    run's lineage. By default a cluster is started for the run and stopped after it. A cluster that requires a token
-    gets the one of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."""
+    run's lineage. By default a cluster is started for the run and stopped after it. If the cluster requires a
+    token, the token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is used."""
     timeout_s: PositiveFloat = free(1800.0)
-    """Deadline of every single wait: a collective, a phase of a step, the start of a worker. A Ray that does not start
-    or answer is tried again until then."""
+    """Deadline of every single wait: a collective, a phase of a step, the start of a worker. If Ray does not start or
+    does not answer, it is tried again until this deadline."""
     restarts: Count = free(2)
     """Online recipes on Ray: number of restarts after failures before the run ends. A rollout engine that failed is
     replaced; its successor gets the newest weights and only the requests that were not answered. If another role fails,

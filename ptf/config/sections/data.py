@@ -19,30 +19,33 @@ class Source(Section):
     split: str | None = None
     """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
     revision: str | None = None
-    """Branch, tag or commit of a dataset of the Hub. A run keeps the commit that it began with."""
+    """Branch, tag or commit of a dataset of the Hub. A run uses the commit that it began with until its end."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
         "auto"
     )
     """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
-    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: those and a number `reward` (or a
-    `label`), or `messages` in which some of the assistant's have a `reward`. `text`. `events`: a list of strings and of
-    baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and `rejected`. `prompt`:
-    `messages` that end before the answer, or `prompt`; other columns go to the reward. `tokenized`: written by the
-    tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of its score."""
+    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: these two and a number `reward` (or a
+    `label`), or `messages` in which some of the assistant's messages have a `reward`. `text`: `text`. `events`: a list
+    of strings and of baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and
+    `rejected`. `prompt`: `messages` that end before the answer, or `prompt`; other columns go to the reward.
+    `tokenized`: written by the tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of
+    its score."""
     columns: dict[str, str | None] = {}
     """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
     (`{label: null}`)."""
     weight: PositiveFloat | None = None
     """Share in the mixture, relative to the other sources; a source without a weight counts 1. If no source has a
-    weight, every row comes once an epoch: sources are interleaved in proportion to their numbers of rows, and each ends
-    after its epochs."""
+    weight, every row is read once per epoch: sources are interleaved in proportion to their numbers of rows, and each
+    ends after its epochs."""
     rows: Positive | None = None
-    """Approximate number of rows. It is needed only where an error asks for it, for files that must be read to be
-    counted (compressed files, lines in an object store)."""
+    """Number of rows; give it only if an error asks for it. It stands in for the count of files whose rows ptf can
+    count only by reading them (compressed files, lines in an object store), and there it may be approximate. If ptf
+    counts the files itself, a different number is an error."""
     limit: Positive | None = None
-    """Number of rows that are used: the first ones in the order of the files."""
+    """Most rows that are used: the first ones in the order of the files."""
     epochs: Positive | None = None
-    """Passes over it after which it is exhausted; default: `train.epochs`, without which it never is."""
+    """Number of passes over the source after which it is exhausted. Default: `train.epochs`; if neither is set, the
+    source is never exhausted."""
 
 
 class MixConfig(Section):
@@ -54,8 +57,9 @@ class MixConfig(Section):
     """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature); a temperature
     above 1 makes them more equal."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    """With weights: what happens when a source has had its epochs. `repeat`: it starts again, until all sources have
-    had theirs. `drop`: the others continue without it. `stop`: the run ends. Without weights it is `drop`."""
+    """With weights: what happens when a source has completed its epochs. `repeat`: it starts again, until all sources
+    have completed theirs. `drop`: the others continue without it. `stop`: the run ends. Without weights, `drop` always
+    applies."""
 
 
 class DataConfig(Section):
@@ -69,18 +73,19 @@ class DataConfig(Section):
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""
     partitions: Positive = 8
-    """Equal slices of the data, each shuffled and packed by itself; the number of workers must divide their number.
-    Batches depend on it, not on the number of workers."""
+    """Number of equal slices of the data, each of which is shuffled and packed separately; the number of workers must
+    divide it. Batches depend on the number of partitions, not on the number of workers."""
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
     shuffle: Count = 1024
-    """Samples in each partition's shuffle window. What enters it is read from blocks (row groups of parquet, 1 MiB of
-    lines) that are permuted each epoch; compressed files are permuted whole. 0 keeps the order of the files."""
+    """Number of samples in the shuffle window of each partition. The samples come from blocks (row groups of parquet,
+    1 MiB of lines) that are permuted in each epoch; compressed files are permuted as whole files. 0 keeps the order of
+    the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
-    """The order of the events inside a basket (`kind: events`), which has no meaning: `shuffle` draws it anew each time
-    the basket is read."""
+    """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
+    each time the basket is read."""
     lookahead: Positive = 64
-    """Samples that the packer may choose from to fill a sequence."""
+    """Number of samples that the packer may choose from to fill a sequence."""
     mix: MixConfig = MixConfig()
     """How several sources make one stream."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
@@ -91,12 +96,13 @@ class DataConfig(Section):
     every token; `field:NAME`: each turn of the assistant with the weight in its key NAME (true, false or a number)."""
     share_prefixes: bool = False
     """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
-    (recipe sft). It helps with templates that make every turn a sample of its own, which `ptf inspect` reports as
-    *expansion*; losses are the same but for rounding."""
+    (recipe sft). It saves computation with templates that make every turn a sample of its own, which `ptf inspect`
+    reports as *expansion*; losses are the same except for rounding."""
     render: Literal["template", "served"] = "template"
-    """`template`: an answer is trained as the chat template writes it, and refused if the template does not write it
-    after the served prompt. `served`: such an answer and its thinking are appended to that prompt, as a server's model
-    would generate them."""
+    """How the text of an answer is made. The served prompt is the prompt as the chat template renders it for
+    generation. `template`: an answer is trained as the chat template writes it, and is refused if that text does not
+    continue the served prompt. `served`: an answer that would be refused is trained too: its thinking and its content
+    are appended to the served prompt, as a served model would generate them."""
     unseen_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier answers."""
@@ -104,12 +110,13 @@ class DataConfig(Section):
     """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
     began."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a row that cannot be encoded. `skip` writes it to `quarantine` with the reason, and counts it."""
+    """What to do with a row that cannot be encoded. `skip` writes the row's location and the reason to `quarantine`,
+    and counts it."""
     max_bad: Fraction = 0.01
     """Largest share of the rows read from a source that may be skipped (`on_bad_row: skip`); above it the run stops.
-    Before 1,000 rows are read, as many may be skipped as of 1,000, so that a few bad rows at the beginning do not end
-    the run."""
+    Until 1,000 rows have been read, up to `max_bad` × 1,000 rows may be skipped, so that a few bad rows at the
+    beginning do not end the run. While training, each partition counts the rows that it reads itself."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = free(4)
-    """Global steps packed ahead in the background."""
+    """Number of global steps that are packed ahead in the background."""

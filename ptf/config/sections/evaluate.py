@@ -19,7 +19,7 @@ class RankingConfig(Section):
     k: Positive = 10
     """Length of the list."""
     beam: Positive = 100
-    """Number of beginnings that are kept on each level, for ids of several tokens."""
+    """Width of the beam search for ids of several tokens: number of partial ids that are kept on each level."""
 
 
 class EvaluateConfig(Section):
@@ -35,15 +35,17 @@ class EvaluateConfig(Section):
     ranking: RankingConfig | None = free(None)
     """Rank a catalogue and compare it with what users did next."""
     engine: Literal["auto", "vllm", "native"] | Plugin = free("auto")
-    """What generates the answers, with the values of `rollout.engine`. `auto`: vllm on a GPU where it is installed,
-    `compute.launcher` is ray and the model has no `model.replace`; otherwise native."""
+    """What generates the answers; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a GPU,
+    vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
+    `model.backend: hf`, `auto` is vllm."""
     starting_model: bool = free(True)
     """Also measure the model that training started from; its metrics begin with `start/`."""
     limit: Positive = free(512)
-    """Most prompts of each source; the first ones are used."""
+    """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = free(8)
-    """k of pass@k, whose answers are sampled at `temperature`; the answer of pass@1 is greedy."""
+    """k of pass@k: the number of answers that are sampled at `temperature` for each prompt. The answer of pass@1 is
+    greedy."""
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = free(256)
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""

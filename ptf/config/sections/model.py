@@ -6,23 +6,24 @@ from ptf.config.section import Patterns, Plugin, Positive, PositiveFloat, Sectio
 
 
 class TokensConfig(Section):
-    """Tokens that the tokenizer does not have yet. The run starts from an extended copy of the model, which has rows
-    for them; a token that the tokenizer has already keeps its id and its rows."""
+    """Tokens that are added to the tokenizer. The run starts from an extended copy of the model, which has rows for the
+    new tokens; a token that the tokenizer already has keeps its id and its rows."""
 
     added: list[str] = []
     """Tokens, in the order of their ids."""
     file: str | None = None
-    """jsonl of further tokens: rows of `token` and, for `init: description`, `description`; `prepare:NAME`."""
+    """jsonl file of further tokens; a row has `token` and, for `init: description`, `description`; `prepare:NAME`."""
     semantic_ids: list[Positive] = []
     """Codes on each level of semantic ids: [256, 256] adds <a_0> … <a_255> and <b_0> … <b_255>."""
     special: bool = False
-    """Register them as special tokens, which a decoder may leave out of the text."""
+    """Register the new tokens as special tokens, which decoding may leave out of the text."""
     init: Literal["mean", "description", "vectors"] = "mean"
-    """How their rows are initialised: `mean`, the mean of the rows in use; `description`, the mean of the rows of the
-    tokens of their description; `vectors`."""
+    """Initial rows of the new tokens in the embedding and in the head. `mean`: the mean of the rows in use.
+    `description`: for each new token, the mean of the rows of the tokens in its description. `vectors`: the rows in the
+    file `vectors`."""
     vectors: str | None = None
-    """safetensors with `embed` [tokens, width], in the order of the tokens, and, if the head is not tied, `head`
-    (without it the head's rows take the mean); `prepare:NAME`."""
+    """safetensors file with `embed` [tokens, width], in the order of the tokens, and, if the head is not tied to the
+    embedding, `head` (if it is missing, the head's rows are initialised as with `mean`); `prepare:NAME`."""
 
 
 class LoraConfig(Section):
@@ -33,7 +34,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """The output of an adapter is multiplied by alpha / rank."""
     rslora: bool = False
-    """Multiply it by alpha / √rank instead, so that its size does not depend on the rank."""
+    """Multiply the output by alpha / √rank instead, so that its size does not depend on the rank."""
     targets: Patterns = ["layers.*_proj"]
     """Patterns of unified names of the projections that get an adapter (`layers.*.attn.q_proj`,
     `layers.*.moe.experts.*`); by default all but routers."""
@@ -52,7 +53,7 @@ class ModelConfig(Section):
     """File of a chat template (Jinja) that replaces the tokenizer's own; it is published with the model."""
     template_args: dict[str, Any] = {}
     """Arguments of the chat template (`enable_thinking: false`). They are its defaults in training, in generation and
-    in what is published; a row's own (`template_args` or `chat_template_kwargs`) override them."""
+    in the published model; a row's own arguments (`template_args` or `chat_template_kwargs`) override them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"

@@ -17,15 +17,16 @@ class PublishConfig(Section):
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["starting_model", "off"] = free("starting_model")
     """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
-    the whole 95 % interval of the difference on the same held-out rows lies below 0 (below -`max_drop`). The comparison
-    uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever the job has first in
-    this order. `off`: publish without this comparison."""
+    the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below -`max_drop`).
+    The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out losses, whichever of these
+    the job has first. `off`: publish without this comparison."""
     metric: str | None = free(None)
-    """A metric of the evaluate stage that may not be worse than the published version's by more than `max_drop`."""
+    """A metric of the evaluate stage. A version is refused if its value is worse than the published version's by more
+    than `max_drop`."""
     mode: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_drop: Annotated[float, Field(ge=0)] = free(0.0)
-    """By how much `metric` may be worse and still be published."""
+    """Largest amount by which `metric` may be worse without refusing the version."""
     hub: str | None = free(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""

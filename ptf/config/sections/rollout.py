@@ -6,14 +6,15 @@ from pydantic import Field
 
 from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, free
 
-# Largest difference between two forward passes' log-prob of a token of one short text that is rounding and not a fault.
-# A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of:
-# measured against float64, in the trainer and in vLLM alike.
+# The log-probs that two forward passes over the same short text give a token may differ by at most this much; a larger
+# difference is a fault, not rounding. A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on
+# tokens that it is unsure of: measured against float64, in the trainer and in vLLM alike.
 LOGPROB_BOUND = {"fp32": 1e-3, "bf16": 0.2}
 
 
 class RewardModelConfig(Section):
-    """A model that scores answers, as recipe rm trains them; it uses its own tokenizer and chat template."""
+    """A model that scores answers, such as one that recipe rm has trained; it uses its own tokenizer and chat
+    template."""
 
     path: str
     """As `model.path`; the head of the model must be one score (`…ForSequenceClassification` with one label)."""
@@ -31,7 +32,7 @@ class AllowedConfig(Section):
     lines_per_answer: Positive = 1
     """How many lines of the file make up one answer, directly one after the other."""
     distinct: bool = False
-    """An answer contains no line twice: those that were generated may not follow again."""
+    """An answer contains no line twice: lines that the answer already has are no longer allowed."""
 
 
 class RolloutConfig(Section):
@@ -78,15 +79,15 @@ class RolloutConfig(Section):
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
     workers: Positive = free(1)
-    """Engine replicas."""
+    """Number of engine replicas; each uses `tensor` devices."""
     tensor: Positive = free(1)
-    """Devices that hold one vLLM engine together, each a part of every layer; the engines then take `workers` ×
-    `tensor` devices of their pool."""
+    """Tensor-parallel size of a vLLM engine: the number of devices that hold one engine together, each a part of every
+    layer. The rollout role takes `workers` × `tensor` devices of its pool."""
     lora: Literal["merged", "adapter"] = "merged"
-    """What is sent of a policy with `model.lora`: the merged model, or the adapter alone, which the engine applies to
-    the base model."""
+    """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
+    engine applies to the base model."""
     transport: Literal["auto", "object_store", "path", "ipc", "nccl"] = free("auto")
-    """How new weights reach the engines, in the precision that they compute in. `auto`: on GPUs with
+    """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
     `compute.launcher: ray` the first of `ipc`, `nccl` and `path` that the job can use, otherwise `object_store`.
     `object_store`: as a whole model, through host memory. The other three send them in buckets, so that neither the
     policy nor vLLM holds a second copy of the model (the native engine does). `path`: through files in the run's
@@ -99,8 +100,8 @@ class RolloutConfig(Section):
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
     max_logprob_diff_share: Fraction | None = free(None)
-    """Largest permitted share of such tokens; above it the run stops before the update. Default: 0 in fp32, 0.05 in
-    bf16."""
+    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`; above it the run
+    stops before the update. Default: 0 in fp32, 0.05 in bf16."""
     max_no_result: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)

@@ -11,9 +11,9 @@ class TrackConfig(Section):
     wandb: str | None = free(None)
     """A project of Weights & Biases; the package must be installed and logged in. Runs are named by their lineage."""
     samples_every: Count = free(20)
-    """Online recipes: every so many steps, write answers token by token to `RUN/samples.jsonl`, with log-probs and
-    advantages; 0: never."""
+    """Online recipes: write answers token by token, with log-probs and advantages, to `RUN/samples.jsonl` in the first
+    step and in every step that is a multiple of this number; 0: never."""
     sample_prompts: Positive = free(2)
-    """Number of prompts in such a step; all answers to each of them are written."""
+    """Number of prompts whose answers are written (`samples_every`); all answers to each prompt are written."""
     print_every: Positive = free(10)
     """Steps between lines on the console."""

@@ -41,9 +41,10 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
     warmup: Steps = 0
-    """Steps of linear warm-up, or, below 1, its share of the run (`0.03`)."""
+    """Number of steps of linear warm-up; a value below 1 is a share of the run (`0.03`)."""
     decay: Steps | None = None
-    """Steps of decay at the end, or its share of the run; default: all steps after the warm-up."""
+    """Number of steps of decay at the end; a value below 1 is a share of the run. Default: all steps after the
+    warm-up."""
     decay_at_loss: PositiveFloat | None = None
     """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends `decay`
     steps later, and never after `steps`."""
@@ -52,7 +53,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's averages of the gradient and of its square."""
+    """Decay rates of AdamW's moments: the averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
@@ -63,23 +64,25 @@ class TrainConfig(Section):
     early_stopping: StopConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """`bf16` computes in bfloat16 over fp32 master weights, optimizer and reductions. Frozen models, such as
+    """`bf16` computes in bfloat16; master weights, optimizer state and reductions are fp32. Frozen models, such as
     a reference or a teacher, are then held in bfloat16. Frozen weights of the trained model (`model.lora`,
     `model.trainable`) are held in bfloat16 only if its checkpoint is stored in bfloat16, otherwise in fp32, so that the
     export loses nothing."""
     activation_checkpointing: Literal["none", "block", "selective"] = free("none")
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
-    `selective`: only cheap operations, that is all but matrix products and attention."""
+    `selective`: only cheap operations, that is, all except matrix products and attention."""
     optimizer_offload: bool = free(False)
-    """Keep AdamW's averages in host memory, 8 bytes a trained parameter, and step with those of 256 MiB, or of one
-    parameter, on the device. The bits are the same; a step on a GPU also takes the time to copy them in and out. To
-    save or to resume, all of them are on the device, where there are no activations then."""
+    """Keep AdamW's two moments (8 bytes per trained parameter) in host memory. The optimizer step copies them to the
+    device and back in buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit,
+    but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
+    on the device; no activations are held at that time."""
     deterministic: bool = False
     """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
     in a fixed order. For small models in fp32 on a CPU."""
     compile: Literal["auto"] | bool = free("auto")
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
-    step. `auto`: on a GPU; not on a CPU, where compiling takes longer than many a run (22 to 96 s for each of the three
-    on 2 busy cores) and changes the last bits."""
+    step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the
+    three on 2 busy cores) and changes the last bits."""
     validate_every: Count = free(0)
-    """Steps between held-out losses, or (online) between greedy passes over `evaluate.sources`; 0: never."""
+    """Steps between measurements of the held-out losses, or (online recipes) between greedy passes over
+    `evaluate.sources`; 0: never."""

@@ -18,7 +18,7 @@ class DPOConfig(AlgoConfig):
     """`sigmoid`: DPO. `ipo`: a squared loss, which bounds the margins. `simpo`: means over tokens, without a
     reference."""
     beta: PositiveFloat = 0.1
-    """Strength of the constraint to the reference: the larger, the closer the policy stays to it."""
+    """Strength of the constraint to the reference: the larger it is, the closer the policy stays to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose preference may be wrong (`sigmoid`)."""
     length_normalised: bool = False
@@ -27,7 +27,7 @@ class DPOConfig(AlgoConfig):
     """The margin by which the chosen answer should be better (`simpo`)."""
     reference: str | None = None
     """Path of the reference, as for `model.path`; the default is the model that training starts from, which costs no
-    memory where only adapters train (LoRA)."""
+    additional memory if only adapters train (LoRA)."""
     precomputed: bool = False
     """Compute the reference's log-probs once, before training, and keep them in `{output}/annotated`; the reference is
     then not in memory during training."""

@@ -33,5 +33,8 @@ class GRPOConfig(RewardedConfig):
                 "rollout.group_size must be at least 2: GRPO compares the answers to one prompt with each other"
             )
         if self.baseline == "leave_one_out" and self.scale_by_std:
-            faults.append("algo.scale_by_std belongs to algo.baseline: mean; give false")
+            faults.append(
+                "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "
+                "standard deviation; its default is true"
+            )
         return faults

@@ -18,7 +18,7 @@ class RMConfig(AlgoConfig):
     """`pair`: Bradley–Terry, on rows with `chosen` and `rejected`. `binary`, `regression`: on rows with `prompt`,
     `completion` and `reward`."""
     margin: bool = False
-    """Use the number `margin` of each pair's row: the chosen answer's score should be higher by it."""
+    """Use the number `margin` of each pair's row: the chosen answer's score should be higher by that margin."""
     centring: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 

@@ -89,7 +89,7 @@ def checked_turn(turn: Any) -> Any:
     try:
         valid = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
     except Exception as error:  # float() of any object may raise anything
-        return Fault(f"the reward of a turn is no number: {type(error).__name__}: {error}")
+        return Fault(f"the reward of a turn is not a number: {type(error).__name__}: {error}")
     if not valid:
         return Fault(f"the reward of a turn is {turn.reward!r}")
     messages: list[Any] = list(turn.messages) if isinstance(turn.messages, Sequence) else [None]

@@ -52,6 +52,7 @@ def sync_traffic(
     carried = {"object_store": rates.host, "path": rates.disk}
     if transport not in carried:
         raise ValueError(f"no such transport: {transport}")
-    # everything is there before an engine reads it, so the two sides add up: down, digest, in; out, digest, up
+    # an engine reads only when everything is stored, so the times of the two halves add: the sender digests, copies
+    # from device to host and writes; the receiver reads, digests and copies from host to device
     side = sent / rates.host_link + sent / carried[transport] + sent / rates.digest_on_host
     return SyncTraffic(sent, sent, gathered + 2 * side + sum(remote))

@@ -1,8 +1,9 @@
 """Verification of weight syncs, so that an engine never samples from a wrong copy of the trainer's weights.
 
 The trainer announces what it sends in a `Manifest` (the version, and a digest of every tensor by Hugging Face name),
-and the engine compares what arrived with it before it loads anything. Engines fuse and pack weights, so what they hold
-cannot be hashed; therefore the log-probs that both compute of fixed prompts, the canary, are compared as well.
+and the engine compares the tensors that arrived with the manifest before it loads any of them. Engines fuse and pack
+weights, so the loaded weights cannot be hashed; therefore the log-probs that trainer and engine compute of fixed
+prompts, the canary, are compared as well.
 """
 
 import functools
@@ -35,7 +36,7 @@ class Manifest:
     """What the trainer sends: the version, and a digest of each tensor."""
 
     version: int
-    # Hugging Face name → digest, "" where each bucket brings its own; of an adapter, PEFT's names
+    # Hugging Face name (for an adapter: PEFT's name) → digest; "" if each bucket carries its own checksum
     digests: Mapping[str, str]
     # adapter_config.json, if an adapter is sent: the engine has the base model already
     adapter: Mapping[str, Any] | None = None
@@ -43,7 +44,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What an engine has loaded, as it acknowledges it."""
+    """An engine's acknowledgement of what it has loaded."""
 
     version: int
     tensors: int
@@ -100,8 +101,8 @@ def manifest_of(buckets: Buckets, version: int) -> Manifest:
 def check(buckets: Buckets, manifest: Manifest, current: int) -> Receipt:
     """Compare what arrived with what was sent. Raises SyncError with every fault.
 
-    `current` is the version that the engine holds, -1 before its first sync. Of buckets that are still to arrive
-    (ptf/rl/weights/streamed.py) only the version is compared here; each bucket is compared when it arrives.
+    `current` is the version that the engine holds, -1 before its first sync. If the buckets are still to arrive
+    (ptf/rl/weights/streamed.py), only the version is compared here; each bucket is compared when it arrives.
     """
     faults: list[str] = []
     if current >= 0 and manifest.version != current + 1:
