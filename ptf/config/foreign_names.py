@@ -86,6 +86,7 @@ FOREIGN: dict[str, Here] = {
     "lora_alpha": at("model.lora.alpha"),
     **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target"), at("model.lora.targets")),
     "use_rslora": at("model.lora.rslora"),
+    **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "quantization_bit"), at("model.quantization", note="nf4")),
     **dict.fromkeys(("peft_config", "adapter", "use_peft"), ADAPTERS),
     # rollouts
     **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ANSWER),

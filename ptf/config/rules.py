@@ -229,6 +229,20 @@ def foreign_model(job: Job) -> list[str]:
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
+def packed_weights(job: Job) -> list[str]:
+    """Return the problems of keys that do not go with `model.quantization`."""
+    if job.model.quantization is None:
+        return []
+    rules = {
+        "model.quantization needs model.lora, which trains adapters beside the rounded weights": job.model.lora
+        is not None,
+        "model.quantization needs compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
+        "model.quantization needs rollout.lora: merged (an engine would apply the adapter alone to weights that are "
+        "not rounded)": job.rollout is None or job.rollout.lora == "merged",
+    }
+    return [fault for fault, kept in rules.items() if not kept]
+
+
 def deterministic(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
@@ -314,6 +328,7 @@ RULES: tuple[Callable[[Job], list[str]], ...] = (
     own_components,
     of_recipe,
     foreign_model,
+    packed_weights,
     pools,
     held_out,
     deployment,

@@ -41,6 +41,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, refuse_unmatched_targets
+from ptf.model.packed_weights import packed_weights, quantise, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
 
@@ -181,11 +182,46 @@ def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
             parameter.copy_(read(tuple(slice(0, n) for n in parameter.shape)))
 
 
+def fill_packed(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
+    """Fill the parts of a packed weight with what `read` returns for whole rows of the weight, packed.
+
+    A process packs only the rows of which it owns a part, once where both parts are sharded alike.
+    """
+    last: tuple[Slices, tuple[Tensor, Tensor]] = ((), (codes, scales))
+
+    def part_of(which: int, part: Slices) -> Tensor:
+        nonlocal last
+        rows = part[:-1]
+        if rows != last[0]:
+            whole = read((*rows, slice(0, 2 * codes.shape[-1])))
+            last = (rows, quantise(whole.to(codes.device, torch.float32)))
+        return last[1][which][..., part[-1]]
+
+    fill(codes, partial(part_of, 0))
+    fill(scales, partial(part_of, 1))
+
+
+def weight_filler(model: Decoder) -> Callable[[str, Callable[[Slices], Tensor]], None]:
+    """Return a function that fills the weight of a unified name, packed or not, with what its reader returns."""
+    parameters, packed = dict(model.named_parameters()), packed_weights(model)
+
+    def fill_weight(name: str, read: Callable[[Slices], Tensor]) -> None:
+        if name in packed:
+            fill_packed(parameters[packed[name].codes], parameters[packed[name].scales], read)
+        else:
+            fill(parameters[name], read)
+
+    return fill_weight
+
+
 def random_init(model: Decoder, seed: int) -> None:
     """Initialise a model randomly: normal weights, unit norms, zero biases.
 
-    Each tensor has a generator of its own, keyed by seed and name, so that sharding changes nothing.
+    Each tensor has a generator of its own, keyed by seed and name, so that sharding changes nothing. Raises ValueError
+    for a model with packed weights, which are those of a checkpoint.
     """
+    if packed_weights(model):
+        raise ValueError("packed weights come from a checkpoint: write the random weights out and load them")
     own = constructor_values(model, [n for n, _ in model.named_parameters()], seed)
     for name, parameter in model.named_parameters():
         if name in own:  # a component of the user's own begins as its constructor leaves it
@@ -234,7 +270,7 @@ def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
     """
     config = model.config
     without_mappings = {*own_tensors(model, family), *adapter_names(model)}
-    mappings = family.mappings_for(n for n, _ in model.named_parameters() if n not in without_mappings)
+    mappings = family.mappings_for(n for n in weight_shapes(model) if n not in without_mappings)
     changed: dict[str, TensorMapping] = {
         name: PaddedRows(name, other, config.vocab)
         for name, other in _names_outside_layers(mappings)
@@ -258,7 +294,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
     Return the unified names of the tensors that the checkpoint lacks because a scalar head or an own component is new:
     these are drawn from `seed`. Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
-    parameters = dict(model.named_parameters())
+    parameters, ours_shapes, fill_weight = dict(model.named_parameters()), weight_shapes(model), weight_filler(model)
     mappings, experts = checkpoint_mappings(model, family), model.config.experts
     own = own_tensors(model, family)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
@@ -267,7 +303,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
         missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
         mappings = [mapping for mapping in mappings if mapping.ours != missing]
         shapes = {
-            family.prefix + name: mapping.shape(parameters[mapping.ours[0]].shape)
+            family.prefix + name: mapping.shape(ours_shapes[mapping.ours[0]])
             for mapping in mappings
             for name in mapping.theirs(experts)
         }
@@ -290,7 +326,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
 
         for mapping in mappings:
             for i, ours in enumerate(mapping.ours):
-                fill(parameters[ours], partial(mapping.read, i, read=read, experts=experts))
+                fill_weight(ours, partial(mapping.read, i, read=read, experts=experts))
     for name in own:
         fill(parameters[name], beside.get(name) or new[name].__getitem__)
     for name in missing:
@@ -302,7 +338,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Family) -> None:
     """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
-    parameters = dict(model.named_parameters())
+    parameters, fill_weight = dict(model.named_parameters()), weight_filler(model)
     experts = model.config.experts
 
     def read(name, part):
@@ -310,7 +346,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Famil
 
     for mapping in checkpoint_mappings(model, family):
         for i, ours in enumerate(mapping.ours):
-            fill(parameters[ours], partial(mapping.read, i, read=read, experts=experts))
+            fill_weight(ours, partial(mapping.read, i, read=read, experts=experts))
     for name in own_tensors(model, family):
         fill(parameters[name], tensors[OWN + name].__getitem__)
 
@@ -341,8 +377,9 @@ def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family)
         yield OWN + name, whole(name)
 
 
-def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor), adapters merged.
+def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor), adapters merged; packed weights are those of the checkpoint `source`, or
+    without it what they are dequantised to.
 
     Every rank must iterate, because each gathers its part.
     """
@@ -351,7 +388,26 @@ def hf_tensors(model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
         return
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward the root still has copies in the compute dtype
-    yield from under_hf_names(Merged(model), model, family)
+    if source is None or not packed_weights(model):
+        yield from under_hf_names(Merged(model), model, family)
+        return
+    with TensorFiles(source, family.aliases) as files:
+        yield from under_hf_names(Merged(model, _original_weights(model, family, files)), model, family)
+
+
+def _original_weights(model: Decoder, family: Family, files: TensorFiles) -> Callable[[str], Tensor]:
+    """Return a function that reads the whole weight of a unified name from a checkpoint."""
+    shapes, experts = weight_shapes(model), model.config.experts
+    mappings = {
+        ours: (mapping, i) for mapping in checkpoint_mappings(model, family) for i, ours in enumerate(mapping.ours)
+    }
+
+    def original(name: str) -> Tensor:
+        mapping, i = mappings[name]
+        part = tuple(slice(0, n) for n in shapes[name])
+        return mapping.read(i, part, lambda theirs, of: files.read(family.prefix + theirs, of), experts)
+
+    return original
 
 
 def save_hf(

@@ -21,6 +21,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.layers import Parts
 from ptf.model.lora import adapter_names
+from ptf.model.packed_weights import weight_shapes
 
 # prefix of unified names → the file of an export that holds them
 FILES = {"head.": "head.safetensors", "layers.": "components.safetensors"}
@@ -69,7 +70,7 @@ def own_tensors(model: Decoder, family: Family) -> tuple[str, ...]:
         return ()
     usual = standard_shapes(model.config)
     adapters = adapter_names(model)
-    mine = {name: p.shape for name, p in model.named_parameters() if name not in adapters}
+    mine = {name: shape for name, shape in weight_shapes(model).items() if name not in adapters}
     unlike = {n for n in mine if n.startswith(replaced) and mine[n] != usual.get(n)}
     if model.config.head == "custom":
         unlike |= {n for n in mine if n.startswith("head.")}

@@ -138,10 +138,11 @@ class _Tally:
 
     def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0) -> bool:
         """Count a weight with its adapter, of which each token uses this share."""
-        weight = module._parameters[name]
-        assert weight is not None
-        self.tokens += 2 * share * weight.numel() * (1 + upstream + weight.requires_grad)
-        needs = upstream or weight.requires_grad
+        weight, packed = module._parameters.get(name), getattr(module, "packed", {})
+        trains = weight is not None and weight.requires_grad
+        size = packed[name].numel() if weight is None else weight.numel()
+        self.tokens += 2 * share * size * (1 + upstream + trains)
+        needs = upstream or trains
         if (adapter := getattr(module, "adapters", {}).get(name)) is not None:
             a, b = (module._parameters[n] for n in (adapter.a, adapter.b))
             assert a is not None

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ptf.model.config import Activation, DecoderConfig
 from ptf.model.lora import Lora, LoraLinear
+from ptf.model.packed_weights import PackedLinear, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,24 @@ class Parts:
     # path of each component that was replaced → a function that constructs it again
     constructors: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     lora: Lora | None = None
+    # whether a weight of this unified name is held in four bits (packed_weights.py)
+    packed: Callable[[str], bool] = lambda name: False
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
         if self.lora is not None and self.lora.adapts(path):
-            return LoraLinear(d_in, d_out, bias, self.lora)
-        return nn.Linear(d_in, d_out, bias=bias)
+            linear: nn.Linear = LoraLinear(d_in, d_out, bias, self.lora)
+        elif self.packed(f"{path}.weight"):
+            linear = PackedLinear(d_in, d_out, bias)
+        else:
+            linear = nn.Linear(d_in, d_out, bias)
+        self.pack(linear, "weight", f"{path}.weight")
+        return linear
+
+    def pack(self, module: nn.Module, weight: str, name: str) -> None:
+        """Hold a weight of a module in four bits, if the weight of this unified name is to be held so."""
+        if self.packed(name):
+            pack(module, weight, name)
 
     def component(self, path: str, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
         """Construct an attention, MLP, mixture of experts or head: `kind`, or what replaces it at this path."""

@@ -7,7 +7,7 @@ Adapters are decided where a projection is constructed (layers.Parts), and lie b
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
+from ptf.model.packed_weights import dequantise, linear, packed_weights, weight_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def attach(module: nn.Module, weight: str, lora: Lora) -> Adapter:
 
 
 class LoraLinear(nn.Linear):
-    """A projection with an adapter."""
+    """A projection with an adapter; the weight may be packed (packed_weights.py)."""
 
     lora_a: Parameter
     lora_b: Parameter
@@ -77,7 +78,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection of `input`, with the adapter's part unless adapters are off."""
-        y = F.linear(input, self.weight, self.bias)
+        y = linear(self, input)
         if not self.adapted:
             return y
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
@@ -163,16 +164,26 @@ class Merged(Mapping[str, Tensor]):
     """Whole tensors by unified name, each adapter merged into its weight when it is accessed.
 
     There is never a second copy of the model. Every rank must access the same names in the same order, because each
-    gathers its part.
+    gathers its part. A packed weight is what it is dequantised to, or what `original` returns for its name: the weight
+    that was packed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.pairs = adapters(model)
+    def __init__(self, model: nn.Module, original: Callable[[str], Tensor] | None = None) -> None:
+        self.pairs, self.packed, self.original = adapters(model), packed_weights(model), original
         self.tensors = {name: p.detach() for name, p in model.named_parameters()}
-        self.names = [name for name in self.tensors if name not in adapter_names(model)]
+        self.names = [name for name in weight_shapes(model) if name not in adapter_names(model)]
+
+    def _weight(self, name: str) -> Tensor:
+        """Return the whole weight of this name, without its adapter."""
+        if (packed := self.packed.get(name)) is None:
+            return whole(self.tensors[name])
+        if self.original is not None:
+            return self.original(name)
+        codes, scales = whole(self.tensors[packed.codes]), whole(self.tensors[packed.scales])
+        return dequantise(codes, scales, torch.float32)
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = whole(self.tensors[name])
+        weight = self._weight(name)
         if (adapter := self.pairs.get(name)) is None:
             return weight
         dtype = self.tensors[adapter.a].dtype  # fp32 where it trains, also over a base that is held in bf16

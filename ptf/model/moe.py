@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import Parts, gated
 from ptf.model.lora import attach, grouped
+from ptf.model.packed_weights import grouped_linear
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
 ROW_MULTIPLE = 8
@@ -142,6 +143,8 @@ class Experts(nn.Module):
             p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")
         }
         self.adapted = True  # False inside `adapters_off`
+        for p in (f"{name}_proj" for name in shapes):
+            parts.pack(self, p, f"{path}.{p}")
 
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
         """Return the experts' outputs for tokens sorted by expert.
@@ -155,7 +158,7 @@ class Experts(nn.Module):
 
         def project(name: str, h: Tensor) -> Tensor:
             bias = getattr(self, f"{name}_bias")
-            y = F.grouped_mm(h, getattr(self, f"{name}_proj").transpose(-2, -1), offs=ends)
+            y = grouped_linear(self, f"{name}_proj", h, ends)
             adapter = self.adapters.get(f"{name}_proj")
             if adapter is not None and self.adapted:
                 y = y + grouped(self, adapter, h, ends)

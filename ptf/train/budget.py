@@ -29,6 +29,7 @@ from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.packed_weights import packed_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
@@ -99,6 +100,10 @@ class _Sizes:
     root_trained: int
     head: int  # vocabulary × hidden size
     largest: int  # the largest parameter that trains
+    # weights in four bits, which are not among the elements above:
+    packed: int = 0  # bytes on this rank
+    block_packed: int = 0  # bytes of the block with most, whole
+    dequantised: int = 0  # elements of the largest of them, which a product needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class _Run:
 
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory of a forward pass alone, between steps, when there are no gradients."""
-        gathered = float(self.element * (2 * sizes.block + sizes.root))
+        gathered = self.element * (2 * sizes.block + sizes.root + sizes.dequantised) + 2.0 * sizes.block_packed
         activations = self._tokens * max(layer.everything for layer in layers)  # of one layer; its parts are freed
         logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
         optimizer = 0.0 if self.offloaded else 8.0 * sizes.trained
@@ -140,6 +145,7 @@ class _Run:
         return Memory(
             4.0 * sizes.trained
             + self.frozen * float(sizes.here - sizes.trained)
+            + sizes.packed
             + self.element * sizes.here * self.companions,
             4.0 * sizes.trained,
             min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest)) if self.offloaded else 8.0 * sizes.trained,
@@ -156,7 +162,8 @@ class _Run:
         gradient = (4 + self.element) * self._head_trained(sizes)
         saved = tokens * sum(layer.of(self.recomputed) for layer in layers)
         # FSDP frees the last layer that it gathered when it gathers the next
-        return self._held(sizes, self.element * (sizes.root + sizes.block), saved, logits + gradient)
+        gathered = self.element * (sizes.root + sizes.block) + sizes.block_packed
+        return self._held(sizes, gathered, saved, logits + gradient)
 
     def _in_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory in the backward pass of the last layer: its gradients are computed, the next layer is
@@ -164,14 +171,16 @@ class _Run:
         again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
         recomputed = again.get(self.recomputed, max(of.everything for of in layers))
         saved = sum(layer.of(self.recomputed) for layer in layers)
-        gathered = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
-        return self._held(sizes, self.element * gathered, self._tokens * (saved + recomputed), 0.0)
+        elements = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes) + sizes.dequantised
+        gathered = self.element * elements + 2.0 * sizes.block_packed
+        return self._held(sizes, gathered, self._tokens * (saved + recomputed), 0.0)
 
     def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
         saved = sum(layer.of(self.recomputed) for layer in layers[:-1])
         gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
-        return self._held(sizes, self.element * gathered + 4.0 * sizes.block_trained, self._tokens * saved, 0.0)
+        held = self.element * gathered + 4.0 * sizes.block_trained + sizes.block_packed
+        return self._held(sizes, held, self._tokens * saved, 0.0)
 
     def _chunk(self, sizes: _Sizes, dim: int) -> int:
         """Return the bytes of a chunk of fp32 logits, or of all of them; a head of the user's own counts as a chunk."""
@@ -222,8 +231,8 @@ def budget(
         model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.trainable)
-        parameters = list(model.parameters())
-        counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
         by_role = beside if beside is not None else {} if getattr(recipe, "precomputed", False) else recipe.companions
         others = [_companion(companion, role, model, mesh, precision) for role, companion in by_role.items()]
@@ -355,11 +364,17 @@ def _sizes(model: Decoder) -> _Sizes:
         return (p.to_local() if isinstance(p, DTensor) else p).numel()
 
     def gathered(module: nn.Module, trained: bool) -> int:
-        return sum(_of_group(p) for p in module.parameters() if p.requires_grad or not trained)
+        return sum(_of_group(p) for p in weights_of(module) if p.requires_grad or not trained)
+
+    def weights_of(module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.is_floating_point()]
+
+    def packed_in(module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if not p.is_floating_point()]
 
     inside = {id(p) for block in model.layers for p in block.parameters()}
     root = [p for p in model.parameters() if id(p) not in inside]
-    parameters = list(model.parameters())
+    parameters = weights_of(model)
     return _Sizes(
         sum(map(here, parameters)),
         sum(here(p) for p in parameters if p.requires_grad),
@@ -369,6 +384,9 @@ def _sizes(model: Decoder) -> _Sizes:
         sum(_of_group(p) for p in root if p.requires_grad),
         _of_group(getattr(model.head, "_parameters", {}).get("weight")),
         max((here(p) for p in parameters if p.requires_grad), default=0),
+        sum(map(here, packed_in(model))),
+        max(sum(map(_of_group, packed_in(b))) for b in model.layers),
+        max((weight.shape.numel() for weight in packed_weights(model).values()), default=0),
     )
 
 

@@ -1,6 +1,7 @@
 """Construction of a job's model: its config's plugins, resolved into the parts that the decoder takes."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ptf.config import plugin
@@ -9,10 +10,11 @@ from ptf.errors import UserError
 from ptf.model.components import file_of
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora
+from ptf.train.trainable import fits
 
 
 def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
-    """Return the model's replaced parts and, if `adapted`, its adapters.
+    """Return the model's replaced parts and, if `adapted`, its adapters and the weights that are held in four bits.
 
     Raises ConfigError if a plugin cannot be imported, UserError if two output heads are declared.
     """
@@ -21,7 +23,17 @@ def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
         if "head" in replace:
             raise UserError("model.head and model.replace.head both declare the output head; give one")
         replace = {"head": plugin.bind(spec.head), **replace}
-    return Parts(replace, lora=lora_of(spec) if adapted else None)
+    if not adapted:
+        return Parts(replace)
+    if spec.quantization is None:
+        return Parts(replace, lora=lora_of(spec))
+    return Parts(replace, lora=lora_of(spec), packed=partial(_packs, tuple(spec.trainable or ())))
+
+
+def _packs(trained: Sequence[str], name: str) -> bool:
+    """Return whether `model.quantization` holds the weight of this name in four bits: the projections of the layers
+    that no pattern of `model.trainable` matches, but no router, whose rounding would send tokens to other experts."""
+    return name.startswith("layers.") and ".router." not in name and not any(fits(name, pattern) for pattern in trained)
 
 
 def lora_of(spec: ModelConfig) -> Lora | None:
@@ -31,8 +43,8 @@ def lora_of(spec: ModelConfig) -> Lora | None:
 
 
 def without_adapters(spec: ModelConfig) -> ModelConfig:
-    """Return the section without adapters and without patterns of what trains."""
-    return spec.model_copy(update={"lora": None, "trainable": None})
+    """Return the section without adapters, without four-bit weights and without patterns of what trains."""
+    return spec.model_copy(update={"lora": None, "trainable": None, "quantization": None})
 
 
 def without_head(spec: ModelConfig) -> ModelConfig:

@@ -53,12 +53,12 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
     """
     values = probe(model, world)
     if world.leads:
-        storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **values})
+        write_probe(directory, values)
     config = bridge.read_config(source)
     if model.config.head == "scalar":
         config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
     bridge.save_hf(
-        bridge.hf_tensors(model, family),
+        bridge.hf_tensors(model, family, source),
         source,
         directory,
         writes=world.leads,
@@ -67,6 +67,11 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         manifest=verified.of_run(directory),
     )
     world.barrier()
+
+
+def write_probe(directory: Path, values: dict[str, list]) -> None:
+    """Write what the exported model in `directory` must compute when it is loaded again."""
+    storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **values})
 
 
 def refuse_damaged(run: Path, up_to: float) -> None:

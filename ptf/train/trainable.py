@@ -18,6 +18,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import adapter_names
+from ptf.model.packed_weights import weight_shapes
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -39,7 +40,7 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
     checkpoint holds (a head or components of the user's own, a scalar head), which would otherwise keep their random
     values. Raises UserError for a pattern that fits nothing.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = list(weight_shapes(model))
     adapters = adapter_names(model)
     refuse_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
@@ -68,5 +69,5 @@ def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dt
 def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the dtype of the weights that do not train; call it after `freeze`, before the model is sharded."""
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # not the bytes of packed weights
             parameter.data = parameter.data.to(dtype)

@@ -48,6 +48,7 @@ class Case:
     directory: str
     mesh: tuple[int, int, int] | None = None
     lora: bool = False
+    packed: bool = False  # the base of the adapters is held in four bits
     steps: int = 20
     recomputed: Recompute = "none"
     precision: str = "fp32"
@@ -88,7 +89,8 @@ def train(case: Case) -> Trained:
     if case.mesh is not None:
         rank, mesh = dist.get_rank(), make_mesh("cpu", dist.get_world_size(), case.mesh[0], case.mesh[2])
     world = World(rank, 1 if mesh is None else mesh.size(), mesh=mesh)
-    spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None)
+    quantization: Any = "nf4" if case.packed else None
+    spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None, quantization=quantization)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]
     model, _ = trainer.load_model(
         Path(case.directory), world, spec, seed=0, precision=case.precision, recomputed=case.recomputed

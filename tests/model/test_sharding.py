@@ -51,6 +51,16 @@ def test_steps_are_those_of_one_rank(models, alone, tmp_path, size) -> None:
     assert {case: gap for case, gap in apart.items() if not max(gap) <= BOUND} == {}
 
 
+def test_steps_beside_packed_experts_are_those_of_one_rank(tmp_path) -> None:
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    directory = checkpoint(tmp_path / "model", "qwen3_moe", **wide)
+    case = Case(directory, lora=True, packed=True, steps=STEPS)
+    alone = train(case)
+    (found,) = on_ranks(2, [replace(case, mesh=(1, 2, 1))], tmp_path / "ranks")
+    assert max(difference(alone, found)) <= BOUND
+    assert max(difference(train(replace(case, packed=False)), found)) > 1e-3, "negative control: not rounded"
+
+
 @pytest.mark.cluster
 def test_other_ways_to_cut_and_a_wrong_plan(models, tmp_path) -> None:
     """Two steps each: activations made again, copies, bf16, and the negative control."""

@@ -32,6 +32,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4},
         {"seq_len": 4096, "sequences": 1, "model": {"lora": {"rank": 16}}},
     ),
+    "LoRA of NF4": (
+        "Qwen3-4B",
+        2,
+        {"num_hidden_layers": 4},
+        {"seq_len": 4096, "sequences": 1, "model": {"lora": {"rank": 16}, "quantization": "nf4"}},
+    ),
     "experts": ("Qwen3-30B-A3B", 8, {"num_hidden_layers": 2}, {"seq_len": 4096, "sequences": 1}),
     "DPO": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "dpo"}),
     "reward model": ("Qwen3-0.6B", 2, {"num_hidden_layers": 6}, {"seq_len": 4096, "sequences": 1, "recipe": "rm"}),

@@ -70,6 +70,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`: each adapter is
     added in fp32 to the weight as the checkpoint stores it, and the sum is rounded once, to the checkpoint's dtype."""
+    quantization: Literal["nf4"] | None = None
+    """Hold the projections of the layers that do not train in four bits (QLoRA): 4.5 bits a weight instead of 16, and
+    longer steps. It needs `lora` and bitsandbytes (`pip install 'ptf[nf4]'`). Adapters learn beside the rounded
+    weights; what is published is the adapter, and the merged model, in which it is added to the weights of the
+    checkpoint."""
     trainable: Patterns | None = None
     """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
     adapters always train, and these patterns add to them."""

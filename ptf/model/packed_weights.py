@@ -1,0 +1,173 @@
+"""Weights that do not train, held in four bits, and their products with activations.
+
+NF4 (Dettmers et al. 2023): blocks of 64 values along a row share a scale in fp32, and each value is one of 16 quantiles
+of the normal distribution. A weight `NAME` [.., out, in] becomes two parameters of bytes, which FSDP shards and gathers
+as they are: `NAME_codes` [.., out, in / 2] has two values in each byte, `NAME_scales` [.., out, in / 16] the bytes of
+the scales. That is 4.5 bits for each weight. A weight is dequantised for a product, and again for the product of its
+backward pass; between the two, nothing but its bytes is held. bitsandbytes converts, so that its 4-bit models and ours
+have the same values.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from ptf.errors import UserError
+
+BLOCK = 64  # values that share a scale
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The unified names of a packed weight's parameters, and the shape of the weight itself."""
+
+    codes: str
+    scales: str
+    shape: torch.Size
+
+
+@functools.cache
+def _bitsandbytes() -> Any:
+    """Return bitsandbytes' functions. Raises UserError if it is not installed."""
+    # it warns of kernels for the CPU that it would download, and that nothing here calls
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        import bitsandbytes.functional as functions
+    except ImportError as error:
+        raise UserError("model.quantization: nf4 needs bitsandbytes: pip install 'ptf[nf4]'") from error
+    return functions
+
+
+@functools.cache
+def _values(device: torch.device) -> Tensor:
+    """Return the 16 values that codes stand for, between -1 and 1."""
+    return _bitsandbytes().get_4bit_type("nf4", device=device)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes [.., in / 2] and the scales [.., in / 16] of a weight [.., in], both as bytes."""
+    *outer, width = weight.shape
+    codes, state = _bitsandbytes().quantize_4bit(
+        weight.contiguous().view(-1, width), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
+    )
+    return codes.view(*outer, width // 2), state.absmax.view(torch.uint8).view(*outer, width // BLOCK * SCALE_BYTES)
+
+
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight [.., in] of these codes and scales; value times scale is rounded once, to `dtype`."""
+    *outer, half = codes.shape
+    functions, rows = _bitsandbytes(), codes.numel() // half
+    state = functions.QuantState(
+        absmax=scales.reshape(-1).view(torch.float32),
+        shape=torch.Size((rows, 2 * half)),
+        code=_values(codes.device),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+    return functions.dequantize_4bit(codes.reshape(-1, 1), state).view(*outer, 2 * half)
+
+
+def pack(module: nn.Module, weight: str, name: str) -> None:
+    """Replace a parameter of a module by codes and scales, which have no values yet; `name` is its unified name.
+
+    Raises UserError if its rows are not made of whole blocks.
+    """
+    shape = getattr(module, weight).shape
+    if shape[-1] % BLOCK:
+        raise UserError(f"model.quantization: the rows of {name} have {shape[-1]} values, not a multiple of {BLOCK}")
+    delattr(module, weight)
+    for part, width in (("codes", shape[-1] // 2), ("scales", shape[-1] // BLOCK * SCALE_BYTES)):
+        values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
+        module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
+    module.packed = {**getattr(module, "packed", {}), weight: shape}  # type: ignore[assignment]
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
+    """Return the packed weights of a model by the unified name of the weight."""
+    found: dict[str, PackedWeight] = {}
+    for path, module in model.named_modules():
+        for weight, shape in getattr(module, "packed", {}).items():
+            name = f"{path}.{weight}"
+            found[name] = PackedWeight(f"{name}_codes", f"{name}_scales", shape)
+    return found
+
+
+def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of a model's weights by unified name; a packed weight counts as one, not as its two parts."""
+    packed = packed_weights(model)
+    parts = {name: weight for weight, of in packed.items() for name in (of.codes, of.scales)}
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters():
+        weight = parts.get(name, name)
+        shapes[weight] = packed[weight].shape if weight in packed else parameter.shape
+    return shapes
+
+
+class PackedLinear(nn.Linear):
+    """A projection whose weight may be packed (`pack`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the projection of `input`."""
+        return linear(self, input)
+
+
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """Return the projection [.., out] of x [.., in] by a module's own weight, packed or not, and its bias."""
+    if "weight" not in getattr(module, "packed", {}):
+        return F.linear(x, module.weight, module.bias)
+    y = _Product.apply(x, *_parts(module, "weight"), F.linear, torch.matmul)
+    return y if module.bias is None else y + module.bias
+
+
+def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the product [n, out] of each row of x [n, in] with its expert's matrix in a stacked weight, packed or not.
+
+    `ends` [experts] is the end of each expert's rows.
+    """
+    if weight not in getattr(module, "packed", {}):
+        return F.grouped_mm(x, getattr(module, weight).transpose(-2, -1), offs=ends)
+
+    def forward(rows: Tensor, matrices: Tensor) -> Tensor:
+        return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+
+    def backward(grad: Tensor, matrices: Tensor) -> Tensor:
+        return F.grouped_mm(grad, matrices, offs=ends)
+
+    return _Product.apply(x, *_parts(module, weight), forward, backward)
+
+
+def _parts(module: nn.Module, weight: str) -> tuple[Tensor, Tensor]:
+    return getattr(module, f"{weight}_codes"), getattr(module, f"{weight}_scales")
+
+
+class _Product(Function):
+    """A product of activations with a packed weight, which has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        product: Callable[[Tensor, Tensor], Tensor],
+        of_gradient: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.of_gradient = of_gradient
+        return product(x, dequantise(codes, scales, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        weight = dequantise(codes, scales, grads[0].dtype)
+        return ctx.of_gradient(grads[0], weight), None, None, None, None

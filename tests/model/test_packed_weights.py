@@ -1,0 +1,134 @@
+"""Weights in four bits: their products are those of the model that holds what they are dequantised to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptf.compute.world import World
+from ptf.config.sections.model import ModelConfig
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.flops import Flops
+from ptf.model.packed_weights import BLOCK, dequantise, packed_weights, quantise, weight_shapes
+from ptf.recipes.sft.recipe import SFT
+from ptf.train.components import parts_of
+from ptf.train.trainable import freeze
+from ptf.train.trainer import load_model
+from tests import tiny
+
+LORA = {"rank": 4, "alpha": 8, "targets": ["*"]}
+WIDTHS = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+
+
+def test_codes_and_scales_are_those_of_bitsandbytes_4_bit_models() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.randn(3, 8, 2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantise(weight)
+    assert codes.shape == (3, 8, BLOCK)
+    assert scales.shape == (3, 8, 8)
+    assert codes.nbytes + scales.nbytes == weight.numel() * 4.5 / 8
+    theirs = dequantize_4bit(*quantize_4bit(weight.view(24, -1), blocksize=BLOCK, quant_type="nf4"))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(dequantise(codes, scales, dtype), theirs.view_as(weight).to(dtype))
+    assert 0 < (theirs.view_as(weight) - weight).abs().mean() < 0.1 * weight.abs().mean()
+    again = quantise(dequantise(codes, scales, torch.float32))
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], scales)
+
+
+def models(directory: Path, **changes: object) -> tuple[nn.Module, nn.Module]:
+    """A packed model with adapters, and the same with what its weights are dequantised to."""
+    found = []
+    for quantization in ("nf4", None):
+        spec = ModelConfig(path=str(directory), lora=LORA, quantization=quantization, **changes)
+        model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
+        found.append(model)
+    packed, plain = found
+    parts, values = dict(packed.named_parameters()), dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, weight in packed_weights(packed).items():
+            dequantised = dequantise(parts[weight.codes], parts[weight.scales], torch.float32)
+            assert not torch.equal(values[name], dequantised)
+            values[name].copy_(dequantised)
+        for name, parameter in parts.items():
+            if name.endswith("lora_b"):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+                values[name].copy_(parameter)
+    return packed, plain
+
+
+@pytest.mark.parametrize("family", ["qwen3", "moe"])
+def test_loss_and_gradients_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "m", **WIDTHS) if family == "qwen3" else experts(tmp_path / "m")
+    packed, plain = models(directory)
+    assert sorted(weight_shapes(packed)) == sorted(name for name, _ in plain.named_parameters())
+    quantised = packed_weights(packed)
+    assert all(name.startswith("layers.") for name in quantised)
+    assert not any("router" in name or "norm" in name for name in quantised)
+    assert len(quantised) == 2 * 7
+    batch = tiny.packed([[20, 12], [30]], 32)
+    losses = []
+    for model in (packed, plain):
+        loss, _ = SFT().loss(model, batch, {})
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in packed.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
+        scale = gradients[name].abs().max()
+        assert float((parameter.grad - gradients[name]).abs().max()) <= 1e-6 * float(scale), name
+    assert Flops.of(packed) == Flops.of(plain)
+
+
+def experts(directory: Path) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **{**tiny.SIZES, **WIDTHS}, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_nothing_is_held_between_forward_and_backward_but_bytes(tmp_path: Path) -> None:
+    packed, plain = models(tiny.checkpoint(tmp_path / "m", **WIDTHS))
+    held = []
+    for model in (packed, plain):
+        shapes = {tuple(shape) for name, shape in weight_shapes(model).items() if name in packed_weights(packed)}
+        floats: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor, floats: list = floats, shapes: set = shapes) -> torch.Tensor:
+            if (
+                tensor.dim() == 2
+                and {tuple(tensor.shape), tuple(tensor.t().shape)} & shapes
+                and tensor.is_floating_point()
+            ):
+                floats.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            SFT().loss(model, tiny.packed([[32]], 32), {})
+        held.append(len(floats))
+    assert held[0] == 0
+    assert held[1] > 0, "negative control: products with plain weights save them"
+
+
+def test_what_trains_is_not_packed_and_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
+    spec = ModelConfig(path=str(directory), lora=LORA, quantization="nf4", trainable=["layers.0.attn.q_proj", "embed"])
+    model, family = bridge.build(directory, parts=parts_of(spec, adapted=True))
+    freeze(model, family, spec.trainable)
+    weights = packed_weights(model)
+    assert "layers.0.attn.q_proj.weight" not in weights
+    assert "layers.1.attn.q_proj.weight" in weights
+    assert model.get_parameter("layers.0.attn.q_proj.weight").requires_grad
+    odd = tiny.checkpoint(tmp_path / "odd", intermediate_size=96)
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.down_proj\.weight have 96 values, not a multiple of 64"):
+        bridge.build(odd, parts=parts_of(ModelConfig(path=str(odd), lora=LORA, quantization="nf4"), adapted=True))

@@ -1,0 +1,137 @@
+"""Runs whose base is held in four bits: what they resume to, send and leave behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ptf.compute.world import World, joined
+from ptf.config import loads
+from ptf.config.sections.model import LoraConfig, ModelConfig
+from ptf.config.sections.train import TrainConfig
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.lora import Merged
+from ptf.model.sampling import LogitsProcessing
+from ptf.model.verify import export_difference
+from ptf.recipes.sft.recipe import SFT
+from ptf.rl.roles import Learner, LogprobModel
+from ptf.train.adapter import difference_of
+from ptf.train.trainer import load_model
+from tests import tiny
+from tests.model.test_packed_weights import WIDTHS
+from tests.tiny import arithmetic
+from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict:
+    raw = arithmetic(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 128}))
+    lora = {**raw["model"], "lora": LORA, "quantization": "nf4"}
+    return {**raw, "model": lora, "train": {**raw["train"], "lr": 1e-2}}
+
+
+def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the_checkpoint(raw, monkeypatch, capsys):
+    whole = train(raw, "whole")
+    said = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8)
+        with pytest.raises(Stopped):
+            train(raw, "stopped")
+    resumed = train(raw, "stopped")
+    assert same(weights(whole), weights(resumed))
+    assert facts(whole) == facts(resumed)
+    losses = [row["loss"] for row in facts(whole)]
+    assert losses[-1] < losses[0] - 0.1
+
+    spec = ModelConfig(path=str(whole / "start"), lora=LoraConfig(**LORA), quantization="nf4")
+    trained, family = load_model(whole / "start", World(), spec, seed=0, precision="fp32")
+    pairs = load_file(whole / "adapter" / "adapter_model.safetensors")
+    merged, start = load_file(whole / "model" / "model.safetensors"), load_file(whole / "start" / "model.safetensors")
+    rounded = dict(bridge.under_hf_names(Merged(trained), trained, family))
+    names = {name.removesuffix(".weight") for name in start if f"base_model.model.{name[:-7]}.lora_A.weight" in pairs}
+    assert len(names) == 2 * 7
+    for name in names:
+        a, b = (pairs[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+        assert torch.allclose(merged[f"{name}.weight"], start[f"{name}.weight"] + 2 * b @ a, atol=1e-7)
+        assert not torch.allclose(start[f"{name}.weight"], rounded[f"{name}.weight"], atol=1e-4), "negative control"
+    probe = json.loads((whole / "probe.json").read_text())
+    assert export_difference(whole / "model", probe["tokens"], probe["logprobs"]) < 1e-5
+    assert "model has the adapter and the weights of the checkpoint; beside the nf4 weights of training" in said
+    assert "adapter (PEFT) was loaded again" in said
+
+
+def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
+    spec = ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4")
+    tokens = tiny.packed([[40, 20]], 64)
+    with joined("cpu", 60) as world:
+        packed, family = load_model(directory, world, spec, seed=0, precision="bf16")
+        dequantised = dict(bridge.hf_tensors(packed, family))
+        plain, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="bf16", frozen=True)
+        found = []
+        for values in (None, dequantised):
+            if values:
+                bridge.load_hf_tensors(plain, values, family)
+            with torch.no_grad():
+                logits = plain(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
+            plain.reshard()
+            found.append(logits)
+        loss, _ = SFT().loss(packed, tokens, {})
+        loss.backward()
+        with torch.no_grad():
+            ours = packed(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
+    assert torch.equal(ours, found[1])
+    assert not torch.equal(ours, found[0]), "negative control: the weights that were not rounded"
+    gradients = [p.grad for name, p in packed.named_parameters() if name.endswith("lora_b")]
+    assert all(bool((gradient.to_local() != 0).any()) for gradient in gradients)
+
+
+def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
+    common = {"directory": str(directory), "seed": 0, "seq_len": 64, "processing": LogitsProcessing(0.7)}
+    learner = Learner(
+        World(),
+        **common,
+        spec=ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4"),
+        tokenizer="",
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
+        recipe=SFT("assistant"),
+    )
+    engine = LogprobModel(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_sequences=2)
+    samples = [tiny.sample(n, n) for n in (20, 33, 7)]
+    learner.update([[(s,) for s in samples]], 0)
+
+    def worst() -> float:
+        pairs = zip(learner.logprobs(samples), engine.logprobs(samples), strict=True)
+        return max(float(abs(x - y).max()) for x, y in pairs)
+
+    assert worst() > 1e-2
+    found = learner.collect_weights(0)
+    assert found is not None
+    bridge.load_hf_tensors(engine.model, {name: t for bucket in found[0] for name, t in bucket}, engine.family)
+    assert worst() < 1e-5
+
+
+def test_what_does_not_go_with_it_is_refused(raw: dict) -> None:
+    import yaml
+
+    def message(**changes: object) -> str:
+        with pytest.raises(UserError) as error:
+            loads(yaml.safe_dump({**raw, **changes}))
+        return str(error.value)
+
+    assert "model.quantization  needs model.lora" in message(model={**raw["model"], "lora": None})
+    assert "model.quantization  needs compute.mesh.tensor: 1" in message(
+        compute={**raw["compute"], "mesh": {"tensor": 2}, "workers": 2}
+    )
+
+
+def test_the_difference_of_probes_is_the_largest() -> None:
+    assert difference_of({"tokens": [1], "logprobs": [0.5, 1.0]}, {"tokens": [1], "logprobs": [0.25, 1.0]}) == 0.25
