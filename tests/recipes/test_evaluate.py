@@ -18,7 +18,7 @@ from ptf.errors import UserError
 from ptf.evaluation_check import check_evaluation
 from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, refuse_regression
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, train
+from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-import ptf.rl.fit  # noqa: F401  here, and not in every fork
+import ptf.rl.online_run  # noqa: F401  here, and not in every fork
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.run import run
