@@ -37,7 +37,7 @@ def check_evaluation(job: Job) -> None:
             for task in TASKS
             for measure in MEASURES
         ]
-    held_out = [] if registry.build(job).online else list(job.data.validation)
+    held_out = [] if registry.is_online(job) else list(job.data.validation)
     if metric not in names and not any(metric.endswith(f"/{name}") for name in held_out):
         known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(

@@ -62,7 +62,7 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 def measure_model(job: Job, run: Path) -> dict[str, float]:
     """Return all metrics of the model in `run/model`, by name."""
     metrics = measure_answers(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
-    metrics |= measure_held_out_rows(job, run) if job.data.validation and not registry.build(job).online else {}
+    metrics |= measure_held_out_rows(job, run) if job.data.validation and not registry.is_online(job) else {}
     return metrics
 
 

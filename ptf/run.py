@@ -181,7 +181,7 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     if not os.environ.get(launch.LAUNCHED):
         shutdown.forget(directory)
         remove_leftovers(job, lineage)
-    if registry.build(job).online:
+    if registry.is_online(job):
         from ptf.rl.online_run import train_online
 
         train_online(job, directory, lease)
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     entry.end_with_parent(entry.STARTED_BY)
     try:
         job = load(*given.config, overrides=given.set)
-        if registry.build(job).online:
+        if registry.is_online(job):
             raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
         if job.compute.workers != int(os.environ.get("WORLD_SIZE", 1)):
             raise UserError(

@@ -93,12 +93,12 @@ PACKAGES = {
     ],
     "fsspec": ["ptf/storage/store.py"],
     "s3fs": ["ptf/storage/store.py"],
-    "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/config.py"],
+    "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
     "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py"],
 }
 ALGO_CONFIGS = [
     "ptf/recipes/registry.py",
-    "ptf/recipes/on_policy.py",
+    "ptf/recipes/online.py",
     "ptf/recipes/rules.py",
     "ptf/recipes/*/config.py",
 ]

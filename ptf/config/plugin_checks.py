@@ -71,8 +71,10 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import FACTS
+    from ptf.recipes.registry import FACTS, online_fault
 
+    if isinstance(target, type) and (fault := online_fault(target)):
+        yield problem(root, ("recipe", "use"), f"{use} {fault}")
     yield from unknown(root, ("algo",), target, algo, use)
     given = {*args, *algo, *FACTS}
     for name, parameter in parameters(target).items():

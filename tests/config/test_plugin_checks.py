@@ -18,12 +18,16 @@ class Recipe:
     strength: float
     length: int = 0
     def __post_init__(self): raise AssertionError("a check makes nothing")
+@dataclass(frozen=True)
+class OldRecipe:
+    on_policy = True
+    strength: float = 1.0
 def reward(row, text, *, scale=1.0): return 1.0
 def anything(*args, **more): return 1.0
 number = 3
 """
 CONFIG = """
-recipe: {{use: "{module}:Recipe", args: {args}}}
+recipe: {{use: "{module}:{recipe}", args: {args}}}
 algo: {algo}
 model: {{path: m}}
 data:
@@ -44,10 +48,16 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     (tmp_path / f"{module}.py").write_text(PLUGINS)
     (tmp_path / f"{module}_broken.py").write_text("import nothing_of_this_name\n")
 
-    def write(reward: str = "reward", scale: str = "scale", args: str = "{strength: 2}", algo: str = "{}") -> list[str]:
+    def write(
+        reward: str = "reward",
+        scale: str = "scale",
+        args: str = "{strength: 2}",
+        algo: str = "{}",
+        recipe: str = "Recipe",
+    ) -> list[str]:
         use = reward if ":" in reward else f"{module}:{reward}"
-        text = CONFIG.format(module=module, args=args, algo=algo, reward=use, scale=scale).replace("MODULE", module)
-        (tmp_path / "job.yaml").write_text(text)
+        text = CONFIG.format(module=module, recipe=recipe, args=args, algo=algo, reward=use, scale=scale)
+        (tmp_path / "job.yaml").write_text(text.replace("MODULE", module))
         tree = merge(tmp_path / "job.yaml")
         on_path([tmp_path / "job.yaml"])
         try:
@@ -92,6 +102,10 @@ def test_what_is_right_is_right(written):
         ),
         ({"algo": "{lenght: 2}"}, "3 algo.lenght MODULE:Recipe has no argument 'lenght'  (did you mean length?)"),
         ({"args": "{}"}, "3 algo.strength is missing: MODULE:Recipe needs it"),
+        (
+            {"recipe": "OldRecipe"},
+            "2 recipe.use MODULE:OldRecipe has `on_policy`, which is not read: give `online`, True",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(written, given: dict[str, str], found: str):

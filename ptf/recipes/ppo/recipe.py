@@ -23,6 +23,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
+from ptf.recipes.ppo.config import PPOConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 
@@ -33,7 +34,7 @@ class Critic:
     value_clip: float = 0.2
     lr: float | None = None
     warmup: int = 0
-    online: ClassVar[bool] = True
+    online: ClassVar[bool] = PPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
