@@ -61,7 +61,7 @@ class Episode:
         if self.environments is None:
             return None
         try:
-            self._state, messages, self._tools = await self.environments.begin(self.prompt.row, self.seed_of(-1))
+            self._state, messages, self._tools = await self.environments.reset(self.prompt.row, self.seed_of(-1))
         except EnvironmentFault as error:
             return self._fail(str(error))
         try:
@@ -117,16 +117,17 @@ class Episode:
             return None
         text = self._answer_text(call)
         try:
-            turn = await self.environments.act(self._state, text)
+            result = await self.environments.step(self._state, text)
         except EnvironmentFault as error:
             return self._fail(str(error))
-        self.reward += float(turn.reward)
-        self.complete = turn.done
-        self.done = turn.done or len(self.calls) == self.limits.max_turns
+        self.reward += float(result.reward)
+        self.complete = result.done
+        self.done = result.done or len(self.calls) == self.limits.max_turns
         if self.done:
             return None
         try:
-            self._extend(call, [turn.message or {"role": "assistant", "content": text}, *turn.messages])
+            own = result.policy_message or {"role": "assistant", "content": text}
+            self._extend(call, [own, *result.environment_messages])
         except UserError as error:
             self._fail(f"the environment's reply: {error}")
 

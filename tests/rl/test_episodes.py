@@ -15,10 +15,13 @@ from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.protocol import Sampling
+from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import EngineFault, Episode, Limits, run_all
+from ptf.rl.rollout_role import refuse_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 
@@ -228,14 +231,14 @@ SAID = {
     "hang": "longer than",
     "stop": "longer than",
     "die": "died",
-    "garbage": "not a ptf.rl.environments.protocol.Turn",
+    "garbage": "not a ptf.rl.environments.protocol.StepResult",
     "nan": "nan",
     "no number": "None",
-    "no messages": "messages of a turn",
+    "no messages": "messages of a step",
     "no data": "cannot be sent",
     "text": "'1.0'",
     "overflow": "int too large",
-    "no beginning": "begin returned [1.0]",
+    "no beginning": "reset returned [1.0]",
 }
 
 
@@ -365,6 +368,33 @@ def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
 def test_an_environment_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="Echo"):
         Environments(Plugin(use="tests.rl.environments:Ecco"))
+
+
+@pytest.mark.parametrize("name", ["OfAnEarlierVersion", "made_of_an_earlier_version"])
+def test_an_environment_with_the_old_names_of_its_methods_is_told_the_new_ones(tokenizer, name, capsys):
+    """Before anything is started if it is a class; what a function makes is known when an episode begins."""
+    what = Plugin(use=f"tests.rl.environments:{name}")
+    told = "has no method `reset` and no method `step`: rename `begin` to `reset` and `act` to `step`"
+    if name == "OfAnEarlierVersion":
+        with pytest.raises(UserError, match=f"rollout.environment: {what.use} {told}"):
+            refuse_wrong_environment(what)
+    else:
+        refuse_wrong_environment(what)
+    refuse_wrong_environment(Plugin(use="tests.rl.environments:Echo"))  # the control
+    environments = Environments(what)
+    try:
+        (found,) = played([{}], tokenizer, environments)
+    finally:
+        environments.close()
+    assert isinstance(found.outcome, NoResult)
+    assert told in found.outcome.reason
+    assert told in capsys.readouterr().out
+
+
+def test_who_imports_the_old_name_of_a_step_result_is_told_the_new_names():
+    with pytest.raises(UserError, match=r"Turn is now StepResult.*`reset` \(`begin`\) and `step` \(`act`\)"):
+        from ptf.rl.environments.protocol import Turn  # noqa: F401
+    assert not hasattr(protocol, "Reply")
 
 
 def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):
