@@ -102,7 +102,9 @@ class GRPO:
     def reward(self, trajectory: Trajectory) -> float:
         """Return the reward, less the penalties for the answer's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.max_new_tokens, self.overlong)
+        value = trajectory.outcome.value + overlong_penalty(
+            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong
+        )
         if self.kl and self.kl_in == "reward":
             token_columns = {
                 name: torch.from_numpy(trajectory.token_columns[name])

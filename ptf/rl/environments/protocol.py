@@ -74,7 +74,7 @@ class EpisodeState:
     seed: int
     texts: list[str] = field(default_factory=list)  # of the policy, one for each turn
     replies: list[Any] = field(default_factory=list)
-    generation: int = -1  # the generation of its process in which it exists; -1: in none yet
+    incarnation: int = -1  # the one of its process in which it exists; -1: in none yet
 
 
 class EnvironmentProcess:
@@ -82,14 +82,14 @@ class EnvironmentProcess:
 
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
-        self.generation = 0  # how many processes have died here before the present one
+        self.incarnation = 0  # how many processes have died here before the present one
         self.thread = ThreadPoolExecutor(1)
 
     def ask(self, question: tuple) -> Any:
         """Return the reply, or a Fault."""
         reply = self.worker.ask(question)
         if isinstance(reply, Fault) and reply.fatal:
-            self.generation += 1
+            self.incarnation += 1
         return reply
 
 
@@ -146,7 +146,7 @@ class Environments:
 
     async def end(self, state: EpisodeState) -> None:
         """Discard the environment."""
-        if state.generation == state.process.generation:
+        if state.incarnation == state.process.incarnation:
             reply = await asyncio.get_running_loop().run_in_executor(
                 state.process.thread, state.process.ask, ("end", state.number)
             )
@@ -175,7 +175,7 @@ class Environments:
         for attempt in range(1 + self.retries):
             if attempt:
                 self.retried += 1
-                state.generation = -1  # the environment may be in any state, so it is replayed
+                state.incarnation = -1  # the environment may be in any state, so it is replayed
             reply = self._ask(state, text)
             if not isinstance(reply, Fault):
                 break
@@ -186,7 +186,7 @@ class Environments:
         process = state.process
         reset = ("reset", state.number, state.row, state.seed)
         questions: list[tuple] = []
-        if state.generation != process.generation:
+        if state.incarnation != process.incarnation:
             questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
         for question, before in zip(questions, state.replies, strict=False):
             reply = process.ask(question)
@@ -197,7 +197,7 @@ class Environments:
                     "replayed after its process died, it did not give the same replies as before; "
                     "all randomness in it must come from its seed"
                 )
-        state.generation = process.generation
+        state.incarnation = process.incarnation
         if text is None:
             reply = process.ask(reset)
             return reply if isinstance(reply, Fault) else checked_reset(reply)
