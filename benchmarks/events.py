@@ -433,9 +433,11 @@ def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) 
     found: dict[int, dict[str, float]] = {}
     for at in range(0, len(order), 128):
         here = order[at : at + 128]
-        calls = engine.answer([Request(contexts[i], sampling, DRAWN * i + n) for i in here for n in range(times)])
+        generations = engine.answer([Request(contexts[i], sampling, DRAWN * i + n) for i in here for n in range(times)])
         for j, i in enumerate(here):
-            said = [tokenizer.decode(call.sampled[:-1]) for call in calls[times * j : times * (j + 1)]]
+            said = [
+                tokenizer.decode(generation.sampled_ids[:-1]) for generation in generations[times * j : times * (j + 1)]
+            ]
             worths = [
                 worth(text, rows[i]["future"][0], catalogue=catalogue)
                 | {"invalid": float(np.mean([x is None for x in items.read(text)]))}

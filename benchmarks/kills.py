@@ -246,7 +246,7 @@ def write() -> int:
         "<details><summary>Kills by phase</summary>\n\n"
         + table(["instant", "kills"], sorted(phases.items()))
         + "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl).\n"
-        "Answers of the on-policy runs: [exactly_once.md](exactly_once.md).\n"
+        "Answers of the online runs: [exactly_once.md](exactly_once.md).\n"
     )
     once(found)
     print(
@@ -257,7 +257,7 @@ def write() -> int:
 
 
 def once(found: Sequence[dict[str, Any]]) -> None:
-    """The page of the answers of on-policy runs."""
+    """The page of the answers of online runs."""
     audited = [row for row in found if "answers" in row]
     columns = {
         "answers": "answers to train on",
@@ -284,7 +284,7 @@ def once(found: Sequence[dict[str, Any]]) -> None:
         )
     ONCE.write_text(
         header("Every answer is trained exactly once", audited)
-        + "The on-policy trials of [kills.md](kills.md) with a ledger of their answers, "
+        + "The online trials of [kills.md](kills.md) with a ledger of their answers, "
         "kept by whoever kills the runs: every attempt appends what was\n"
         "sampled, scored, trained and restored. What survives of an attempt are its steps before the one from which "
         "the next attempt went on. An answer\n"

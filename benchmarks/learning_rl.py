@@ -1,4 +1,4 @@
-"""Does on-policy training learn what it should, on every seed, and does it not where it must not? One small model (2
+"""Does online training learn what it should, on every seed, and does it not where it must not? One small model (2
 layers of 64), tasks of a few digits, our own decoder as the engine, everything in one process. Keeps what was found in
 results/learning_rl.jsonl, and writes results/learning_rl.md from it; exits 1 where a bar is missed or a check was not
 made. What is kept of a check with its present settings is not made again (--again does).
@@ -432,7 +432,7 @@ def write() -> int:
         )
         lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {made} |")
     RESULTS.write_text(
-        "# Learning checks of on-policy training\n\n"
+        "# Learning checks of online training\n\n"
         "Command: `python benchmarks/learning_rl.py` (`make learning-rl`)  \nHardware, date and commit: by seed, "
         "below; one thread, no GPU\n\n"
         + (

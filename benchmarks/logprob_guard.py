@@ -34,7 +34,7 @@ from ptf.compute.world import World, joined  # noqa: E402
 from ptf.config.logprob_limits import LOGPROB_LIMITS  # noqa: E402
 from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.sample import Sample  # noqa: E402
-from ptf.data.trajectory import Call  # noqa: E402
+from ptf.data.trajectory import Generation  # noqa: E402
 from ptf.model import bridge  # noqa: E402
 from ptf.model.sampling import NO_LOGITS_PROCESSING  # noqa: E402
 from ptf.rl.engines.native import NativeEngine, refuse_other_values  # noqa: E402
@@ -98,18 +98,18 @@ def trainer_of(directory: Path, precision: str, world: World) -> tuple[Any, Any]
     return load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision=precision)
 
 
-def answers(engine: NativeEngine, seed: int, prompts: int = PROMPTS) -> list[Call]:
+def answers(engine: NativeEngine, seed: int, prompts: int = PROMPTS) -> list[Generation]:
     rng = np.random.default_rng(seed)
     contexts = [rng.integers(0, VOCABULARY, PROMPT).astype(np.int32) for _ in range(prompts)]
     sampling = Sampling(LENGTH, 1.0, ())
     return generate_all(engine, [Request(c, sampling, seed=i) for i, c in enumerate(contexts * GROUP)], 3600)
 
 
-def trained(model: Any, calls: Sequence[Call], world: World) -> list[np.ndarray]:
+def trained(model: Any, generations: Sequence[Generation], world: World) -> list[np.ndarray]:
     """The trainer's log-probs of the sampled tokens."""
     samples = [
-        Sample(np.concatenate([c.context, c.sampled]), (np.arange(PROMPT + LENGTH) >= PROMPT).astype(np.float32))
-        for c in calls
+        Sample(np.concatenate([c.context, c.sampled_ids]), (np.arange(PROMPT + LENGTH) >= PROMPT).astype(np.float32))
+        for c in generations
     ]
     seq_len = 8 * (PROMPT + LENGTH)
     values = sample_logprobs(model, samples, world, seq_len=seq_len, micro_sequences=1, processing=NO_LOGITS_PROCESSING)
@@ -136,11 +136,11 @@ def differences(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]
     """One step of a model: the differences of each pair."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_model(Path(directory) / "m", model, seed)
-        calls = {precision: answers(engine_of(path, precision), seed) for precision in DTYPES}
+        generations = {precision: answers(engine_of(path, precision), seed) for precision in DTYPES}
         for pair, (engine, trainer) in PAIRS.items():
             began = time.process_time()
-            ours = trained(trainer_of(path, trainer, world)[0], calls[engine], world)
-            apart = np.abs(np.concatenate([c.logprobs for c in calls[engine]]) - np.concatenate(ours))
+            ours = trained(trainer_of(path, trainer, world)[0], generations[engine], world)
+            apart = np.abs(np.concatenate([c.logprobs for c in generations[engine]]) - np.concatenate(ours))
             found = LogprobDifference.of(apart, LOGPROB_LIMITS[engine].bound)
             yield {
                 "model": model,
@@ -238,7 +238,7 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
     """Every kind of fault in one tensor of each kind, in both precisions."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_model(Path(directory) / "m", model, seed)
-        texts = [np.concatenate([c.context, c.sampled]) for c in answers(engine_of(path, "fp32"), seed, 8)]
+        texts = [np.concatenate([c.context, c.sampled_ids]) for c in answers(engine_of(path, "fp32"), seed, 8)]
         weights = stepped(path, texts[:8])
         names = [n for n in weights.after if weights.after[n].ndim > 1 and ".layers." in n and "experts." not in n]
         rng = np.random.default_rng(seed)

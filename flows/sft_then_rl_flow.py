@@ -14,6 +14,7 @@ from metaflow import card, current, step
 from flows import cards
 from flows.base import PostTrainFlow
 from ptf.config import Job, dump, load, loads
+from ptf.config.schema import online_recipes
 from ptf.errors import UserError
 
 
@@ -21,7 +22,7 @@ class SFTThenRLFlow(PostTrainFlow):
     """Prepare, tokenize, train, evaluate and publish twice: first the job that `model.path` names, then the job that
     starts from its model."""
 
-    recipes = ("grpo", "ppo", "opd")
+    recipes = online_recipes()
     default_config = "configs/tiny/grpo.yaml"
 
     @step

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ptf.model.verify import Report
     from ptf.rl.online_budget import OnlineBudget
     from ptf.train.budget import Budget
-    from ptf.train.fitting import Setting
+    from ptf.train.memory_search import Setting
     from ptf.train.roofline import Roofline
 
 
@@ -130,7 +130,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step; with `--roofline` the upper bound of its MFU, with `--fit` what fits."""
     from ptf.inspection import plan as plan_report
-    from ptf.train.fitting import Setting, search
+    from ptf.train.memory_search import Setting, search
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")

@@ -75,8 +75,8 @@ class Chat:
                 f"{len(context)} tokens and up to {self.sampling.max_new_tokens} tokens of answer "
                 f"are more than the {limit} that the model can read"
             )
-        (call,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])
-        answer = self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+        (generation,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])
+        answer = self.tokenizer.decode(generation.sampled_ids[:-1] if generation.finished else generation.sampled_ids)
         self.answers += 1
         if has_template:
             self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -34,7 +34,7 @@ def check_evaluation(job: Job) -> None:
     names = list(current.values())
     if metric in current and metric not in names:
         raise ConfigError(f"publish.metric: {metric} is now {current[metric]}")
-    held_out = [] if registry.build(job).online else list(job.data.validation)
+    held_out = [] if registry.is_online(job) else list(job.data.validation)
     if metric not in names and metric.partition("/")[2] not in held_out:
         known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(

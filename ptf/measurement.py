@@ -62,7 +62,7 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 def measure_model(job: Job, run: Path) -> dict[str, float]:
     """Return all metrics of the model in `run/model`, by name. Raises UserError if two have one name."""
     metrics = measure_answers(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
-    if not job.data.validation or registry.build(job).online:
+    if not job.data.validation or registry.is_online(job):
         return metrics
     of_rows = measure_held_out_rows(job, run)
     if same := sorted(metrics.keys() & of_rows.keys()):

@@ -181,10 +181,10 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     if not os.environ.get(launch.LAUNCHED):
         shutdown.forget(directory)
         remove_leftovers(job, lineage)
-    if registry.build(job).online:
-        from ptf.rl.fit import fit_online
+    if registry.is_online(job):
+        from ptf.rl.online_run import train_online
 
-        fit_online(job, directory, lease)
+        train_online(job, directory, lease)
     elif launch.needs_ray(compute):
         with shutdown.passing_on(directory):
             launch.on_ray(
@@ -283,11 +283,11 @@ def recorded_models(job: Job, lineage: str | None) -> dict[str, str]:
 
 def work(text: str, directory: str, lease: str) -> None:
     """Train as one rank of an offline job; the process that started it holds the lease."""
-    from ptf.train.fit import fit
+    from ptf.train.loop import train_offline
 
     job = loads(text)
     with world_of(job) as world:
-        fit(job, world, Path(directory), Lease.parse(lease))
+        train_offline(job, world, Path(directory), Lease.parse(lease))
 
 
 def world_of(job: Job):
@@ -314,14 +314,14 @@ def main(arguments: list[str] | None = None) -> int:
     entry.end_with_parent(entry.STARTED_BY)
     try:
         job = load(*given.config, overrides=given.set)
-        if registry.build(job).online:
+        if registry.is_online(job):
             raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
         if job.compute.workers != int(os.environ.get("WORLD_SIZE", 1)):
             raise UserError(
                 f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} "
                 "processes"
             )
-        from ptf.train.fit import fit
+        from ptf.train.loop import train_offline
 
         with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
             text = together(
@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if world.leads and not os.environ.get(launch.LAUNCHED):
                     shutdown.forget(directory)
                     remove_leftovers(job, lineage)
-                fit(job, world, directory, Lease.parse(str(text)))
+                train_offline(job, world, directory, Lease.parse(str(text)))
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2

@@ -15,7 +15,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     """
     from ptf.recipes import registry
 
-    if registry.build(job).online or not job.data.pretokenize:
+    if registry.is_online(job) or not job.data.pretokenize:
         print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
 

@@ -94,12 +94,12 @@ PACKAGES = {
     ],
     "fsspec": ["ptf/storage/store.py"],
     "s3fs": ["ptf/storage/store.py"],
-    "pydantic": ["ptf/config/*", "ptf/recipes/on_policy.py", "ptf/recipes/*/config.py"],
+    "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
     "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py"],
 }
 ALGO_CONFIGS = [
     "ptf/recipes/registry.py",
-    "ptf/recipes/on_policy.py",
+    "ptf/recipes/online.py",
     "ptf/recipes/rules.py",
     "ptf/recipes/*/config.py",
 ]
@@ -247,8 +247,8 @@ def test_every_part_has_a_place_in_the_layers():
         ),
         (
             "ptf/train/a.py",
-            "def f():\n    import ptf.rl.fit",
-            "ptf/train/a.py:2  ptf.rl.fit: ptf.train may not import ptf.rl",
+            "def f():\n    import ptf.rl.online_run",
+            "ptf/train/a.py:2  ptf.rl.online_run: ptf.train may not import ptf.rl",
         ),
         ("ptf/rl/a.py", "from ptf.tasks import demo", "ptf/rl/a.py:1  ptf.tasks.demo: ptf.rl may not import ptf.tasks"),
         (

@@ -13,6 +13,7 @@ from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
 
 Keys = tuple[str | int, ...]  # from the top of a config
+ENVIRONMENT = {"reset": "begin", "step": "act"}  # methods of an environment → their names in earlier versions
 
 
 def load_checked(
@@ -48,6 +49,8 @@ def problems(root: Node) -> Iterator[Problem]:
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
             continue
         yield from unknown(root, (*where, "args"), target, args, use)
+        if where == ("rollout", "environment") and isinstance(target, type) and (fault := environment_fault(target)):
+            yield problem(root, (*where, "use"), f"{use} {fault}")
         if where == ("recipe",):
             algo = values.get("algo")
             yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
@@ -71,14 +74,26 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import FACTS
+    from ptf.recipes.registry import FACTS, online_fault
 
+    if isinstance(target, type) and (fault := online_fault(target)):
+        yield problem(root, ("recipe", "use"), f"{use} {fault}")
     yield from unknown(root, ("algo",), target, algo, use)
     given = {*args, *algo, *FACTS}
     for name, parameter in parameters(target).items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and name not in given:
             yield problem(root, ("algo", name), f"is missing: {use} needs it")
+
+
+def environment_fault(environment: Any) -> str | None:
+    """Return which methods an environment, or its class, lacks, with the names that they had; None if it has all."""
+    missing = [name for name in ENVIRONMENT if not callable(getattr(environment, name, None))]
+    if not missing:
+        return None
+    renamed = [f"`{ENVIRONMENT[name]}` to `{name}`" for name in missing if hasattr(environment, ENVIRONMENT[name])]
+    has_no = f"has no method {' and no method '.join(f'`{name}`' for name in missing)}"
+    return f"{has_no}: rename {' and '.join(renamed)}" if renamed else has_no
 
 
 def unknown(

@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticUndefined
 
 from ptf.config.explain import core, section_at
-from ptf.config.schema import Job, PluginJob, jobs
+from ptf.config.schema import Job, PluginJob, jobs, online_recipes
 from ptf.config.section import Plugin, Section
 
 INTRO = """# Config
@@ -70,7 +70,7 @@ MOST_SET_HEAD = f"""## The {len(MOST_SET)} keys that most jobs set
 
 Start with these: every job has `recipe`, `model.path`, `data.sources`, `train.lr` and one of `train.steps` and
 `train.epochs`; the others have defaults. `rollout` belongs to the recipes that generate answers while they train
-(`grpo`, `ppo`, `opd`). The sections below list every key.
+({", ".join(f"`{recipe}`" for recipe in online_recipes())}). The sections below list every key.
 """
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "null"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}

@@ -83,7 +83,7 @@ def job_of(recipe: str) -> type[Job]:
     fields: dict[str, Any] = {
         "recipe": (Literal[recipe], ...),
         "algo": (algo_config, ... if required else algo_config()),
-        "rollout": (RolloutConfig, ...) if algo_config.on_policy else (None, None),
+        "rollout": (RolloutConfig, ...) if algo_config.online else (None, None),
     }
     return create_model(f"{RECIPES[recipe].name}Job", __base__=Job, __module__=__name__, **fields)
 
@@ -93,6 +93,13 @@ def jobs() -> dict[str, type[Job]]:
     from ptf.recipes.registry import RECIPES
 
     return {recipe: job_of(recipe) for recipe in RECIPES}
+
+
+def online_recipes() -> tuple[str, ...]:
+    """Return the names of the recipes of ptf that train on what they generate."""
+    from ptf.recipes.registry import RECIPES, algo_config_of
+
+    return tuple(recipe for recipe in RECIPES if algo_config_of(recipe).online)
 
 
 def job_class(recipe: object) -> type[Job] | None:

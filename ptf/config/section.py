@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from ptf.errors import UserError
+
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
@@ -71,12 +73,18 @@ class AlgoConfig(Section):
     """Base of the keys of one algorithm, the section `algo`. What other parts must know of an algorithm before torch is
     imported stands here."""
 
-    on_policy: ClassVar[bool] = False
-    """Whether it trains on what it generates, and so needs the section `rollout`."""
+    online: ClassVar[bool] = False
+    """Whether it trains on what it generates, and so needs the section `rollout`; its recipe's `online` is this one."""
     held_out_metric: ClassVar[str] = "loss"
     """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
     may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise UserError for a class with `on_policy`, the name that `online` had; it would count as offline."""
+        if hasattr(cls, "on_policy") or "on_policy" in cls.model_fields:
+            raise UserError(f"{cls.__module__}.{cls.__name__}: `on_policy` is now `online`; rename it")
 
     def model_paths(self) -> dict[str, str]:
         """Key (dotted, below `algo`) → value of each key that names a model to load."""

@@ -29,8 +29,8 @@ WEIGHT = "weight"  # key of a message that says how much its turn counts
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One answer as served: the ids up to its end-of-turn token; those from `start` on are the answer's own."""
+class AssistantSpan:
+    """One answer of the assistant as served: the ids up to its end-of-turn token; the answer's own begin at `start`."""
 
     ids: list[int]
     start: int
@@ -64,14 +64,14 @@ def served_turns(
     tokenizer: Tokenizer,
     tools: Any,
     arguments: Mapping[str, Any] | None = None,
-) -> list[tuple[list[int], list[Turn]]]:
+) -> list[tuple[list[int], list[AssistantSpan]]]:
     """Return the given turns in as few documents as can show them all: for each document its ids and its turns.
 
     `counted` maps a turn's message index to its weight, in order. Raises UserError for a turn that cannot be rendered
     as it would be served, or whose context is not shown.
     """
     tools = json.loads(tools) if isinstance(tools, str) else tools or None
-    documents: list[tuple[list[int], list[Turn]]] = []
+    documents: list[tuple[list[int], list[AssistantSpan]]] = []
     served: list[tuple[str, str]] = []
     refused = None  # the first error; it is raised after the errors of the turns before it
     verified = 0  # number of messages whose text the prompt of the previous turn shows
@@ -163,7 +163,7 @@ def _marked(
     }
 
 
-def _sample(ids: list[int], spans: Sequence[Turn], source: str) -> Sample:
+def _sample(ids: list[int], spans: Sequence[AssistantSpan], source: str) -> Sample:
     """Return one document as a sample in which the given turns are trained."""
     weights = np.zeros(len(ids), np.float32)
     for turn in spans:
@@ -268,7 +268,7 @@ def _verify(
 
 def _turn(
     i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer, calls: bool
-) -> Turn:
+) -> AssistantSpan:
     """Return turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
 
     def fail(what: str) -> UserError:
@@ -289,7 +289,7 @@ def _turn(
         and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip()
     ):
         raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the answer")
-    return Turn(ids[: end + 1], len(context), weight)
+    return AssistantSpan(ids[: end + 1], len(context), weight)
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]]:

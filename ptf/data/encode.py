@@ -318,7 +318,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
     return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 
-def fit(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUnit]:
+def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUnit]:
     """Return the pack unit so that it fits a sequence: whole, cut, or in pieces of which each is a document.
 
     The list is empty where the unit is dropped, or where the remaining tokens train nothing.
@@ -445,7 +445,7 @@ class Encoder:
             row = place.read()
             row = shaped(row, self._columns, self._kind, place.columnar)
             whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
-            fitted = [fit(unit, self._seq_len, self._too_long) for unit in whole_units]
+            fitted = [limit_length(unit, self._seq_len, self._too_long) for unit in whole_units]
         except FAULTS as e:
             reason = reason_of(e, row)
             if self._set_aside is None:

@@ -1,5 +1,5 @@
-"""The output of a rollout: `Call` is one request as served, `Trajectory` is one episode, and `Group` is the episodes of
-one prompt.
+"""The output of a rollout: `Generation` is one request as served, `Trajectory` is one episode, and `Group` is the
+episodes of one prompt.
 
 Sampled ids are kept as the engine returned them and are never tokenized again. An outcome has a type, so a reward that
 crashed cannot be mistaken for a reward of 0.
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.sample import Sample
+from ptf.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Generation:
     """One request to the policy, exactly as served."""
 
     context: np.ndarray  # [c] int32, token ids that the engine received
-    sampled: np.ndarray  # [n] int32, token ids that the engine returned, end-of-turn included
+    sampled_ids: np.ndarray  # [n] int32, token ids that the engine returned, end-of-turn included
     logprobs: np.ndarray  # [n] float32, under the distribution that was sampled from
     versions: np.ndarray  # [n] int32, the policy step that produced each token
     finished: bool  # False: cut off at the token limit
+
+
+def __getattr__(name: str) -> Any:
+    """Raise UserError for `Call`, which engines of earlier versions import."""
+    if name == "Call":
+        raise UserError(
+            f"{__name__}.Call is now Generation, and its field `sampled` is `sampled_ids`; the field `calls` of a "
+            "Trajectory is `generations`"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 MAX_REWARD = 1e12  # a larger value, squared and summed over a group, overflows the numbers that training uses
@@ -63,37 +74,37 @@ class Trajectory:
     """One episode: its prompt, its requests to the policy, and its outcome."""
 
     prompt: Prompt
-    calls: tuple[Call, ...]
+    generations: tuple[Generation, ...]
     text: str  # the answer, or the text of both sides, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
-    # Per-token values, [n, …] each, aligned with the sampled tokens of all calls.
+    # Per-token values, [n, …] each, aligned with the sampled tokens of all generations.
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     complete: bool = True  # it ended by itself, not at a limit of tokens or turns
 
     @property
-    def sampled(self) -> int:
-        """Return the number of tokens that the policy sampled in all calls."""
-        return sum(len(call.sampled) for call in self.calls)
+    def num_sampled_tokens(self) -> int:
+        """Return the number of tokens that the policy sampled in all generations."""
+        return sum(len(generation.sampled_ids) for generation in self.generations)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Return the engine's log-probabilities of the sampled tokens of all calls, [n] float32."""
-        return np.concatenate([np.zeros(0, np.float32), *(call.logprobs for call in self.calls)])
+        """Return the engine's log-probabilities of the sampled tokens of all generations, [n] float32."""
+        return np.concatenate([np.zeros(0, np.float32), *(generation.logprobs for generation in self.generations)])
 
 
-def merged(calls: Sequence[Call]) -> list[list[Call]]:
-    """Group calls into runs that make one document each.
+def merged(generations: Sequence[Generation]) -> list[list[Generation]]:
+    """Group generations into runs that make one document each.
 
-    In a run, the context of each call begins with the context and the sampled ids of the call before it.
+    In a run, the context of each generation begins with the context and the sampled ids of the generation before it.
     """
-    runs: list[list[Call]] = []
-    for call in calls:
+    runs: list[list[Generation]] = []
+    for generation in generations:
         if runs:
-            before = np.concatenate([runs[-1][-1].context, runs[-1][-1].sampled])
-            if len(call.context) >= len(before) and np.array_equal(call.context[: len(before)], before):
-                runs[-1].append(call)
+            before = np.concatenate([runs[-1][-1].context, runs[-1][-1].sampled_ids])
+            if len(generation.context) >= len(before) and np.array_equal(generation.context[: len(before)], before):
+                runs[-1].append(generation)
                 continue
-        runs.append([call])
+        runs.append([generation])
     return runs
 
 
@@ -101,22 +112,25 @@ Group = tuple[Trajectory, ...]
 
 
 def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
-    """Return an episode as samples, one for each run of calls that extend each other.
+    """Return an episode as samples, one for each run of generations that extend each other.
 
     Every sampled token is trained once, with the same advantage or, for an array [n], with its own, and is weighted by
     the `weight` of the prompt's row. All other tokens are context.
     """
-    n = trajectory.sampled
+    n = trajectory.num_sampled_tokens
     columns_of_all = {
         "advantages": np.broadcast_to(advantage, n),
         "rollout_logprobs": trajectory.logprobs,
         **trajectory.token_columns,
     }
     samples, start = [], 0
-    for run in merged(trajectory.calls):
-        tokens = np.concatenate([run[-1].context, run[-1].sampled]).astype(np.int32)
+    for run in merged(trajectory.generations):
+        tokens = np.concatenate([run[-1].context, run[-1].sampled_ids]).astype(np.int32)
         positions = np.concatenate(
-            [np.arange(len(call.context), len(call.context) + len(call.sampled)) for call in run]
+            [
+                np.arange(len(generation.context), len(generation.context) + len(generation.sampled_ids))
+                for generation in run
+            ]
         )
         part = slice(start, start + len(positions))
         token_columns = {

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ptf.rl.online_budget import OnlineBudget, PoolBudget
 from ptf.train.budget import GIB, Budget
-from ptf.train.fitting import Trial
+from ptf.train.memory_search import Trial
 from ptf.train.roofline import Roofline
 
 LARGEST_COSTS = 12  # operators that the table of the roofline shows

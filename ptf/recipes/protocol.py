@@ -30,7 +30,8 @@ class Companion:
 class Recipe(Protocol):
     """An algorithm: how rows are encoded, what the loss is, and what it is averaged over."""
 
-    online: ClassVar[bool]  # False: an SPMD gang. True: a controller and role groups
+    # False: an SPMD gang. True: a controller and role groups. A built-in recipe has the value of its config class.
+    online: ClassVar[bool]
     head: ClassVar[Literal["lm", "scalar"]]
 
     @property

@@ -63,12 +63,41 @@ def build(job: "Job") -> "Recipe":
     bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
     made = recipe(**(requested | settings))
-    if not hasattr(made, "denominator"):
-        from ptf.errors import UserError
-
-        renamed = ": rename its method `units`" if hasattr(made, "units") else ""
-        raise UserError(f"the recipe {type(made).__name__} has no method `denominator(batch)`{renamed}")
+    _refuse_incomplete(made, job)
     return made
+
+
+def is_online(job: "Job") -> bool:
+    """Return whether a job's recipe trains on what it generates; torch is imported for a plugin only."""
+    return build(job).online if isinstance(job.recipe, Plugin) else algo_config_of(job.recipe).online
+
+
+def online_fault(recipe: type) -> str | None:
+    """Return what is wrong with a recipe's class that has `on_policy`, the name that `online` has in no recipe.
+
+    It is None if `on_policy` is a parameter of the recipe, or says what `online` says.
+    """
+    if not hasattr(recipe, "on_policy") or "on_policy" in inspect.signature(recipe).parameters:
+        return None
+    if recipe.on_policy == getattr(recipe, "online", None):
+        return None
+    return f"has `on_policy`, which is not read: give `online`, {recipe.on_policy}"
+
+
+def _refuse_incomplete(made: Any, job: "Job") -> None:
+    """Raise UserError for a recipe without `denominator` or `online`, or whose `online` is not that of its config."""
+    from ptf.errors import UserError
+
+    name = f"the recipe {type(made).__name__}"
+    if not hasattr(made, "denominator"):
+        renamed = ": rename its method `units`" if hasattr(made, "units") else ""
+        raise UserError(f"{name} has no method `denominator(batch)`{renamed}")
+    if fault := online_fault(type(made)):
+        raise UserError(f"{name} {fault}")
+    if not hasattr(made, "online"):
+        raise UserError(f"{name} has no `online`: True if it trains on rollouts, else False")
+    if not isinstance(job.recipe, Plugin) and made.online != (declared := algo_config_of(job.recipe).online):
+        raise UserError(f"{name} has `online` {made.online}, and its config class has {declared}; they must agree")
 
 
 def facts(job: "Job") -> dict[str, Any]:

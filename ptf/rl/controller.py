@@ -192,17 +192,21 @@ class Controller:
                 f"step {self.step}: {len(reasons)} of {len(answers)} answers have no reward (rollout.max_no_result is "
                 f"{self.rollout_config.max_no_result:g}); {first_reason}"
             )
-        versions = np.concatenate([call.versions for t in answers for call in t.calls])
+        versions = np.concatenate([generation.versions for t in answers for generation in t.generations])
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
             **self.reward_by_source(answers),
             "staleness": float((self.step - versions).mean()),
             "no_result": len(reasons) / len(answers),
-            "response_length": float(np.mean([t.sampled for t in answers])),
+            "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
             "cut_off": float(np.mean([not t.complete for t in answers])),
-            "generated": float(sum(t.sampled for t in answers)),
-            **({"turns": float(np.mean([len(t.calls) for t in answers]))} if self.rollout_config.environment else {}),
+            "generated": float(sum(t.num_sampled_tokens for t in answers)),
+            **(
+                {"turns": float(np.mean([len(t.generations) for t in answers]))}
+                if self.rollout_config.environment
+                else {}
+            ),
             "zero_variance_groups": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 

@@ -19,7 +19,7 @@ from ptf.data.chat import clean
 from ptf.data.context import refuse_unseen
 from ptf.data.rendering import row_arguments
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, EpisodeState, Message
@@ -29,7 +29,7 @@ from ptf.rl.environments.protocol import EnvironmentFault, Environments, Episode
 class Limits:
     """Settings for sampling answers, and limits at which an episode ends."""
 
-    sampling: Sampling  # for one call
+    sampling: Sampling  # for one generation
     max_length: int  # tokens of a context with its answer
     max_turns: int = 1
     vocabulary: int | None = None  # number of the model's token ids
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass
 class Episode:
-    """One conversation, between two calls: `context` is the next input of the policy."""
+    """One conversation, between two generations: `context` is the next input of the policy."""
 
     prompt: Prompt
     limits: Limits
@@ -45,7 +45,7 @@ class Episode:
     seed_of: Callable[[int], int]  # turn → seed; -1: the environment's seed
     environments: Environments | None = None
     context: np.ndarray = field(init=False)
-    calls: list[Call] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
     reward: float = 0.0
     failure: str | None = None  # the reason if the episode has no result
     done: bool = False  # whether the episode has ended
@@ -61,7 +61,7 @@ class Episode:
         if self.environments is None:
             return None
         try:
-            self._state, messages, self._tools = await self.environments.begin(self.prompt.row, self.seed_of(-1))
+            self._state, messages, self._tools = await self.environments.reset(self.prompt.row, self.seed_of(-1))
         except EnvironmentFault as error:
             return self._fail(str(error))
         try:
@@ -103,43 +103,47 @@ class Episode:
         """Return the request for the policy's next answer."""
         s = self.limits.sampling
         room = min(s.max_new_tokens, self.limits.max_length - len(self.context))
-        return Request(self.context, replace(s, max_new_tokens=room), self.seed_of(len(self.calls)))
+        return Request(self.context, replace(s, max_new_tokens=room), self.seed_of(len(self.generations)))
 
-    def _answer_text(self, call: Call) -> str:
+    def _answer_text(self, generation: Generation) -> str:
         """Return the text of an answer without its end-of-turn token."""
-        return self.tokenizer.decode(call.sampled[:-1] if call.finished else call.sampled)
+        return self.tokenizer.decode(generation.sampled_ids[:-1] if generation.finished else generation.sampled_ids)
 
-    async def add(self, call: Call) -> None:
+    async def add(self, generation: Generation) -> None:
         """Add the policy's answer, get the environment's reply, and set the next context or end the episode."""
-        self.calls.append(call)
+        self.generations.append(generation)
         if self.environments is None or self._state is None:
-            self.done, self.complete = True, call.finished
+            self.done, self.complete = True, generation.finished
             return None
-        text = self._answer_text(call)
+        text = self._answer_text(generation)
         try:
-            turn = await self.environments.act(self._state, text)
+            result = await self.environments.step(self._state, text)
         except EnvironmentFault as error:
             return self._fail(str(error))
-        self.reward += float(turn.reward)
-        self.complete = turn.done
-        self.done = turn.done or len(self.calls) == self.limits.max_turns
+        self.reward += float(result.reward)
+        self.complete = result.done
+        self.done = result.done or len(self.generations) == self.limits.max_turns
         if self.done:
             return None
         try:
-            self._extend(call, [turn.message or {"role": "assistant", "content": text}, *turn.messages])
+            own = result.policy_message or {"role": "assistant", "content": text}
+            self._extend(generation, [own, *result.environment_messages])
         except UserError as error:
             self._fail(f"the environment's reply: {error}")
 
-    def _extend(self, call: Call, messages: Sequence[Message]) -> None:
-        """Set the next context, after a call and the environment's messages. Raises UserError if they are invalid."""
-        served = self._text + self.tokenizer.decode(call.sampled)
+    def _extend(self, generation: Generation, messages: Sequence[Message]) -> None:
+        """Set the next context, after a generation and the environment's messages.
+
+        Raises UserError if the messages are invalid.
+        """
+        served = self._text + self.tokenizer.decode(generation.sampled_ids)
         known = len(self._messages)
         self._messages = clean([*self._messages, *messages])
         if self._messages[-1]["role"] == "assistant":
             raise UserError("the environment is not done, but returned no message for the policy to answer")
         self._text = self._render(known)
         if self._text.startswith(served):
-            ids = [*call.context, *call.sampled, *self.tokenizer.encode(self._text[len(served) :])]
+            ids = [*generation.context, *generation.sampled_ids, *self.tokenizer.encode(self._text[len(served) :])]
         else:
             ids = self.tokenizer.encode(self._text)
         self.context = np.array(ids, np.int32)
@@ -150,18 +154,20 @@ class Episode:
         if self._state and self.environments:
             await self.environments.end(self._state)
         if self.environments is None:
-            (call,) = self.calls
-            text = self._answer_text(call)
-            return Trajectory(self.prompt, (call,), text, token_columns=self._streams(), complete=self.complete)
+            (generation,) = self.generations
+            text = self._answer_text(generation)
+            return Trajectory(self.prompt, (generation,), text, token_columns=self._streams(), complete=self.complete)
         outcome = NoResult(self.failure) if self.failure is not None else Reward(self.reward)
-        return Trajectory(self.prompt, tuple(self.calls), self._transcript(), outcome, self._streams(), self.complete)
+        return Trajectory(
+            self.prompt, tuple(self.generations), self._transcript(), outcome, self._streams(), self.complete
+        )
 
     def _streams(self) -> dict[str, np.ndarray]:
         """Return the trie's state from which each sampled token was drawn; an empty dict without a trie."""
         trie = self.limits.sampling.trie
         if trie is None:
             return {}
-        states = [trie.walked(call.sampled) for call in self.calls]
+        states = [trie.walked(generation.sampled_ids) for generation in self.generations]
         return {"states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
 
     def _transcript(self) -> str:
@@ -170,13 +176,13 @@ class Episode:
         If the template rewrites an answer later, the rewritten form is included too.
         """
         ids = list[int]()
-        for call, later in itertools.pairwise([*self.calls, None]):
-            assert call is not None
+        for generation, later in itertools.pairwise([*self.generations, None]):
+            assert generation is not None
             after = later.context if later else np.zeros(0, np.int32)
-            here = np.concatenate([call.context, call.sampled])[: len(after)]
+            here = np.concatenate([generation.context, generation.sampled_ids])[: len(after)]
             different = np.flatnonzero(here != after[: len(here)])
-            start = min(int(different[0]), len(call.context)) if len(different) else len(here)
-            ids += [*call.sampled, *after[start:]]
+            start = min(int(different[0]), len(generation.context)) if len(different) else len(here)
+            ids += [*generation.sampled_ids, *after[start:]]
         return self.tokenizer.decode(ids)
 
 
@@ -189,8 +195,10 @@ async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> As
     if engine.in_batches:
         await asyncio.gather(*(episode.begin() for episode in episodes))
         while live := [episode for episode in episodes if not episode.done]:
-            calls = await asyncio.gather(*(_next_call(engine, episode) for episode in live))
-            await asyncio.gather(*(episode.add(call) for episode, call in zip(live, calls, strict=True)))
+            generations = await asyncio.gather(*(_next_generation(engine, episode) for episode in live))
+            await asyncio.gather(
+                *(episode.add(generation) for episode, generation in zip(live, generations, strict=True))
+            )
     tasks = [asyncio.create_task(_run_one(engine, i, episode)) for i, episode in enumerate(episodes)]
     try:
         for ended in asyncio.as_completed(tasks):
@@ -210,67 +218,67 @@ async def _run_one(engine: RolloutEngine, number: int, episode: Episode) -> tupl
     if not engine.in_batches:
         await episode.begin()
         while not episode.done:
-            await episode.add(await _next_call(engine, episode))
+            await episode.add(await _next_generation(engine, episode))
     return number, await episode.trajectory()
 
 
-async def _next_call(engine: RolloutEngine, episode: Episode) -> Call:
+async def _next_generation(engine: RolloutEngine, episode: Episode) -> Generation:
     """Generate an episode's next answer.
 
     Raises EngineFault if the answer breaks the protocol, UserError if the engine refuses the request.
     """
     request = episode.request()
     try:
-        call = await engine.generate(request)
+        generation = await engine.generate(request)
     except ValueError as error:
         if type(error) is not ValueError:  # a subclass is a fault inside the engine
             raise
         raise UserError(f"the rollout engine {engine.name} cannot serve this run's requests: {error}") from error
-    refuse_garbage(call, request, engine, episode.limits.vocabulary)
-    return call
+    refuse_garbage(generation, request, engine, episode.limits.vocabulary)
+    return generation
 
 
 class EngineFault(RuntimeError):
     """An engine gave an answer that breaks the protocol."""
 
 
-def follows_trie(call: Call, request: Request) -> bool:
+def follows_trie(generation: Generation, request: Request) -> bool:
     """Return whether the request's trie allows the answer."""
     try:
         if request.sampling.trie is not None:
-            request.sampling.trie.walked(call.sampled)
+            request.sampling.trie.walked(generation.sampled_ids)
     except ValueError:
         return False
     return True
 
 
-def refuse_garbage(call: Call, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
-    """Raise EngineFault unless the call is an answer to the request.
+def refuse_garbage(generation: Generation, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
+    """Raise EngineFault unless the generation is an answer to the request.
 
-    A call must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of the
-    engine's weights.
+    A generation must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of
+    the engine's weights.
     """
     try:
-        faults = call_faults(call, request, engine.version, vocabulary)
+        faults = generation_faults(generation, request, engine.version, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
-        faults = [f"a {type(call).__name__}, which is not a valid call ({error})"]
+        faults = [f"a {type(generation).__name__}, which is not a valid generation ({error})"]
     if faults:
         raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(faults)}")
 
 
-def call_faults(call: Call, request: Request, version: int, vocabulary: int | None) -> list[str]:
-    """Return the faults of a call, in words. May raise any error if its attributes do not have a call's types."""
-    sampled, logprobs, most = call.sampled, call.logprobs, request.sampling.max_new_tokens
+def generation_faults(generation: Generation, request: Request, version: int, vocabulary: int | None) -> list[str]:
+    """Return the faults of a generation, in words. May raise any error if its attributes have wrong types."""
+    sampled, logprobs, most = generation.sampled_ids, generation.logprobs, request.sampling.max_new_tokens
     if sampled.dtype.kind not in "iu" or logprobs.dtype.kind != "f":
         return [f"tokens of type {sampled.dtype} and log-probs of type {logprobs.dtype}"]
     faults = {
-        "a context that is not the request's": not np.array_equal(call.context, request.context),
+        "a context that is not the request's": not np.array_equal(generation.context, request.context),
         f"{len(sampled)} tokens of at most {most}": not 1 <= len(sampled) <= most,
-        "a token that was not allowed": not follows_trie(call, request),
+        "a token that was not allowed": not follows_trie(generation, request),
         "a token that is not in the vocabulary": bool(((sampled < 0) | (sampled >= (vocabulary or np.inf))).any()),
         "log-probs that are not numbers of at most 0, one per token": len(logprobs) != len(sampled)
         or not bool(((np.abs(logprobs) <= np.finfo(np.float32).max) & (logprobs <= 1e-3)).all()),
-        f"tokens whose version is not that of its weights, {version}": len(call.versions) != len(sampled)
-        or bool((call.versions != version).any()),
+        f"tokens whose version is not that of its weights, {version}": len(generation.versions) != len(sampled)
+        or bool((generation.versions != version).any()),
     }
     return [fault for fault, present in faults.items() if present]

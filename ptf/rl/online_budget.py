@@ -203,11 +203,12 @@ def _pool(pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine, transport
 
 def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the roles of a pool that a sync has in memory, together or one after the other, with their bytes."""
-    buckets = 2.0 * BUCKET_BYTES if TRANSPORTS[transport].streams or TRANSPORTS[transport].in_files else 0.0
+    streams, in_files = TRANSPORTS[transport].streams, TRANSPORTS[transport].in_files
+    buckets = 2.0 * BUCKET_BYTES if streams or in_files else 0.0
     policy = {"policy": own["policy"].held + buckets} if "policy" in own else {}
     # the engine has no cache yet, and vLLM replaces its weights in place
     rollout = {"rollout": engine.weights + buckets} if "rollout" in own else {}
-    if transport == "ipc":
+    if streams and policy and rollout:
         yield "policy and rollout", {**policy, **rollout}
         return
     for of in (policy, rollout):

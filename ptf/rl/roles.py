@@ -34,7 +34,7 @@ from ptf.rl.forward_passes import packer_of, per_token, sample_logprobs
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Transfer
-from ptf.rl.weights.transports import TRANSPORTS
+from ptf.rl.weights.transports import TRANSPORTS, Streaming
 from ptf.rl.weights.verification import Buckets, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
@@ -276,7 +276,7 @@ class Learner:
 
     @broadcast
     def open_transfer(
-        self, transport: Literal["ipc", "nccl"], version: int, engines: int, timeout_s: float
+        self, transport: Streaming, version: int, engines: int, timeout_s: float
     ) -> tuple[Transfer, Manifest]:
         """Return the transfer that the engines read while `send` runs, and its manifest."""
         if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):

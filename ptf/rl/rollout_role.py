@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ptf import storage
-from ptf.config import Job, Plugin
+from ptf.config import Job, Plugin, plugin
+from ptf.config.plugin_checks import environment_fault
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
@@ -117,8 +118,16 @@ def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
             rollout_config.reward_timeout_s,
             rollout_config.reward_retries,
         )
+        refuse_wrong_environment(rollout_config.environment)
         options["environment"] = EnvironmentSpec(rollout_config.environment, *limits)
     return options
+
+
+def refuse_wrong_environment(what: Plugin) -> None:
+    """Raise UserError for a class without the methods of an environment; what a function makes is checked later."""
+    target = plugin.resolve(what.use)
+    if isinstance(target, type) and (fault := environment_fault(target)):
+        raise UserError(f"rollout.environment: {what.use} {fault}")
 
 
 def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:

@@ -52,7 +52,7 @@ class Samples:
 
     def line(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
         """Return the line of one answer; its advantages are removed from `credited`, by the tokens of its samples."""
-        ids = [int(token) for call in t.calls for token in call.sampled]
+        ids = [int(token) for generation in t.generations for token in generation.sampled_ids]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
         advantages = np.concatenate([part.pop(0) for part in parts]).tolist() if parts and all(parts) else []
         # a plugin recipe may train other tokens than the sampled ones
@@ -67,7 +67,7 @@ class Samples:
             "answer": t.text,
             **outcome,
             "complete": t.complete,
-            "turns": len(t.calls),
+            "turns": len(t.generations),
             "tokens": [
                 [self.tokenizer.decode([i]), float(p), a] for i, p, a in zip(ids, t.logprobs, advantages, strict=True)
             ],

@@ -25,6 +25,7 @@ from typing import Any
 
 from ptf.compute.launch import start
 from ptf.config import Plugin, plugin
+from ptf.config.plugin_checks import environment_fault
 from ptf.data.trajectory import MAX_REWARD, is_reward
 from ptf.errors import UserError
 from ptf.rl.rewards import concurrent
@@ -198,20 +199,22 @@ def reward_of(what: Plugin) -> Callable[[Any], Any]:
 def environment_of(what: Plugin) -> Callable[[Any], Any]:
     """Return a function that answers questions to environments.
 
-    Questions are ("begin", episode, row, seed), ("act", episode, text) and ("end", episode).
+    Questions are ("reset", episode, row, seed), ("step", episode, text) and ("end", episode).
     """
     make, environments = plugin.bind(what), dict[int, Any]()
 
     def answer(question: tuple) -> Any:
         verb, episode, *rest = question
-        if verb == "begin":
+        if verb == "reset":
             row, seed = rest
             environment = make(row, seed)
-            messages = list(environment.begin())
+            if fault := environment_fault(environment):
+                raise UserError(f"{what.use} {fault}")
+            messages = list(environment.reset())
             environments[episode] = environment
             return messages, getattr(environment, "tools", None)
-        if verb == "act":
-            return environments[episode].act(*rest)
+        if verb == "step":
+            return environments[episode].step(*rest)
         environments.pop(episode, None)
         return None
 

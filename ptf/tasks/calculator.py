@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf.rl.environments.protocol import Message, Turn
+from ptf.rl.environments.protocol import Message, StepResult
 from ptf.tasks.tiny import write_model
 
 
@@ -27,20 +27,20 @@ class Calculator:
         self.row, self.result = row, None
         self.third = random.Random(seed).randrange(10)
 
-    def begin(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Message]:
         """Return the messages that the episode begins with."""
         return self.row["messages"]
 
-    def act(self, text: str) -> Turn:
+    def step(self, text: str) -> StepResult:
         """Return the calculator's message after the agent's text, with the turn's reward, in [0, 1/2]."""
         wanted = self.row["messages"][-1]["content"]
         if self.result is not None:
-            return Turn(reward=0.5 * (text == self.result) or 0.375 * text.startswith(self.result), done=True)
+            return StepResult(reward=0.5 * (text == self.result) or 0.375 * text.startswith(self.result), done=True)
         reward = (sum(a == b for a, b in zip(text, wanted, strict=False)) + (text == wanted)) / 8
         if not text.startswith(wanted):
-            return Turn(reward=reward, done=True)
+            return StepResult(reward=reward, done=True)
         self.result = str((int(text[0]) + int(text[2]) + self.third) % 10)
-        return Turn([{"role": "tool", "content": self.result}], reward=reward)
+        return StepResult([{"role": "tool", "content": self.result}], reward=reward)
 
 
 def prepare(directory: str) -> None:

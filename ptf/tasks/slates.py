@@ -18,7 +18,7 @@ import numpy as np
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, load_item_vectors
 from ptf.events.ranking_metrics import diversity as apart
-from ptf.rl.environments.protocol import Turn
+from ptf.rl.environments.protocol import StepResult
 
 
 @functools.cache
@@ -79,15 +79,16 @@ class Future:
             settings,
         )
 
-    def begin(self) -> Sequence[Mapping[str, Any]]:
+    def reset(self) -> Sequence[Mapping[str, Any]]:
         """Return the messages that the episode begins with."""
         return self.row["messages"]
 
-    def act(self, text: str) -> Turn:
+    def step(self, text: str) -> StepResult:
         """Return the slate's reward and a message with the next basket; the last basket ends the episode."""
         basket, told = self.left.pop(0)
         reward = worth(text, basket, catalogue=self.catalogue, **self.settings)["reward"]
-        return Turn([{"role": "user", "content": told}], reward) if self.left else Turn(reward=reward, done=True)
+        shown = [{"role": "user", "content": told}] if self.left else []
+        return StepResult(shown, reward, done=not self.left)
 
 
 def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **settings: Any) -> float:

@@ -10,7 +10,7 @@ from ptf.errors import UserError
 from ptf.model.components import file_of
 from ptf.model.layers import Parts
 from ptf.model.lora import Lora
-from ptf.train.trainable import fits
+from ptf.train.trainable import matches
 
 
 def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
@@ -33,7 +33,9 @@ def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
 def _packs(trained: Sequence[str], name: str) -> bool:
     """Return whether `model.quantization` holds the weight of this name in four bits: the projections of the layers
     that no pattern of `model.trainable` matches, but no router, whose rounding would send tokens to other experts."""
-    return name.startswith("layers.") and ".router." not in name and not any(fits(name, pattern) for pattern in trained)
+    return (
+        name.startswith("layers.") and ".router." not in name and not any(matches(name, pattern) for pattern in trained)
+    )
 
 
 def lora_of(spec: ModelConfig) -> Lora | None:

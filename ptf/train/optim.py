@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ptf.config.sections.train import TrainConfig
-from ptf.train.trainable import fits, refuse_unmatched
+from ptf.train.trainable import matches, refuse_unmatched
 
 
 def steps_of_share(steps: int | float, run_steps: int) -> int:
@@ -57,15 +57,15 @@ class ParameterGroup:
 
 
 def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[ParameterGroup]:
-    """Group what trains by the first pattern of `factors` that fits; only matrices get weight decay.
+    """Group what trains by the first pattern of `factors` that matches; only matrices get weight decay.
 
-    Raises UserError if a pattern fits no parameter that trains.
+    Raises UserError if a pattern matches no parameter that trains.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     refuse_unmatched("train.lr_groups", factors, list(named))
     by_key: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        factor = next((factor for pattern, factor in factors.items() if fits(name, pattern)), 1.0)
+        factor = next((factor for pattern, factor in factors.items() if matches(name, pattern)), 1.0)
         by_key.setdefault((factor, weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
     return [ParameterGroup(*key, params) for key, params in by_key.items()]
 

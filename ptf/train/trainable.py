@@ -21,24 +21,24 @@ from ptf.model.lora import adapter_names
 from ptf.model.packed_weights import weight_shapes
 
 
-def fits(name: str, pattern: str) -> bool:
-    """Return whether the pattern fits a parameter's unified name, or a beginning of it that ends at a dot."""
+def matches(name: str, pattern: str) -> bool:
+    """Return whether the pattern matches a parameter's unified name, or a beginning of it that ends at a dot."""
     return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
 
 
 def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise UserError naming every pattern of the config's `key` that fits no parameter."""
-    if unused := [pattern for pattern in patterns if not any(fits(name, pattern) for name in names)]:
+    """Raise UserError naming every pattern of the config's `key` that matches no parameter."""
+    if unused := [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]:
         kinds = dict.fromkeys(".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names)
         raise UserError(f"{key}: {', '.join(unused)} matches nothing; there is {', '.join(kinds)}")
 
 
 def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> None:
-    """Freeze all parameters that no pattern fits; without patterns and LoRA, freeze none. Call it before sharding.
+    """Freeze all parameters that no pattern matches; without patterns and LoRA, freeze none. Call it before sharding.
 
-    Under LoRA these parameters train: the adapters, those that the patterns fit, and those that no Hugging Face
+    Under LoRA these parameters train: the adapters, those that the patterns match, and those that no Hugging Face
     checkpoint holds (a head or components of the user's own, a scalar head), which would otherwise keep their random
-    values. Raises UserError for a pattern that fits nothing.
+    values. Raises UserError for a pattern that matches nothing.
     """
     names = list(weight_shapes(model))
     adapters = adapter_names(model)
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
             *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
         }
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in free or any(fits(name, pattern) for pattern in patterns or ()))
+        parameter.requires_grad_(name in free or any(matches(name, pattern) for pattern in patterns or ()))
 
 
 def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dtype:

@@ -160,7 +160,7 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     rank = with_a_parent("ptf.run", "missing.yaml")
     assert rank.returncode == 2
     assert "missing.yaml" in rank.stderr
-    assert with_a_parent("ptf.train.fit").returncode == 0
+    assert with_a_parent("ptf.train.loop").returncode == 0
     assert (family.place / "go.torch").exists()
 
 

@@ -25,7 +25,7 @@ from ptf.errors import UserError
 from ptf.run import run
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, same, train, weights
+from tests.train.test_loop import facts, same, train, weights
 
 
 @pytest.fixture(params=["disk", "s3"])

@@ -15,7 +15,7 @@ from ptf.data.sources.rows import fingerprint
 from ptf.errors import UserError
 from tests.test_layers import ROOT, imports
 from tests.tiny import arithmetic, write_jsonl
-from tests.train.test_fit import train
+from tests.train.test_loop import train
 
 
 @pytest.fixture(scope="module")

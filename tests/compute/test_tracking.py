@@ -11,7 +11,7 @@ from ptf.compute.tracking import Tracker, read_metrics
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, train
+from tests.train.test_loop import facts, train
 
 
 def test_weights_and_biases_gets_every_step_and_the_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,18 +18,31 @@ class Recipe:
     strength: float
     length: int = 0
     def __post_init__(self): raise AssertionError("a check makes nothing")
+@dataclass(frozen=True)
+class OldRecipe:
+    on_policy = True
+    strength: float = 1.0
+class OldEnvironment:
+    def __init__(self, row=None, seed=0): pass
+    def begin(self): pass
+    def act(self, text): pass
+class Environment:
+    def __init__(self, row=None, seed=0): pass
+    def reset(self): pass
+    def step(self, text): pass
+def environment(row, seed): return Environment(row, seed)
 def reward(row, text, *, scale=1.0): return 1.0
 def anything(*args, **more): return 1.0
 number = 3
 """
 CONFIG = """
-recipe: {{use: "{module}:Recipe", args: {args}}}
+recipe: {{use: "{module}:{recipe}", args: {args}}}
 algo: {algo}
 model: {{path: m}}
 data:
   sources: {{a: {{path: a.jsonl, kind: prompt}}}}
 rollout:
-  reward:
+  {key}:
     use: "{reward}"
     args: {{{scale}: 2}}
 train: {{steps: 3, lr: 1e-4}}
@@ -44,10 +57,17 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     (tmp_path / f"{module}.py").write_text(PLUGINS)
     (tmp_path / f"{module}_broken.py").write_text("import nothing_of_this_name\n")
 
-    def write(reward: str = "reward", scale: str = "scale", args: str = "{strength: 2}", algo: str = "{}") -> list[str]:
+    def write(
+        reward: str = "reward",
+        scale: str = "scale",
+        args: str = "{strength: 2}",
+        algo: str = "{}",
+        recipe: str = "Recipe",
+        key: str = "reward",
+    ) -> list[str]:
         use = reward if ":" in reward else f"{module}:{reward}"
-        text = CONFIG.format(module=module, args=args, algo=algo, reward=use, scale=scale).replace("MODULE", module)
-        (tmp_path / "job.yaml").write_text(text)
+        text = CONFIG.format(module=module, key=key, recipe=recipe, args=args, algo=algo, reward=use, scale=scale)
+        (tmp_path / "job.yaml").write_text(text.replace("MODULE", module))
         tree = merge(tmp_path / "job.yaml")
         on_path([tmp_path / "job.yaml"])
         try:
@@ -63,6 +83,8 @@ def test_what_is_right_is_right(written):
     assert written() == []
     assert written("anything", "whatever") == []
     assert written(args="{}", algo="{strength: 1.0}") == []
+    assert written("Environment", "seed", key="environment") == []
+    assert written("environment", "seed", key="environment") == []  # what a function makes is not known here
     assert written("math:hypot", "x") == []  # a built-in says nothing of its parameters
 
 
@@ -92,6 +114,15 @@ def test_what_is_right_is_right(written):
         ),
         ({"algo": "{lenght: 2}"}, "3 algo.lenght MODULE:Recipe has no argument 'lenght'  (did you mean length?)"),
         ({"args": "{}"}, "3 algo.strength is missing: MODULE:Recipe needs it"),
+        (
+            {"reward": "OldEnvironment", "key": "environment", "scale": "seed"},
+            "9 rollout.environment.use MODULE:OldEnvironment has no method `reset` and no method `step`: "
+            "rename `begin` to `reset` and `act` to `step`",
+        ),
+        (
+            {"recipe": "OldRecipe"},
+            "2 recipe.use MODULE:OldRecipe has `on_policy`, which is not read: give `online`, True",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(written, given: dict[str, str], found: str):

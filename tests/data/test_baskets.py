@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.baskets import permute_events, reorder_baskets
-from ptf.data.encode import encode_events, fit
+from ptf.data.encode import encode_events, limit_length
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -62,6 +62,6 @@ def test_every_order_comes_and_a_key_names_one(characters: Tokenizer) -> None:
 @pytest.mark.parametrize(("most", "lengths"), [(4, [4, 3, 3]), (5, [4, 3, 3]), (7, [7, 3])])
 def test_pieces_do_not_cut_an_event_that_fits(characters: Tokenizer, most: int, lengths: list[int]) -> None:
     (unit,) = encode_events({"events": ["x", ["abc", "def", "ghi"]]}, characters)
-    pieces = fit(unit, most, "split")
+    pieces = limit_length(unit, most, "split")
     assert [len(sample) for (sample,) in pieces] == lengths
     assert all(sum(word in characters.decode(s.tokens) for (s,) in pieces) == 1 for word in ("abc", "def", "ghi"))

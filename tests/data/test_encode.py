@@ -4,7 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptf.data.encode import Encoder, encode_document, encode_preference, encode_prompt, encode_scored, fit, shaped
+from ptf.data.encode import (
+    Encoder,
+    encode_document,
+    encode_preference,
+    encode_prompt,
+    encode_scored,
+    limit_length,
+    shaped,
+)
 from ptf.data.quarantine import Quarantine, rows_in
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
@@ -52,21 +60,21 @@ def sample(n: int, trained: int) -> Sample:
 
 def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     unit = (sample(10, 6),)
-    assert fit(unit, 10, "error")[0] is unit
+    assert limit_length(unit, 10, "error")[0] is unit
     with pytest.raises(UserError, match=r"10 tokens do not fit data\.seq_len 8: raise it, or set data\.too_long"):
-        fit(unit, 8, "error")
-    assert fit(unit, 8, "drop") == []
-    (((cut,)),) = fit(unit, 8, "truncate")
+        limit_length(unit, 8, "error")
+    assert limit_length(unit, 8, "drop") == []
+    (((cut,)),) = limit_length(unit, 8, "truncate")
     assert cut.tokens.tolist() == cut.token_columns["advantages"].tolist() == list(range(8))
     assert cut.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert fit(unit, 4, "truncate") == []  # nothing that is trained is left
-    (pair,) = fit((sample(10, 8), sample(4, 3)), 8, "truncate")
+    assert limit_length(unit, 4, "truncate") == []  # nothing that is trained is left
+    (pair,) = limit_length((sample(10, 8), sample(4, 3)), 8, "truncate")
     assert [len(s) for s in pair] == [4, 4]
     # of 3, 3, 3 and 1 tokens: the first two train nothing, nor can the last, which nothing precedes
-    pieces = fit((sample(10, 4),), 3, "split")
+    pieces = limit_length((sample(10, 4),), 3, "split")
     assert [s.tokens.tolist() for (s,) in pieces] == [[6, 7, 8]]
     with pytest.raises(UserError, match="2 samples that belong together cannot be split"):
-        fit((sample(10, 8), sample(4, 3)), 8, "split")
+        limit_length((sample(10, 8), sample(4, 3)), 8, "split")
 
 
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
@@ -156,13 +164,13 @@ def test_of_a_long_conversation_what_fits_is_scored(characters: Tokenizer) -> No
     """As it would be if every answer were a row of its own."""
     messages = [m for i in range(6) for m in (USER, ASSISTANT | {"reward": i / 10})]
     (whole,) = encode_scored({"messages": messages}, characters)
-    assert fit(whole, len(whole[0]), "drop") == [whole]
-    ((five,),) = fit(whole, len(whole[0]) - 1, "drop")
+    assert limit_length(whole, len(whole[0]), "drop") == [whole]
+    ((five,),) = limit_length(whole, len(whole[0]) - 1, "drop")
     assert five.token_columns["score"][five.weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
     assert said(characters, five)[0].endswith(ANSWER)
-    assert fit(whole, 3, "drop") == []
+    assert limit_length(whole, 3, "drop") == []
     with pytest.raises(UserError, match="do not fit data"):
-        fit(whole, len(whole[0]) - 1, "error")
+        limit_length(whole, len(whole[0]) - 1, "error")
 
 
 def test_a_scored_row_may_be_a_conversation() -> None:

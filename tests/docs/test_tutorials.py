@@ -83,12 +83,12 @@ def test_made_data_and_rewards_are_as_told(tutorial: Path) -> None:
 
 def test_own_credit_pushes_only_what_is_above_the_median(tutorial: Path) -> None:
 
-    from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+    from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 
     def answer(outcome: Reward | NoResult) -> Trajectory:
         ids = np.array([3, 4], np.int32)
-        call = Call(np.array([1, 2], np.int32), ids, np.zeros(2, np.float32), np.zeros(2, np.int32), True)
-        return Trajectory(Prompt(np.array([1, 2], np.int32), {}, "messages", 0), (call,), "", outcome)
+        generation = Generation(np.array([1, 2], np.int32), ids, np.zeros(2, np.float32), np.zeros(2, np.int32), True)
+        return Trajectory(Prompt(np.array([1, 2], np.int32), {}, "messages", 0), (generation,), "", outcome)
 
     group = tuple(answer(outcome) for outcome in [Reward(1.0), Reward(0.0), Reward(0.0), NoResult("it raised")])
     units = importlib.import_module("tutorial.routing").AboveMedian(scale=2.0).credit([group, group[2:]])

@@ -114,13 +114,13 @@ def test_what_is_drawn_under_the_trie_is_always_an_item_and_as_likely_as_its_sco
     engine = engine_of(place)
     trie = catalogue.trie(tokenizer)
     sampling = Sampling(trie.longest, 1.0, tokenizer.stop_ids, trie=trie)
-    calls = engine.answer([Request(p.tokens, sampling, seed) for p in prompts for seed in range(8)])
+    generations = engine.answer([Request(p.tokens, sampling, seed) for p in prompts for seed in range(8)])
     scores = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
     names = {item.text: i for i, item in enumerate(catalogue.items)}
-    for i, call in enumerate(calls):
-        (item,) = catalogue.read(tokenizer.decode(call.sampled))
+    for i, generation in enumerate(generations):
+        (item,) = catalogue.read(tokenizer.decode(generation.sampled_ids))
         assert item is not None
-        assert call.logprobs.sum() == pytest.approx(scores[i // 8][names[item.text]], abs=1e-5)
+        assert generation.logprobs.sum() == pytest.approx(scores[i // 8][names[item.text]], abs=1e-5)
     assert len(edges_of(trie).tokens) == len(trie.tokens)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # torch imports its compiler at the first step of an optimizer and in state dicts
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.fit", "tests.tiny"]
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.loop", "tests.tiny"]
 
 
 def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, environment: Mapping[str, str]) -> None:

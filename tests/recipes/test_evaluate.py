@@ -21,7 +21,7 @@ from ptf.gate import Worse
 from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, refuse_regression
 from ptf.publishing import _refuse_worse
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, train
+from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences
 
 

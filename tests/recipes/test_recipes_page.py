@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, train
+from tests.train.test_loop import facts, train
 
 TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 

@@ -1,4 +1,4 @@
-"""A ledger of every answer of an on-policy run through all its kills: that each was trained exactly once,
+"""A ledger of every answer of an online run through all its kills: that each was trained exactly once,
 and none lost or sampled otherwise.
 
 It is kept beside the run, by whoever kills it. Each attempt appends what was sampled, scored, trained and restored;

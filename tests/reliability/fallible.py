@@ -107,29 +107,29 @@ class Environment:
         self.row, self.seed, self.rng, self.heard = row, seed, random.Random(seed), list[str]()
         self.fault, self.counted = fault, Counted(place, at, lasts)
 
-    def begin(self) -> Any:
+    def reset(self) -> Any:
         if self.counted.due([self.row["answer"], self.seed]):
             befall(self.fault)
             if self.fault in REWARDS or self.fault in TURNS:
                 return {"a list": [1.0], "None": None}.get(self.fault, 17)
         return [{"role": "user", "content": f"{self.rng.randrange(10)}+"}]
 
-    def act(self, text: str) -> Any:
-        from ptf.rl.environments.protocol import Turn
+    def step(self, text: str) -> Any:
+        from ptf.rl.environments.protocol import StepResult
 
         self.heard.append(text)
         said = [{"role": "user", "content": f"{self.rng.randrange(10)}-"}]
-        right = Turn(said, reward=true_reward(self.row, text), done=len(self.heard) == 2)
+        right = StepResult(said, reward=true_reward(self.row, text), done=len(self.heard) == 2)
         if not self.counted.due([self.row["answer"], self.seed, *self.heard]):
             return right
         befall(self.fault)
         if self.fault in REWARDS:
-            return Turn(said, reward=REWARDS[self.fault], done=right.done)
+            return StepResult(said, reward=REWARDS[self.fault], done=right.done)
         return {
             "no turn": 1.0,
-            "too few messages": Turn(),
-            "no data": Turn([{"role": "user", "content": lambda: 0}]),
-            "no messages": Turn(messages=7),
+            "too few messages": StepResult(),
+            "no data": StepResult([{"role": "user", "content": lambda: 0}]),
+            "no messages": StepResult(environment_messages=7),
         }.get(self.fault, right)  # pyright: ignore[reportArgumentType]
 
 

@@ -29,24 +29,24 @@ class Engine(NativeEngine):
         self.fault, self.counted = fault, Counted(place, at, lasts=False)
 
     def answer(self, requests):
-        calls = super().answer(requests)
+        generations = super().answer(requests)
         if not self.counted.due(len(requests)):
-            return calls
+            return generations
         befall(self.fault)
-        first, n = calls[0], len(calls[0].sampled)
+        first, n = generations[0], len(generations[0].sampled_ids)
         changes = {
             "NaN": {"logprobs": np.full(n, np.nan, np.float32)},
             "huge": {"logprobs": np.full(n, -1e308)},
-            "texts": {"sampled": np.array(["a"] * n)},
-            "empty": {"sampled": first.sampled[:0]},
-            "longer": {"sampled": np.tile(first.sampled, 20)},
+            "texts": {"sampled_ids": np.array(["a"] * n)},
+            "empty": {"sampled_ids": first.sampled_ids[:0]},
+            "longer": {"sampled_ids": np.tile(first.sampled_ids, 20)},
             "other weights": {"versions": first.versions - 1},
             "other context": {"context": first.context[1:]},
-            "beyond the vocabulary": {"sampled": first.sampled + 10**6},
-            "fractions": {"sampled": first.sampled + 0.5},
+            "beyond the vocabulary": {"sampled_ids": first.sampled_ids + 10**6},
+            "fractions": {"sampled_ids": first.sampled_ids + 0.5},
         }
         if self.fault == "out of memory":
             raise MemoryError("no room")
         if self.fault in changes:
-            return [replace(first, **changes[self.fault]), *calls[1:]]
-        return {"too few": calls[:-1], "too many": [*calls, first], "None": None}[self.fault]
+            return [replace(first, **changes[self.fault]), *generations[1:]]
+        return {"too few": generations[:-1], "too many": [*generations, first], "None": None}[self.fault]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-import ptf.rl.fit  # noqa: F401  here, and not in every fork
+import ptf.rl.online_run  # noqa: F401  here, and not in every fork
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.run import run
@@ -55,10 +55,10 @@ SAID = {
     "a dict": "dict",
     "a complex number": "complex",
     "no number": "no number",
-    "no turn": "not a ptf.rl.environments.protocol.Turn",
+    "no turn": "not a ptf.rl.environments.protocol.StepResult",
     "too few messages": "no message",
     "no data": "cannot be sent",
-    "no messages": "messages of a turn",
+    "no messages": "messages of a step",
 }
 NOT_ASKED_AGAIN = ("too few messages",)  # it is an answer, after which the conversation cannot go on
 REPEATED = "reward_retries"  # in metrics: differs where a fault passed
@@ -247,7 +247,7 @@ class Trials:
         """An environment that begins with garbage is told so in other words."""
         begins = trial.place == "environment" and len(json.loads(happened[0]["question"])) == 2
         if trial.fault in REWARDS and trial.place == "environment":
-            return "environment" if begins else "the reward of a turn is"
+            return "environment" if begins else "the reward of a step is"
         return "environment" if begins and trial.fault not in ENDS else SAID[trial.fault]
 
     def _ended(self, status: int, found: dict[str, Any], lines: list[tuple[float, str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ptf.data.tokenizer import Tokenizer
 from tests.tiny import arithmetic, checkpoint
 
-STEPS, EVERY = 6, 2  # of on-policy training, and between its checkpoints
+STEPS, EVERY = 6, 2  # of online training, and between its checkpoints
 
 
 def job(directory: Path) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def preference(name: str) -> Callable[[Path], dict[str, Any]]:
     return made
 
 
-def on_policy(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, Any]]:
+def online(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, Any]]:
     """Rollouts by our own decoder, rewards from a process of their own, all other roles in one process."""
 
     def made(directory: Path) -> dict[str, Any]:
@@ -71,8 +71,8 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "RM": preference("rm"),
     "KD": preference("kd"),
     "KD, teacher asked ahead": preference("kd ahead"),
-    "GRPO": on_policy("grpo", {"minibatches": 2, "kl": 0.01}),
-    "PPO": on_policy("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01}),
-    "OPD": on_policy("opd", {"minibatches": 2}),
+    "GRPO": online("grpo", {"minibatches": 2, "kl": 0.01}),
+    "PPO": online("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01}),
+    "OPD": online("opd", {"minibatches": 2}),
 }
 ON_POLICY = ("GRPO", "PPO", "OPD")

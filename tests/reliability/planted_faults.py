@@ -19,7 +19,7 @@ def place_in_the_data() -> None:
 
 
 def place_in_the_prompts() -> None:
-    """A resumed on-policy run begins its prompts anew, and trains again on those that it has trained on."""
+    """A resumed online run begins its prompts anew, and trains again on those that it has trained on."""
     from ptf.rl.controller import Controller
 
     restore = Controller._restore

@@ -20,7 +20,7 @@ from typing import Any
 import torch._dynamo  # noqa: F401  so that forked processes need not import it
 import yaml
 
-import ptf.train.fit  # noqa: F401  nor this
+import ptf.train.loop  # noqa: F401  nor this
 from ptf import storage
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads

@@ -18,7 +18,7 @@ ANNOTATED = ["phase", 1, "after _Annotating.annotate"]
 UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
-    ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before fit.export"]], None, "^same$"),
+    ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before loop.export"]], None, "^same$"),
     (
         "SFT",
         [["bytes", 200_000]],

@@ -84,7 +84,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     import ptf.rl.controller
     import ptf.rl.roles
     import ptf.run
-    import ptf.train.fit
+    import ptf.train.loop
     from ptf import storage
     from ptf.compute import checkpoint, tracking
     from ptf.data import tokenized
@@ -129,9 +129,9 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (torch.Tensor, "backward"),
         (torch.optim.AdamW, "step"),
         (Trainer, "step"),
-        (ptf.train.fit, "held_out_loss"),
-        (ptf.train.fit, "export"),
-        (ptf.train.fit.Fit, "restore"),
+        (ptf.train.loop, "held_out_loss"),
+        (ptf.train.loop, "export"),
+        (ptf.train.loop.OfflineAttempt, "restore"),
         (ptf.run, "write_job_file"),
         (ptf.run, "remove_leftovers"),
         (ptf.rl.roles, "export"),

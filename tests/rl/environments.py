@@ -5,7 +5,7 @@ import random
 import signal
 import time
 
-from ptf.rl.environments.protocol import Turn
+from ptf.rl.environments.protocol import StepResult
 
 
 class Replay:
@@ -15,17 +15,17 @@ class Replay:
         self.messages, self.tools = row["messages"], row.get("tools")
         self.at = next(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
 
-    def begin(self):
+    def reset(self):
         return self.messages[: self.at]
 
-    def act(self, text):
+    def step(self, text):
         recorded = self.messages[self.at]
         following = self.messages[self.at + 1 :]
         n = next((i for i, m in enumerate(following) if m["role"] == "assistant"), None)
         if n is None:
-            return Turn(reward=1.0, done=True, message=recorded)
+            return StepResult(reward=1.0, done=True, policy_message=recorded)
         self.at += 1 + n
-        return Turn(following[:n], message=recorded)
+        return StepResult(following[:n], policy_message=recorded)
 
 
 class Echo:
@@ -35,12 +35,12 @@ class Echo:
     def __init__(self, row, seed, turns=3):
         self.row, self.rng, self.turns, self.heard = row, random.Random(seed), turns, 0
 
-    def begin(self):
+    def reset(self):
         if self.row.get("fault") == "no beginning":
             return [1.0]
         return [{"role": "user", "content": str(self.rng.randrange(10))}]
 
-    def act(self, text):  # noqa: C901  one branch for each fault
+    def step(self, text):  # noqa: C901  one branch for each fault
         self.heard += 1
         if self.heard == self.row.get("at") and not (self.row.get("once") and self.first()):
             fault = self.row["fault"]
@@ -55,22 +55,22 @@ class Echo:
             if fault == "garbage":
                 return {"reward": 1.0}
             if fault == "nan":
-                return Turn(reward=float("nan"), done=True)
+                return StepResult(reward=float("nan"), done=True)
             if fault == "no number":
-                return Turn(reward=None, done=True)
+                return StepResult(reward=None, done=True)
             if fault == "no messages":
-                return Turn(messages=None)
+                return StepResult(environment_messages=None)
             if fault == "fork":
                 os.fork()  # both answer
             if fault == "overflow":
-                return Turn(reward=10**400, done=True)
+                return StepResult(reward=10**400, done=True)
             if fault == "no data":
-                return Turn([{"role": "user", "content": lambda: "1"}])
+                return StepResult([{"role": "user", "content": lambda: "1"}])
             if fault == "text":
-                return Turn(reward="1.0", done=True)  # pyright: ignore[reportArgumentType]
+                return StepResult(reward="1.0", done=True)  # pyright: ignore[reportArgumentType]
             if fault == "silent":
-                return Turn()
-        return Turn(
+                return StepResult()
+        return StepResult(
             [{"role": "user", "content": f"{len(text) % 10}{self.rng.randrange(10)}"}],
             reward=0.25,
             done=self.heard == self.turns,
@@ -87,5 +87,22 @@ class Echo:
 class Moody(Echo):
     """An environment that cannot be replayed, because it depends on more than its seed."""
 
-    def begin(self):
+    def reset(self):
         return [{"role": "user", "content": str(time.time_ns() % 1000)}]
+
+
+class OfAnEarlierVersion:
+    """An environment whose methods have the names of an earlier version."""
+
+    def __init__(self, row, seed):
+        pass
+
+    def begin(self):
+        return [{"role": "user", "content": "1"}]
+
+    def act(self, text):
+        return StepResult(done=True)
+
+
+def made_of_an_earlier_version(row, seed):
+    return OfAnEarlierVersion(row, seed)

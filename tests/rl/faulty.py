@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf.data.trajectory import Call
+from ptf.data.trajectory import Generation
 from ptf.model.layers import MLP
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.native import NativeEngine
@@ -60,19 +60,19 @@ class Engine(NativeEngine):
         self.place, self.faults = place, faults
 
     def answer(self, requests):
-        calls = super().answer(requests)
+        generations = super().answer(requests)
         fault = self.faults[self.version] if self.version < len(self.faults) else ""
         if fault and once(self.place, f"engine-{self.version}"):
             befall(fault)
             if fault == "garbage":
-                calls[0] = Call(
-                    calls[0].context,
-                    calls[0].sampled,
-                    np.full_like(calls[0].logprobs, np.nan),
-                    calls[0].versions,
-                    calls[0].finished,
+                generations[0] = Generation(
+                    generations[0].context,
+                    generations[0].sampled_ids,
+                    np.full_like(generations[0].logprobs, np.nan),
+                    generations[0].versions,
+                    generations[0].finished,
                 )
-        return calls
+        return generations
 
 
 losses = 0  # of this process

@@ -72,7 +72,7 @@ def watch_sampling(monkeypatch) -> list[int]:
 
     def noting(self, episodes):
         for number, trajectory in played(self, episodes):
-            seen.extend(version for call in trajectory.calls for version in call.versions.tolist())
+            seen.extend(version for generation in trajectory.generations for version in generation.versions.tolist())
             yield number, trajectory
 
     monkeypatch.setattr(Sampler, "_run_episodes", noting)
@@ -348,7 +348,10 @@ def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_an
         def shift(c):
             return replace(c, logprobs=c.logprobs - np.float32(0.01) * (np.arange(len(c.logprobs)) == 0))
 
-        return [tuple(replace(t, calls=tuple(shift(c) for c in t.calls)) for t in group) for group in call(*args)]
+        return [
+            tuple(replace(t, generations=tuple(shift(c) for c in t.generations)) for t in group)
+            for group in call(*args)
+        ]
 
     intercept(monkeypatch, "rollout", off)
     with pytest.raises(
@@ -365,10 +368,11 @@ def test_in_bf16_one_token_that_rounding_explains_does_not_stop_the_run(raw, mon
     def off(call, *args):
         groups = call(*args)
         first, *others = groups[0]
-        calls = tuple(
-            replace(c, logprobs=c.logprobs - np.float32(0.7) * (np.arange(len(c.logprobs)) == 0)) for c in first.calls
+        generations = tuple(
+            replace(c, logprobs=c.logprobs - np.float32(0.7) * (np.arange(len(c.logprobs)) == 0))
+            for c in first.generations
         )
-        return [(replace(first, calls=calls), *others), *groups[1:]]
+        return [(replace(first, generations=generations), *others), *groups[1:]]
 
     intercept(monkeypatch, "rollout", off)
     train_section = {**raw["train"], "precision": "bf16", "steps": 1, "validate_every": 0}

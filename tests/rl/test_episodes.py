@@ -14,11 +14,14 @@ from ptf.config import ConfigError, Plugin
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.protocol import Sampling
+from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import EngineFault, Episode, Limits, run_all
+from ptf.rl.rollout_role import refuse_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 
@@ -41,7 +44,7 @@ class Scripted:
                 [*self.tokenizer.encode(text), self.tokenizer.stop_ids[0]][: request.sampling.max_new_tokens], np.int32
             )
         n = len(ids)
-        return Call(
+        return Generation(
             request.context,
             ids,
             -np.arange(1.0, n + 1, dtype=np.float32),
@@ -87,7 +90,7 @@ def played(rows, tokenizer, environments, in_batches=False, **limits):
 
 
 def facts(t):
-    return t.text, t.outcome, [(c.context.tolist(), c.sampled.tolist()) for c in t.calls], t.complete
+    return t.text, t.outcome, [(c.context.tolist(), c.sampled_ids.tolist()) for c in t.generations], t.complete
 
 
 def spread(shared) -> list[Conversation]:
@@ -165,10 +168,10 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
 
 
 def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
-    """Three calls, of which the third begins anew: every sampled token is trained once, with what belongs to it."""
+    """Three generations, of which the third begins anew: each sampled token is trained once, with its columns."""
 
-    def call(context, sampled, first):
-        return Call(
+    def generated(context, sampled, first):
+        return Generation(
             np.array(context, np.int32),
             np.array(sampled, np.int32),
             np.arange(first, first + len(sampled), dtype=np.float32),
@@ -176,15 +179,15 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
             True,
         )
 
-    calls = call([1, 2], [3, 4], 0), call([1, 2, 3, 4, 5], [6], 2), call([1, 9], [7, 8], 3)
+    generations = generated([1, 2], [3, 4], 0), generated([1, 2, 3, 4, 5], [6], 2), generated([1, 9], [7, 8], 3)
     t = Trajectory(
         Prompt(np.array([1, 2]), {}, "a", 0),
-        calls,
+        generations,
         "",
         Reward(1.0),
         {"old_logprobs": np.arange(5, dtype=np.float32) + 10},
     )
-    assert [len(run) for run in merged(calls)] == [2, 1]
+    assert [len(run) for run in merged(generations)] == [2, 1]
     first, second = samples_of(t, np.arange(5) + 20)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.weights.tolist() == [0, 0, 1, 1, 0, 1]
@@ -192,34 +195,34 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
     assert first.token_columns["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
     assert second.tokens.tolist() == [1, 9, 7, 8]
     assert second.token_columns["old_logprobs"].tolist() == [0, 0, 13, 14]
-    other = Trajectory(t.prompt, calls[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
+    other = Trajectory(t.prompt, generations[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
     assert len(GRPO().credit([(t, other)])) == 3
 
 
 @pytest.mark.parametrize("in_batches", [True, False])
 def test_conversations_end_where_they_should(tokenizer, environments, in_batches):
     whole, cut = (played([{}] * 4, tokenizer, environments, in_batches, turns=turns) for turns in (8, 2))
-    assert all(len(t.calls) == 3 and t.complete and t.outcome == Reward(0.75) for t in whole)
-    assert all(len(t.calls) == 2 and not t.complete and t.outcome == Reward(0.5) for t in cut)
+    assert all(len(t.generations) == 3 and t.complete and t.outcome == Reward(0.75) for t in whole)
+    assert all(len(t.generations) == 2 and not t.complete and t.outcome == Reward(0.5) for t in cut)
     assert [facts(t) for t in whole] == [facts(t) for t in played([{}] * 4, tokenizer, environments, not in_batches)]
     for t in whole:
         (sample,) = samples_of(t)
-        assert sample.weights.sum() == t.sampled
+        assert sample.weights.sum() == t.num_sampled_tokens
 
 
 def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments):
     for length in range(8, 60, 5):
         for t in played([{}] * 3, tokenizer, environments, length=length):
-            assert all(len(c.context) + len(c.sampled) <= length for c in t.calls)
+            assert all(len(c.context) + len(c.sampled_ids) <= length for c in t.generations)
             assert isinstance(t.outcome, Reward)
-            assert t.complete == (len(t.calls) == 3 and t.outcome.value == 0.75)
+            assert t.complete == (len(t.generations) == 3 and t.outcome.value == 0.75)
 
 
 def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenizer, environments):
     (found,) = played([{}], tokenizer, environments, length=3)
     assert isinstance(found.outcome, NoResult)
     assert "leaves no room for an answer in data.seq_len (3)" in found.outcome.reason
-    assert found.calls == ()
+    assert found.generations == ()
     assert samples_of(found) == []
 
 
@@ -228,14 +231,14 @@ SAID = {
     "hang": "longer than",
     "stop": "longer than",
     "die": "died",
-    "garbage": "not a ptf.rl.environments.protocol.Turn",
+    "garbage": "not a ptf.rl.environments.protocol.StepResult",
     "nan": "nan",
     "no number": "None",
-    "no messages": "messages of a turn",
+    "no messages": "messages of a step",
     "no data": "cannot be sent",
     "text": "'1.0'",
     "overflow": "int too large",
-    "no beginning": "begin returned [1.0]",
+    "no beginning": "reset returned [1.0]",
 }
 
 
@@ -285,10 +288,10 @@ SAMPLED = {
     "fractions": [1.5, 2.5],
 }
 GARBAGE = {
-    "no call": None,
+    "no generation": None,
     "another type": [1, 2],
     **{name: {"logprobs": np.array(x)} for name, x in LOGPROBS.items()},
-    **{name: {"sampled": np.array(x)} for name, x in SAMPLED.items()},
+    **{name: {"sampled_ids": np.array(x)} for name, x in SAMPLED.items()},
     "other weights": {"versions": np.zeros(2, np.int32)},
     "other context": {"context": np.array([8], np.int32)},
 }
@@ -302,24 +305,29 @@ def test_an_answer_of_the_engine_that_is_none_is_named(tokenizer, what):
         async def generate(self, request):
             right = {
                 "context": request.context,
-                "sampled": np.array([3, 4], np.int32),
+                "sampled_ids": np.array([3, 4], np.int32),
                 "logprobs": np.full(2, -1.0, np.float32),
                 "versions": np.full(2, 3),
             }
             change = GARBAGE.get(self.what, {})
-            return Call(**{**right, **change}, finished=False) if isinstance(change, dict) else change
+            return Generation(**{**right, **change}, finished=False) if isinstance(change, dict) else change
 
     (episode,) = episodes([{}], tokenizer, None)
     episode.limits = replace(episode.limits, vocabulary=20)
     engine = Broken(tokenizer)
     engine.what = ""
     (found,) = asyncio.run(run_all(engine, [episode]))
-    assert found.calls[0].sampled.tolist() == [3, 4]
+    assert found.generations[0].sampled_ids.tolist() == [3, 4]
     engine.what = what
     (episode,) = episodes([{}], tokenizer, None)
     episode.limits = replace(episode.limits, vocabulary=20)
     with pytest.raises(EngineFault, match="the rollout engine scripted answered with"):
         asyncio.run(run_all(engine, [episode]))
+
+
+def test_an_engine_that_imports_the_old_name_of_its_answers_is_told_the_new_names():
+    with pytest.raises(UserError, match="Call is now Generation, and its field `sampled` is `sampled_ids`"):
+        from ptf.data.trajectory import Call  # noqa: F401
 
 
 def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, environments):
@@ -358,13 +366,40 @@ def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):
 
 def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
     found = played([{}, {"at": 1, "fault": "raise"}, {}], tokenizer, environments)
-    marked = tuple(Trajectory(t.prompt, t.calls, t.text, t.outcome, {"old_logprobs": t.logprobs}) for t in found)
+    marked = tuple(Trajectory(t.prompt, t.generations, t.text, t.outcome, {"old_logprobs": t.logprobs}) for t in found)
     assert len(GRPO().credit([marked])) == 2
 
 
 def test_an_environment_that_does_not_exist_is_refused_at_once():
     with pytest.raises(ConfigError, match="Echo"):
         Environments(Plugin(use="tests.rl.environments:Ecco"))
+
+
+@pytest.mark.parametrize("name", ["OfAnEarlierVersion", "made_of_an_earlier_version"])
+def test_an_environment_with_the_old_names_of_its_methods_is_told_the_new_ones(tokenizer, name, capsys):
+    """Before anything is started if it is a class; what a function makes is known when an episode begins."""
+    what = Plugin(use=f"tests.rl.environments:{name}")
+    told = "has no method `reset` and no method `step`: rename `begin` to `reset` and `act` to `step`"
+    if name == "OfAnEarlierVersion":
+        with pytest.raises(UserError, match=f"rollout.environment: {what.use} {told}"):
+            refuse_wrong_environment(what)
+    else:
+        refuse_wrong_environment(what)
+    refuse_wrong_environment(Plugin(use="tests.rl.environments:Echo"))  # the control
+    environments = Environments(what)
+    try:
+        (found,) = played([{}], tokenizer, environments)
+    finally:
+        environments.close()
+    assert isinstance(found.outcome, NoResult)
+    assert told in found.outcome.reason
+    assert told in capsys.readouterr().out
+
+
+def test_who_imports_the_old_name_of_a_step_result_is_told_the_new_names():
+    with pytest.raises(UserError, match=r"Turn is now StepResult.*`reset` \(`begin`\) and `step` \(`act`\)"):
+        from ptf.rl.environments.protocol import Turn  # noqa: F401
+    assert not hasattr(protocol, "Reply")
 
 
 def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):

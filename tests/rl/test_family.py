@@ -12,7 +12,7 @@ from torch import Tensor
 from ptf.config import loads
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.trajectory import Call, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
@@ -100,12 +100,16 @@ def test_loss_and_gradient_are_verls(form):
 
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
     """Return the trajectory with log-probs of an engine that differ a little from the trainer's."""
-    (call,) = t.calls
-    off = (t.token_columns["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(call.sampled))).astype(
-        np.float32
-    )
+    (generation,) = t.generations
+    off = (
+        t.token_columns["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(generation.sampled_ids))
+    ).astype(np.float32)
     return Trajectory(
-        t.prompt, (Call(call.context, call.sampled, off, call.versions, True),), t.text, t.outcome, t.token_columns
+        t.prompt,
+        (Generation(generation.context, generation.sampled_ids, off, generation.versions, True),),
+        t.text,
+        t.outcome,
+        t.token_columns,
     )
 
 
@@ -195,14 +199,20 @@ def test_settings_that_do_not_go_together_are_refused(algo, message):
 
 def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
     """One answer of two tokens, by hand."""
-    call = Call(
+    generation = Generation(
         np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True
     )
     t = Trajectory(
-        Prompt(call.context, {}, "a", 0), (call,), "", Reward(1.0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)}
+        Prompt(generation.context, {}, "a", 0),
+        (generation,),
+        "",
+        Reward(1.0),
+        {"old_logprobs": np.array([-1.0, -2.0], np.float32)},
     )
     recipe = GRPO(ratio="sequence", mean_over="sequences", clip_low=9e9, clip_high=9e9, scale_by_std=False)
-    batch = Batch.of([[recipe.credit([(t, Trajectory(t.prompt, (call,), "", Reward(0.0), t.token_columns))])[0]]], 4)
+    batch = Batch.of(
+        [[recipe.credit([(t, Trajectory(t.prompt, (generation,), "", Reward(0.0), t.token_columns))])[0]]], 4
+    )
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))
 

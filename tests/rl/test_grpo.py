@@ -8,7 +8,7 @@ import torch
 
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.model import bridge
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative
@@ -23,9 +23,9 @@ def trajectory(seed: int, outcome, **token_columns) -> Trajectory:
         rng.integers(0, 97, 2 + seed % 5).astype(np.int32),
     )
     n = len(sampled)
-    call = Call(context, sampled, np.full(n, -1, np.float32), np.zeros(n, np.int32), True)
+    generation = Generation(context, sampled, np.full(n, -1, np.float32), np.zeros(n, np.int32), True)
     drawn = {name: (-rng.random(n) * 3).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")}
-    return Trajectory(Prompt(context, {}, "a", seed), (call,), "", outcome, {**drawn, **token_columns})
+    return Trajectory(Prompt(context, {}, "a", seed), (generation,), "", outcome, {**drawn, **token_columns})
 
 
 def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
@@ -58,14 +58,14 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
         r = np.array([t.outcome.value for t in group])
         advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-6) if recipe.scale_by_std else r - r.mean()
         for t, a in zip(group, advantages, strict=True):
-            (call,) = t.calls
-            ids = torch.tensor(np.concatenate([call.context, call.sampled]).astype(np.int64))[None]
+            (generation,) = t.generations
+            ids = torch.tensor(np.concatenate([generation.context, generation.sampled_ids]).astype(np.int64))[None]
             positions = torch.arange(ids.shape[1])[None]
             logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
             logp = (
                 (logits / recipe.processing.temperature)
-                .log_softmax(-1)[len(call.context) - 1 : -1]
-                .gather(1, ids[0, len(call.context) :, None])
+                .log_softmax(-1)[len(generation.context) - 1 : -1]
+                .gather(1, ids[0, len(generation.context) :, None])
                 .squeeze(1)
             )
             old, ref = (torch.tensor(t.token_columns[s]).double() for s in ("old_logprobs", "reference_logprobs"))
@@ -73,7 +73,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
             k3 = (ref - logp).exp() - (ref - logp) - 1
             total = total + (-surrogate + recipe.kl * k3).sum()
-            tokens += len(call.sampled)
+            tokens += len(generation.sampled_ids)
     assert float(recipe.denominator(batch)) == tokens
     assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     for a, b in zip(ours, torch.autograd.grad(total / tokens, list(model.parameters())), strict=True):

@@ -22,7 +22,7 @@ def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the
     made = [
         type(t)(
             t.prompt,
-            t.calls,
+            t.generations,
             "",
             t.outcome,
             {**t.token_columns, "teacher_logprobs": t.token_columns["reference_logprobs"]},

@@ -208,7 +208,7 @@ CEILING = """
     import psutil
     from ptf.config import load
     from ptf.run import run
-    import ptf.rl.fit, ptf.rl.controller, torch  # what is there before any role is
+    import ptf.rl.online_run, ptf.rl.controller, torch  # what is there before any role is
 
     ceiling = float(sys.argv[2]) * 2**20 + psutil.Process().memory_info().rss
     most = 0

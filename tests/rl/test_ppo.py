@@ -57,7 +57,9 @@ def scored(n: int = 6) -> list:
     made = [trajectory(i, Reward(float(i % 3))) for i in range(n)]
     return [
         tuple(
-            trajectory(i, Reward(float(i % 3)), values=rng.normal(size=len(t.calls[0].sampled)).astype(np.float32))
+            trajectory(
+                i, Reward(float(i % 3)), values=rng.normal(size=len(t.generations[0].sampled_ids)).astype(np.float32)
+            )
             for i, t in enumerate(made)
         )
     ]
@@ -93,7 +95,7 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
     units = PPO(whiten=False, gamma=0.9).credit([(*group, failed)])
     assert len(units) == len(group)
     for (sample,), t in zip(units, group, strict=True):
-        rewards = np.zeros(len(t.calls[0].sampled))
+        rewards = np.zeros(len(t.generations[0].sampled_ids))
         rewards[-1] = t.outcome.value
         wanted = generalised_advantages(rewards, t.token_columns["values"], 0.9, 0.95)
         assert sample.token_columns["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)

@@ -122,14 +122,14 @@ def sync(place: str) -> None:
             engine.load_weights([buckets[0][1:]], manifest)
             raise AssertionError("part of an adapter was taken")
         assert engine.load_weights(buckets, manifest).version == version == engine.version
-        (call,) = generate_all(engine, [Request(np.array(TOKENS, np.int32), Sampling(8, 1.0, ()), 3)], 60)
-        said = np.concatenate([call.context, call.sampled])
+        (generation,) = generate_all(engine, [Request(np.array(TOKENS, np.int32), Sampling(8, 1.0, ()), 3)], 60)
+        said = np.concatenate([generation.context, generation.sampled_ids])
         judged = logprobs(model, said.tolist())[len(TOKENS) - 1 :].numpy()
         found.append(
             {
                 "prompt_logprobs": engine.prompt_logprobs([np.array(TOKENS)])[0],
                 "ours": logprobs(model).numpy(),
-                "drawn": call.logprobs,
+                "drawn": generation.logprobs,
                 "judged": judged,
             }
         )

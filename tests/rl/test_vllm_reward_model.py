@@ -17,7 +17,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.rm.recipe import RM
 from ptf.rl.engines.vllm_engine import engine_env
 from ptf.train.trainer import load_model
-from tests.train.test_fit import train
+from tests.train.test_loop import train
 from tests.train.test_preferences import preferences
 
 

@@ -56,10 +56,11 @@ def test_a_future_is_played_basket_by_basket(catalogue: str) -> None:
         "told": ["<i_3><gap_1>", "<i_1><gap_2>", "-"],
     }
     env = Future(row, 0, catalogue=catalogue, turns=2, size=1, novelty=0.0)
-    assert env.begin() == row["messages"]
-    first = env.act("<i_3><end>")
-    assert (first.reward, first.done, first.messages) == (1.0, False, [{"role": "user", "content": "<i_3><gap_1>"}])
-    last = env.act("<i_3>")
+    assert env.reset() == row["messages"]
+    first = env.step("<i_3><end>")
+    assert (first.reward, first.done) == (1.0, False)
+    assert first.environment_messages == [{"role": "user", "content": "<i_3><gap_1>"}]
+    last = env.step("<i_3>")
     assert (last.reward, last.done) == (0.0, True)
 
 
@@ -76,4 +77,4 @@ def test_metrics_of_answers(catalogue: str) -> None:
 def test_a_future_has_three_turns_where_no_number_is_given(catalogue: str) -> None:
     row = {"messages": [], "future": [["n3"]] * 5, "told": ["<i_3><gap_1>"] * 5}
     env = Future(row, 0, catalogue=catalogue, size=1, novelty=0.0)
-    assert [env.act("<i_3>").done for _ in range(3)] == [False, False, True]
+    assert [env.step("<i_3>").done for _ in range(3)] == [False, False, True]

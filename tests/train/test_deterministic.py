@@ -9,7 +9,7 @@ import pytest
 from ptf.errors import UserError
 from ptf.train import deterministic
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, same, train, weights
+from tests.train.test_loop import facts, same, train, weights
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from ptf.compute import provenance, saver
 from ptf.compute.tracking import Tracker, read_metrics
 from ptf.errors import Stopped, UserError
 from ptf.recipes.sft.recipe import SFT
-from ptf.train import fit as fitting
+from ptf.train import loop
 from tests.reliability.kills import tensors
 from tests.tiny import arithmetic
-from tests.train.test_fit import facts, same, train, weights
+from tests.train.test_loop import facts, same, train, weights
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
     raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 1.99, 5.0, 5.0])
-    monkeypatch.setattr(fitting, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
+    monkeypatch.setattr(loop, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
     raw["train"] |= {
         "validate_every": 2,
         "early_stopping": {"metric": "loss/held_out", "patience": 2, "min_delta": 0.1},
@@ -124,7 +124,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
 
 def test_the_best_checkpoint_is_kept_and_exported(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5, 2.2, 2.1])
-    monkeypatch.setattr(fitting, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
+    monkeypatch.setattr(loop, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
     raw["train"]["validate_every"] = 2
     raw["checkpoint"] = {"every": 2, "keep": 1, "best": {"metric": "loss/held_out"}}
     directory = train(raw, "a")

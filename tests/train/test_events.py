@@ -22,10 +22,10 @@ from ptf.measurement import measure_run
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic
-from tests.train.test_fit import (
+from tests.train.test_loop import (
     test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits,
 )
-from tests.train.test_fit import test_another_seed_is_another_run as test_another_seed_is_another_run
+from tests.train.test_loop import test_another_seed_is_another_run as test_another_seed_is_another_run
 
 SETTINGS: dict[str, Any] = {
     "users": 60,

@@ -18,7 +18,7 @@ from ptf.train import trainer
 from ptf.train.trainer import load_model
 from tests.model.test_lora import checkpoint
 from tests.tiny import arithmetic
-from tests.train.test_fit import Stopped, same, stop_at, train, weights
+from tests.train.test_loop import Stopped, same, stop_at, train, weights
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 LORA = LoraConfig(rank=4, alpha=8.0)

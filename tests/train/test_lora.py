@@ -28,7 +28,7 @@ from ptf.train.optim import groups
 from ptf.train.trainer import Trainer, load_model
 from tests import tiny
 from tests.tiny import arithmetic
-from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -108,7 +108,7 @@ def test_an_export_that_is_not_what_was_trained_is_no_success(raw, monkeypatch, 
             )
             export(model, family, source, merged, *rest)
 
-        monkeypatch.setattr("ptf.train.fit.export_adapter", damaged)
+        monkeypatch.setattr("ptf.train.loop.export_adapter", damaged)
     with pytest.raises(UserError, match=f"loaded again, .*{what}.* differs from the trained model by"):
         train(raw, "run")
     assert (Path(raw["output"]) / "run" / "model").is_dir()

@@ -21,7 +21,7 @@ from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, packed
-from tests.train.test_fit import Stopped, facts, same, stop_at, weights
+from tests.train.test_loop import Stopped, facts, same, stop_at, weights
 
 BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=n) for n in range(4)]
 LIMIT = 40_000  # bytes: several buckets, and one parameter that is larger

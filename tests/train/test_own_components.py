@@ -23,7 +23,7 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import parts_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
-from tests.train.test_fit import Stopped, facts, same, stop_at, weights
+from tests.train.test_loop import Stopped, facts, same, stop_at, weights
 
 
 def job_of(raw: dict, **changes) -> Job:

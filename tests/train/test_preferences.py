@@ -20,10 +20,10 @@ from ptf.config import loads
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.train.fit import fit
+from ptf.train.loop import train_offline
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, write_jsonl
-from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
 
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
@@ -229,7 +229,7 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
 
 def train_on_rank(text: str, directory: Path) -> None:
     """Train as one of two ranks, as each of them does under torchrun."""
-    fit(loads(text), World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), directory, UNSHARED)
+    train_offline(loads(text), World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), directory, UNSHARED)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

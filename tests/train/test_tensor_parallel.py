@@ -16,7 +16,7 @@ from ptf.errors import UserError
 from ptf.run import run
 from ptf.train.batch_sharding import deal
 from tests.tiny import arithmetic, sample
-from tests.train.test_fit import weights
+from tests.train.test_loop import weights
 
 NUMBERS = ("loss", "grad_norm", "tokens", "denominator", "loss/held_out")
 

@@ -29,6 +29,7 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes.documents import document_weights, pairs, sums
+from ptf.recipes.dpo.config import DPOConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 
@@ -43,7 +44,7 @@ class DPO:
     gamma: float = 0.5
     reference: str | None = None
     precomputed: bool = False
-    online: ClassVar[bool] = False
+    online: ClassVar[bool] = DPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property

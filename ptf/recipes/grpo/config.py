@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from ptf.recipes.on_policy import RewardedConfig
+from ptf.recipes.online import RewardedConfig
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job

@@ -37,6 +37,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.documents import document_weights, sums
+from ptf.recipes.grpo.config import GRPOConfig
 from ptf.recipes.protocol import Companion, Critic, Metrics
 
 
@@ -62,7 +63,7 @@ class GRPO:
     max_new_tokens: int = 1  # the largest number of tokens of an answer
     # tokens whose log-probs in engine and trainer differ by more are counted
     logprob_diff_bound: float = LOGPROB_LIMITS["fp32"].bound
-    online: ClassVar[bool] = True
+    online: ClassVar[bool] = GRPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
@@ -102,7 +103,9 @@ class GRPO:
     def reward(self, trajectory: Trajectory) -> float:
         """Return the reward, less the penalties for the answer's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + overlong_penalty(trajectory.sampled, self.max_new_tokens, self.overlong)
+        value = trajectory.outcome.value + overlong_penalty(
+            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong
+        )
         if self.kl and self.kl_in == "reward":
             token_columns = {
                 name: torch.from_numpy(trajectory.token_columns[name])
@@ -130,7 +133,7 @@ class GRPO:
             or (self.kl and self.kl_in == "loss")
         )
 
-    def on_policy_loss(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `has_known_gradient`."""
         coefficients = self.token_coefficients(batch)
         reduce = partial(
@@ -174,7 +177,7 @@ class GRPO:
     def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
         if self.has_known_gradient(batch):
-            return self.on_policy_loss(model, batch)
+            return self.loss_at_ratio_one(model, batch)
         outputs = model(
             batch.tokens, batch.positions, batch.segments, partial(token_logprobs, **self.sampling_arguments(batch))
         )

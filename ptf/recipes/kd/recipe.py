@@ -28,7 +28,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.recipes.kd.config import TeacherConfig
+from ptf.recipes.kd.config import KDConfig, TeacherConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head
@@ -46,7 +46,7 @@ class KD:
     top_k: int | None = None
     precomputed: bool = False
     train_on: str = "assistant"
-    online: ClassVar[bool] = False
+    online: ClassVar[bool] = KDConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from ptf.recipes.on_policy import OnPolicyConfig
+from ptf.recipes.online import OnlineConfig
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class OPDConfig(OnPolicyConfig):
+class OPDConfig(OnlineConfig):
     """On-policy distillation: the policy samples and is moved, token by token, towards what a teacher would have
     predicted. The reward is only reported."""
 

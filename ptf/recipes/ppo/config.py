@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from ptf.config.section import Count, Fraction, PositiveFloat
-from ptf.recipes.on_policy import RewardedConfig
+from ptf.recipes.online import RewardedConfig
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job

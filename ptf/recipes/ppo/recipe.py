@@ -23,6 +23,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
+from ptf.recipes.ppo.config import PPOConfig
 from ptf.recipes.protocol import Companion, Metrics
 
 
@@ -33,7 +34,7 @@ class Critic:
     value_clip: float = 0.2
     lr: float | None = None
     warmup: int = 0
-    online: ClassVar[bool] = True
+    online: ClassVar[bool] = PPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
@@ -109,13 +110,13 @@ class PPO(GRPO):
     def rewards(self, trajectory: Trajectory) -> np.ndarray:
         """Return the reward of each token of an answer: [n]."""
         assert isinstance(trajectory.outcome, Reward)
-        rewards = np.zeros(trajectory.sampled)
+        rewards = np.zeros(trajectory.num_sampled_tokens)
         if self.kl and self.kl_in == "reward":
             old, reference = (
                 torch.from_numpy(trajectory.token_columns[name]) for name in ("old_logprobs", "reference_logprobs")
             )
             rewards -= self.kl * estimate_kl(self.kl_estimator, old, reference).numpy()
         rewards[-1] += trajectory.outcome.value + overlong_penalty(
-            trajectory.sampled, self.max_new_tokens, self.overlong
+            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong
         )
         return rewards

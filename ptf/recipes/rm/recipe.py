@@ -29,6 +29,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.documents import document_weights, ends, pairs
 from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.rm.config import RMConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RM:
     loss_type: Literal["pair", "binary", "regression"] = "pair"
     margin: bool = False
     centring: float = 0.0
-    online: ClassVar[bool] = False
+    online: ClassVar[bool] = RMConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property

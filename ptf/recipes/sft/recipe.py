@@ -19,6 +19,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.sft.config import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SFT:
 
     train_on: str = "assistant"
     sources: tuple[str, ...] = ()  # names of the training data
-    online: ClassVar[bool] = False
+    online: ClassVar[bool] = SFTConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property

@@ -20,7 +20,7 @@ from ptf.compute.world import World, pick_device
 from ptf.config import Plugin
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
-from ptf.data.trajectory import Call
+from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model import bridge
 from ptf.model.sampling import ROUNDING, nucleus, restrict
@@ -179,7 +179,7 @@ class ConformanceSuite:
             for i in range(n)
         ]
 
-    def generate(self, requests: Sequence[Request]) -> list[Call]:
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the engine's answers to requests that are submitted at once."""
         return generate_all(self.engine, requests, self.timeout_s)
 
@@ -206,21 +206,22 @@ class ConformanceSuite:
 
     def answers(self) -> None:
         """Check that an answer has its context, int32 ids, and a float32 log-prob and the version of each id."""
-        for request, call in zip(requests := self.ask(), self.generate(requests), strict=True):
-            kinds = {"context": np.int32, "sampled": np.int32, "logprobs": np.float32, "versions": np.int32}
-            if wrong := [name for name, kind in kinds.items() if getattr(call, name).dtype != kind]:
+        for request, generation in zip(requests := self.ask(), self.generate(requests), strict=True):
+            kinds = {"context": np.int32, "sampled_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
+            if wrong := [name for name, kind in kinds.items() if getattr(generation, name).dtype != kind]:
                 raise Violation(
-                    f"{wrong[0]} is of type {getattr(call, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}"
+                    f"{wrong[0]} is of type {getattr(generation, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}"
                 )
-            if not np.array_equal(call.context, request.context):
+            if not np.array_equal(generation.context, request.context):
                 raise Violation("an answer has another request's context")
-            if not 1 <= len(call.sampled) == len(call.logprobs) == len(call.versions):
+            if not 1 <= len(generation.sampled_ids) == len(generation.logprobs) == len(generation.versions):
                 raise Violation(
-                    f"{len(call.sampled)} ids with {len(call.logprobs)} log-probs and {len(call.versions)} versions"
+                    f"{len(generation.sampled_ids)} ids with {len(generation.logprobs)} log-probs "
+                    f"and {len(generation.versions)} versions"
                 )
-            if set(call.versions.tolist()) != {self.engine.version}:
+            if set(generation.versions.tolist()) != {self.engine.version}:
                 raise Violation(
-                    f"tokens have the versions {sorted(set(call.versions.tolist()))}, "
+                    f"tokens have the versions {sorted(set(generation.versions.tolist()))}, "
                     f"the engine's version is {self.engine.version}"
                 )
 
@@ -244,13 +245,15 @@ class ConformanceSuite:
             return
         for temperature, allowed in itertools.product((1.0, 0.7, 0.0), (trie, twice)):
             requests = self.ask(temperature=temperature, trie=allowed, limit=allowed.longest)
-            for call in self.generate(requests):
+            for generation in self.generate(requests):
                 try:
-                    allowed.walked(call.sampled)
+                    allowed.walked(generation.sampled_ids)
                 except ValueError as error:
-                    raise Violation(f"it answered {call.sampled.tolist()}, which is not allowed: {error}") from None
-                if not call.finished:
-                    raise Violation(f"it answered {call.sampled.tolist()}, and did not end it")
+                    raise Violation(
+                        f"it answered {generation.sampled_ids.tolist()}, which is not allowed: {error}"
+                    ) from None
+                if not generation.finished:
+                    raise Violation(f"it answered {generation.sampled_ids.tolist()}, and did not end it")
             self.compare(requests)
         self.compare(alternating(self.ask(6, trie=trie), self.ask(6, seed=300)))
 
@@ -263,38 +266,43 @@ class ConformanceSuite:
             return False
         return True
 
-    def compare(self, requests: Sequence[Request]) -> list[Call]:
+    def compare(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the answers. Raises Violation if their log-probs differ from the reference's."""
-        calls = self.generate(requests)
-        for request, call in zip(requests, calls, strict=True):
+        generations = self.generate(requests)
+        for request, generation in zip(requests, generations, strict=True):
             sampling = request.sampling
-            logprobs, slack = self.reference_logprobs(call, sampling)
-            difference = np.abs(logprobs[np.arange(len(call.sampled)), call.sampled] - call.logprobs) - slack
+            logprobs, slack = self.reference_logprobs(generation, sampling)
+            difference = (
+                np.abs(logprobs[np.arange(len(generation.sampled_ids)), generation.sampled_ids] - generation.logprobs)
+                - slack
+            )
             if not (worst := float(difference.max())) <= self.bound:
                 raise Violation(
                     f"a sampled token's log-prob differs by {worst:.3g} from ptf's decoder's (bound {self.bound:g}; "
                     f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
                     f"{', a trie' if sampling.trie else ''})"
                 )
-        return calls
+        return generations
 
     @torch.no_grad()
-    def reference_logprobs(self, call: Call, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    def reference_logprobs(self, generation: Generation, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs of all tokens at each position, float64 [n, V], and how far rounding may move them, [n].
 
         Rounding moves them where it decides which tokens belong to the nucleus.
         """
-        ids = np.concatenate([call.context, call.sampled])
+        ids = np.concatenate([generation.context, generation.sampled_ids])
         batch = self.reference._packed([ids])
         every = self.reference.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))
-        logits = every[len(call.context) - 1 : -1]  # [n, V]
+        logits = every[len(generation.context) - 1 : -1]  # [n, V]
         if sampling.trie is not None:
-            states = torch.from_numpy(sampling.trie.walked(call.sampled)).long()
+            states = torch.from_numpy(sampling.trie.walked(generation.sampled_ids)).long()
             restrict(logits, states, edges_of(sampling.trie))
         logprobs = (logits.double() / (sampling.temperature or 1.0)).log_softmax(-1)
         slack = torch.zeros(len(logprobs))
         if sampling.top_p < 1 and sampling.temperature:
-            slack = nucleus(logprobs, sampling.top_p, torch.from_numpy(call.sampled).long(), ROUNDING[self.dtype])
+            slack = nucleus(
+                logprobs, sampling.top_p, torch.from_numpy(generation.sampled_ids).long(), ROUNDING[self.dtype]
+            )
         return logprobs.numpy(), slack.numpy()
 
     def prompt_logprobs(self) -> None:
@@ -309,52 +317,55 @@ class ConformanceSuite:
     def seeds(self) -> None:
         """Check that the same seed gives the same answer, and another seed another answer."""
         first, second, other = (self.generate(self.ask(seed=seed)) for seed in (100, 100, 900))
-        if any(not np.array_equal(a.sampled, b.sampled) for a, b in zip(first, second, strict=True)):
+        if any(not np.array_equal(a.sampled_ids, b.sampled_ids) for a, b in zip(first, second, strict=True)):
             raise Violation("the same request was answered in two ways")
-        if all(np.array_equal(a.sampled, b.sampled) for a, b in zip(first, other, strict=True)):
+        if all(np.array_equal(a.sampled_ids, b.sampled_ids) for a, b in zip(first, other, strict=True)):
             raise Violation("other seeds gave the same answers")
 
     def batch_independence(self) -> None:
         """Check that an answer does not depend on what else is in the batch."""
         together = self.generate(self.ask())
-        for request, call in zip(self.ask()[::3], together[::3], strict=True):
+        for request, generation in zip(self.ask()[::3], together[::3], strict=True):
             (single,) = self.generate([request])
-            if not np.array_equal(single.sampled, call.sampled):
+            if not np.array_equal(single.sampled_ids, generation.sampled_ids):
                 raise Violation("a request was answered differently by itself than among others")
 
     def greedy(self) -> None:
         """Check that at temperature 0 the likeliest token is taken, also beside requests that sample."""
-        for call in self.compare(alternating(self.ask(6, temperature=0.0), self.ask(6, seed=300)))[::2]:
-            logprobs, _ = self.reference_logprobs(call, Sampling(LONGEST, 0.0, (STOP,)))
-            gap = float((logprobs.max(1) - logprobs[np.arange(len(call.sampled)), call.sampled]).max())
+        for generation in self.compare(alternating(self.ask(6, temperature=0.0), self.ask(6, seed=300)))[::2]:
+            logprobs, _ = self.reference_logprobs(generation, Sampling(LONGEST, 0.0, (STOP,)))
+            gap = float(
+                (logprobs.max(1) - logprobs[np.arange(len(generation.sampled_ids)), generation.sampled_ids]).max()
+            )
             if gap > self.bound:
                 raise Violation(f"it took a token that is {gap:.3g} less likely than the likeliest")
 
     def stops(self) -> None:
         """Check that a stop token ends an answer and is part of it, and that nothing else ends one early."""
-        calls = self.generate(self.ask(24, stop=(STOP, 9, 10, 11, 12)))
-        for call in calls:
-            is_stop = np.isin(call.sampled, (STOP, 9, 10, 11, 12))
-            if is_stop[:-1].any() or call.finished != bool(is_stop[-1]):
+        generations = self.generate(self.ask(24, stop=(STOP, 9, 10, 11, 12)))
+        for generation in generations:
+            is_stop = np.isin(generation.sampled_ids, (STOP, 9, 10, 11, 12))
+            if is_stop[:-1].any() or generation.finished != bool(is_stop[-1]):
                 raise Violation("an answer continues after a stop token, or `finished` is wrong")
-            if not call.finished and len(call.sampled) != LONGEST:
+            if not generation.finished and len(generation.sampled_ids) != LONGEST:
                 raise Violation(
-                    f"an answer of {len(call.sampled)} tokens ended without a stop token; the limit was {LONGEST}"
+                    f"an answer of {len(generation.sampled_ids)} tokens ended without a stop token; "
+                    f"the limit was {LONGEST}"
                 )
-        if not any(call.finished for call in calls):
+        if not any(generation.finished for generation in generations):
             raise Violation("none of 24 answers ended with one of five stop tokens")
 
     def limits(self) -> None:
         """Check that each request of a batch has its own `max_new_tokens`."""
         requests = [Request(r.context, Sampling(1 + i, 1.0, ()), r.seed) for i, r in enumerate(self.ask())]
-        for request, call in zip(requests, self.generate(requests), strict=True):
-            if len(call.sampled) != request.sampling.max_new_tokens:
+        for request, generation in zip(requests, self.generate(requests), strict=True):
+            if len(generation.sampled_ids) != request.sampling.max_new_tokens:
                 raise Violation("an answer is longer or shorter than its limit")
 
     def refuses(self) -> None:
         """Check that weights that are stale, missing, garbled, swapped, duplicate or not announced are refused, and
         that the engine keeps those that it had."""
-        before = [call.sampled.tolist() for call in self.generate(self.ask())]
+        before = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
         for fault, (buckets, manifest) in self.faults().items():
             try:
                 self.engine.load_weights(buckets, manifest)
@@ -362,7 +373,10 @@ class ConformanceSuite:
                 pass
             else:
                 raise Violation(f"it took weights that were {fault}")
-            if self.engine.version != FIRST or [call.sampled.tolist() for call in self.generate(self.ask())] != before:
+            if (
+                self.engine.version != FIRST
+                or [generation.sampled_ids.tolist() for generation in self.generate(self.ask())] != before
+            ):
                 raise Violation(f"it refused weights that were {fault}, but answers otherwise than before")
 
     def faults(self) -> dict[str, tuple[Buckets, Manifest]]:
@@ -390,21 +404,21 @@ class ConformanceSuite:
 
     def second_sync(self) -> None:
         """Check that after a sync, which may be in files, the new weights and version are used, and no old prefix."""
-        old = [call.sampled.tolist() for call in self.generate(self.ask())]
+        old = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
         pairs = (pair for bucket in self.sent for pair in bucket)
         buckets, manifest = write_buckets(pairs, self.place / "sync", FIRST + 1, limit=1 << 14)
         self.acknowledged(self.engine.load_weights(buckets, manifest), manifest)
         self.reference = self.references[1]
-        calls = self.compare(self.ask())
-        if [call.sampled.tolist() for call in calls] == old:
+        generations = self.compare(self.ask())
+        if [generation.sampled_ids.tolist() for generation in generations] == old:
             raise Violation("it answers as before the sync")
-        if any(set(call.versions.tolist()) != {FIRST + 1} for call in calls):
+        if any(set(generation.versions.tolist()) != {FIRST + 1} for generation in generations):
             raise Violation("its tokens have another version than that of the sync")
 
     def sleeps(self) -> None:
         """Check that the engine answers the same after sleeping and waking."""
-        before = [call.sampled.tolist() for call in self.generate(self.ask())]
+        before = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
         self.engine.sleep()
         self.engine.wake()
-        if [call.sampled.tolist() for call in self.generate(self.ask())] != before:
+        if [generation.sampled_ids.tolist() for generation in self.generate(self.ask())] != before:
             raise Violation("it answers otherwise")

@@ -17,7 +17,7 @@ from torch import Tensor
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
-from ptf.data.trajectory import Call
+from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.model import bridge
 from ptf.model.attention import Attend
@@ -58,23 +58,23 @@ class NativeEngine:
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
         self.offloaded = OffloadedTensors(offload_file)
-        self.waiting: list[tuple[Request, asyncio.Future[Call]]] = []
+        self.waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
 
-    async def generate(self, request: Request) -> Call:
+    async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
-        answer: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self.waiting.append((request, answer))
         await asyncio.sleep(0)  # let the other callers queue their requests; the first to continue serves them all
         while self.waiting and not answer.done():
             batch, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
             try:
-                calls = self.answer([r for r, _ in batch])
-                if len(calls) != len(batch):
+                generations = self.answer([r for r, _ in batch])
+                if len(generations) != len(batch):
                     raise RuntimeError(
-                        f"the rollout engine {self.name} gave {len(calls)} answers to {len(batch)} requests"
+                        f"the rollout engine {self.name} gave {len(generations)} answers to {len(batch)} requests"
                     )
-                for (_, future), call in zip(batch, calls, strict=True):
-                    future.set_result(call)
+                for (_, future), generation in zip(batch, generations, strict=True):
+                    future.set_result(generation)
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
@@ -82,7 +82,7 @@ class NativeEngine:
         return await answer
 
     @torch.no_grad()
-    def answer(self, requests: Sequence[Request]) -> list[Call]:
+    def answer(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer a batch of requests to the end."""
         contexts = {r.context.tobytes(): r.context for r in requests}
         index = {key: i for i, key in enumerate(contexts)}
@@ -127,7 +127,7 @@ class NativeEngine:
             positions = (lengths[rows] + turn)[:, None]
             logits = self._logits(tokens[:, None], positions, cache.step(turn))
         return [
-            Call(
+            Generation(
                 r.context,
                 np.array(s, np.int32),
                 np.array(p, np.float32),

@@ -1,6 +1,6 @@
 """The protocol of rollout engines, `RolloutEngine`, with its requests and sampling parameters.
 
-Each call of an engine is one request, and the engine itself batches the requests of all callers. It knows the version
+Each call of `generate` is one request, and the engine itself batches the requests of all callers. It knows the version
 of its weights and records it with every token.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ptf.data.trajectory import Call
+from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model.sampling import Edges
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt
@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
     in_batches: bool  # True: it answers all waiting requests to the end before it takes further ones
     version: int  # policy step of its weights
 
-    async def generate(self, request: Request) -> Call:
+    async def generate(self, request: Request) -> Generation:
         """Return one answer. Raises ValueError for a request that the engine cannot serve.
 
         Log-probs are those of the distribution sampled from (of allowed tokens, after temperature and top-p); of a
@@ -84,10 +84,10 @@ class RolloutEngine(Protocol):
         ...
 
 
-def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Call]:
+def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Generation]:
     """Submit all requests at once and return their answers in order. Raises TimeoutError after `timeout_s` seconds."""
 
-    async def run() -> list[Call]:
+    async def run() -> list[Generation]:
         return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
 
     return asyncio.run(run())

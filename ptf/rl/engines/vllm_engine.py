@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from ptf import scratch
-from ptf.data.trajectory import Call
+from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -141,15 +141,15 @@ class VLLMEngine:
         self._weights_follow = False
         self.adapted = lora_rank is not None
         self._ids = itertools.count()
-        self._queue: deque[tuple[Request, asyncio.Future[Call]]] = deque()
-        self._running: dict[str, tuple[Request, asyncio.Future[Call]]] = {}
+        self._queue: deque[tuple[Request, asyncio.Future[Generation]]] = deque()
+        self._running: dict[str, tuple[Request, asyncio.Future[Generation]]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
         self.restricted = restricted
 
-    async def generate(self, request: Request) -> Call:
+    async def generate(self, request: Request) -> Generation:
         """See RolloutEngine.
 
         Raises ValueError for a request that cannot be served, SyncError after a weight sync that failed.
@@ -159,7 +159,7 @@ class VLLMEngine:
         if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
             # below 0.01, vLLM would sample at 0.01
             raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
-        future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._queue.append((request, future))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._serve())
@@ -173,7 +173,7 @@ class VLLMEngine:
                 for output in self.engine.step():
                     request, future = self._running.pop(output.request_id)
                     if not future.done():
-                        future.set_result(self._call(request, output.outputs[0]))  # pyright: ignore[reportIndexIssue]
+                        future.set_result(self._generation(request, output.outputs[0]))  # pyright: ignore[reportIndexIssue]
                 await asyncio.sleep(0)
                 self._drop([id_ for id_, (_, future) in self._running.items() if future.cancelled()])
         except Exception as error:
@@ -231,7 +231,7 @@ class VLLMEngine:
             trie.save(self._tries[trie])
         return {"extra_args": {TRIE: self._tries[trie]}}
 
-    def _call(self, request: Request, output: Any) -> Call:
+    def _generation(self, request: Request, output: Any) -> Generation:
         sampled = np.array(output.token_ids, np.int32)
         logprobs = np.array(output.logprobs.logprobs, np.float32)
         if output.finish_reason not in ("stop", "length") or len(logprobs) != len(sampled):
@@ -239,7 +239,7 @@ class VLLMEngine:
                 f"vLLM ended a request with {output.finish_reason!r}, {len(sampled)} tokens and {len(logprobs)} "
                 "log-probs"
             )
-        return Call(
+        return Generation(
             request.context,
             sampled,
             logprobs,

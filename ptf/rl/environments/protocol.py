@@ -16,20 +16,21 @@ from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
+from ptf.errors import UserError
 from ptf.rl.worker_process import Fault, WorkerProcess
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The reply of an environment to the policy's message."""
+class StepResult:
+    """What one step of an environment gives for the policy's message."""
 
-    messages: Sequence[Message] = ()  # a tool's result, a user's next message; none if the episode is done
+    environment_messages: Sequence[Message] = ()  # a tool's result, a user's next message; none if the episode is done
     reward: float = 0.0  # of this turn; the reward of an episode is the sum over its turns
     done: bool = False
-    # the policy's own message as a server would have parsed it (`tool_calls`, …); None: its text as the content
-    message: Message | None = None
+    # the policy's message as a server would have parsed it (`tool_calls`, …); None: its text as the content
+    policy_message: Message | None = None
 
 
 class Environment(Protocol):
@@ -40,13 +41,23 @@ class Environment(Protocol):
 
     tools: Sequence[Mapping[str, Any]] | None  # JSON schemas for the chat template; may be missing
 
-    def begin(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Message]:
         """Return the first messages; the policy answers to the last of them."""
         ...
 
-    def act(self, text: str) -> Turn:
-        """Return the reply to the policy's `text`, which is without its end-of-turn token."""
+    def step(self, text: str) -> StepResult:
+        """Return the result of the policy's `text`, which is without its end-of-turn token."""
         ...
+
+
+def __getattr__(name: str) -> Any:
+    """Raise UserError for `Turn`, which environments of earlier versions import."""
+    if name == "Turn":
+        raise UserError(
+            f"{__name__}.Turn is now StepResult(environment_messages, reward, done, policy_message); the methods of an "
+            "environment are now `reset` (`begin`) and `step` (`act`)"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class EnvironmentFault(Exception):
@@ -63,7 +74,7 @@ class EpisodeState:
     seed: int
     texts: list[str] = field(default_factory=list)  # of the policy, one for each turn
     replies: list[Any] = field(default_factory=list)
-    generation: int = -1  # the generation of its process in which it exists; -1: in none yet
+    incarnation: int = -1  # the one of its process in which it exists; -1: in none yet
 
 
 class EnvironmentProcess:
@@ -71,40 +82,41 @@ class EnvironmentProcess:
 
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
-        self.generation = 0  # how many processes have died here before the present one
+        self.incarnation = 0  # how many processes have died here before the present one
         self.thread = ThreadPoolExecutor(1)
 
     def ask(self, question: tuple) -> Any:
         """Return the reply, or a Fault."""
         reply = self.worker.ask(question)
         if isinstance(reply, Fault) and reply.fatal:
-            self.generation += 1
+            self.incarnation += 1
         return reply
 
 
-def checked_turn(turn: Any) -> Any:
-    """Return the turn, or a Fault that says what is wrong with it."""
-    if not isinstance(turn, Turn):
-        return Fault(f"act returned a {type(turn).__name__}, not a ptf.rl.environments.protocol.Turn")
+def checked_step(result: Any) -> Any:
+    """Return the result of a step, or a Fault that says what is wrong with it."""
+    if not isinstance(result, StepResult):
+        return Fault(f"step returned a {type(result).__name__}, not a ptf.rl.environments.protocol.StepResult")
     try:
-        valid = not isinstance(turn.reward, str | bytes | bytearray) and is_reward(float(turn.reward))
+        valid = not isinstance(result.reward, str | bytes | bytearray) and is_reward(float(result.reward))
     except Exception as error:  # float() of any object may raise anything
-        return Fault(f"the reward of a turn is not a number: {type(error).__name__}: {error}")
+        return Fault(f"the reward of a step is not a number: {type(error).__name__}: {error}")
     if not valid:
-        return Fault(f"the reward of a turn is {turn.reward!r}")
-    messages: list[Any] = list(turn.messages) if isinstance(turn.messages, Sequence) else [None]
-    if turn.message is not None:
-        messages.append(turn.message)
+        return Fault(f"the reward of a step is {result.reward!r}")
+    given = result.environment_messages
+    messages: list[Any] = list(given) if isinstance(given, Sequence) else [None]
+    if result.policy_message is not None:
+        messages.append(result.policy_message)
     if not all(isinstance(message, Mapping) for message in messages):
-        return Fault(f"the messages of a turn are {str(turn.messages)[:60]!r}")
-    return turn
+        return Fault(f"the messages of a step are {str(given)[:60]!r}")
+    return result
 
 
-def checked_beginning(reply: Any) -> Any:
+def checked_reset(reply: Any) -> Any:
     """Return the first messages and the tools, or a Fault that says what is wrong with them."""
     messages, _ = reply
     if not all(isinstance(message, Mapping) for message in messages):
-        return Fault(f"begin returned {str(messages)[:60]}, which are no messages")
+        return Fault(f"reset returned {str(messages)[:60]}, which are no messages")
     return reply
 
 
@@ -119,22 +131,22 @@ class Environments:
         self.retried = 0  # requests that were retried
         self.reported = False  # whether a fault of this step was printed; the others are only counted
 
-    async def begin(self, row: Mapping[str, Any], seed: int) -> tuple[EpisodeState, list[Message], Any]:
+    async def reset(self, row: Mapping[str, Any], seed: int) -> tuple[EpisodeState, list[Message], Any]:
         """Start an environment; return it, its first messages, and its tools. Raises EnvironmentFault."""
         number = next(self.numbers)
         state = EpisodeState(number, self.processes[number % len(self.processes)], dict(row), seed)
         messages, tools = await self._in_thread(state, None)
         return state, messages, tools
 
-    async def act(self, state: EpisodeState, text: str) -> Turn:
-        """Return the reply to the policy's text. Raises EnvironmentFault."""
-        turn = await self._in_thread(state, text)
+    async def step(self, state: EpisodeState, text: str) -> StepResult:
+        """Return the result of the policy's text. Raises EnvironmentFault."""
+        result = await self._in_thread(state, text)
         state.texts.append(text)
-        return turn
+        return result
 
     async def end(self, state: EpisodeState) -> None:
         """Discard the environment."""
-        if state.generation == state.process.generation:
+        if state.incarnation == state.process.incarnation:
             reply = await asyncio.get_running_loop().run_in_executor(
                 state.process.thread, state.process.ask, ("end", state.number)
             )
@@ -157,13 +169,13 @@ class Environments:
         return reply
 
     def _ask_with_retries(self, state: EpisodeState, text: str | None) -> Any:
-        """Return the reply to `text`, or with None to `begin`; a failed request is repeated with a replayed
+        """Return the reply to `text`, or with None to `reset`; a failed request is repeated with a replayed
         environment."""
         reply: Any = Fault("it was not asked")
         for attempt in range(1 + self.retries):
             if attempt:
                 self.retried += 1
-                state.generation = -1  # the environment may be in any state, so it is replayed
+                state.incarnation = -1  # the environment may be in any state, so it is replayed
             reply = self._ask(state, text)
             if not isinstance(reply, Fault):
                 break
@@ -172,10 +184,10 @@ class Environments:
 
     def _ask(self, state: EpisodeState, text: str | None) -> Any:
         process = state.process
-        beginning = ("begin", state.number, state.row, state.seed)
+        reset = ("reset", state.number, state.row, state.seed)
         questions: list[tuple] = []
-        if state.generation != process.generation:
-            questions = [beginning, *(("act", state.number, earlier) for earlier in state.texts)]
+        if state.incarnation != process.incarnation:
+            questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
         for question, before in zip(questions, state.replies, strict=False):
             reply = process.ask(question)
             if isinstance(reply, Fault):
@@ -185,12 +197,12 @@ class Environments:
                     "replayed after its process died, it did not give the same replies as before; "
                     "all randomness in it must come from its seed"
                 )
-        state.generation = process.generation
+        state.incarnation = process.incarnation
         if text is None:
-            reply = process.ask(beginning)
-            return reply if isinstance(reply, Fault) else checked_beginning(reply)
-        reply = process.ask(("act", state.number, text))
-        return reply if isinstance(reply, Fault) else checked_turn(reply)
+            reply = process.ask(reset)
+            return reply if isinstance(reply, Fault) else checked_reset(reply)
+        reply = process.ask(("step", state.number, text))
+        return reply if isinstance(reply, Fault) else checked_step(reply)
 
     def take_retries(self) -> int:
         """Return how many requests were retried since the last call; the next fault is printed again."""

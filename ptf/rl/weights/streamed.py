@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ptf.errors import Lost
 from ptf.rl.cluster import RoleGroup
+from ptf.rl.weights.transports import Streaming
 from ptf.rl.weights.verification import Bucket, Manifest, Receipt, SyncError, checksum
 
 BUFFER_BYTES = 64 << 20
@@ -87,9 +88,7 @@ class TransferStore:
 class Sender:
     """The policy's side, on each of its ranks (ipc) or its first (nccl)."""
 
-    def __init__(
-        self, transport: Literal["ipc", "nccl"], device: torch.device, receivers: int, timeout_s: float
-    ) -> None:
+    def __init__(self, transport: Streaming, device: torch.device, receivers: int, timeout_s: float) -> None:
         self.transport, self.device = transport, device
         self.receivers = 1 if transport == "ipc" else receivers
         address = os.environ.get("MASTER_ADDR", "127.0.0.1") if transport == "nccl" else "127.0.0.1"
@@ -188,7 +187,7 @@ class Transfer:
     arrived.
     """
 
-    transport: Literal["ipc", "nccl"]
+    transport: Streaming
     version: int
     names: frozenset[str]
     offers: tuple[Offer, ...]  # of each rank (ipc), or of the first

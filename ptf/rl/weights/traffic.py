@@ -1,10 +1,13 @@
 """What a weight sync moves and how long that takes at least: bytes and seconds by transport and dtype; without torch.
 
-A sync gathers the tensors of a sharded policy and carries them to each engine. The seconds are those of the slowest
-link, or of a digest where it is slower, since the parts of a transfer overlap; a real transfer takes longer.
+A sync gathers the tensors of a sharded policy and carries them to each engine, over the links that the table of the
+transports names. The seconds are those of the slowest link, or of a digest where it is slower, if the parts of a
+transfer overlap, and otherwise their sum; a real transfer takes longer.
 """
 
 from dataclasses import dataclass
+
+from ptf.rl.weights.transports import TRANSPORTS
 
 WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the engine
 
@@ -38,21 +41,12 @@ def sync_traffic(
     """Return what a sync of this many weights moves by a transport (`rollout.transport`).
 
     Weights are sent in the precision of the engine. For an adapter, give the number of its weights. With `machines`
-    above 1, the engines are on other machines than the policy, which `ipc` does not reach. Raises ValueError for a
-    transport that is not known.
+    above 1, the engines are on other machines than the policy, which `ipc` does not reach.
     """
-    rates = rates or Rates()
+    rates, of = rates or Rates(), TRANSPORTS[transport]
     sent = parameters * WIDTH[precision]
-    remote = [sent / rates.network] if machines > 1 else []
-    gathered = sent / rates.gather
-    if transport == "ipc":  # two copies within the GPU: into the shared buffer and out of it
-        return SyncTraffic(sent, 0, max(gathered, 2 * sent / rates.device, 2 * sent / rates.digest_on_device))
-    if transport == "nccl":
-        return SyncTraffic(sent, 0, max([gathered, sent / rates.gather, 2 * sent / rates.digest_on_device, *remote]))
-    carried = {"object_store": rates.host, "path": rates.disk}
-    if transport not in carried:
-        raise ValueError(f"no such transport: {transport}")
-    # an engine reads only when everything is stored, so the times of the two halves add: the sender digests, copies
-    # from device to host and writes; the receiver reads, digests and copies from host to device
-    side = sent / rates.host_link + sent / carried[transport] + sent / rates.digest_on_host
-    return SyncTraffic(sent, sent, gathered + 2 * side + sum(remote))
+    seconds = [
+        times * sent / getattr(rates, link) for link, times in of.passes.items() if link != "network" or machines > 1
+    ]
+    # an engine that reads only when everything is stored overlaps with nothing: then the times of both halves add
+    return SyncTraffic(sent, 0 if of.streams else sent, max(seconds) if of.streams else sum(seconds))

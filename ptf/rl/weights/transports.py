@@ -1,20 +1,24 @@
-"""The transports of weights by the name that `rollout.transport` gives them: what each needs of a job.
+"""The transports of weights by the name that `rollout.transport` gives them: what each needs of a job, when `auto`
+tries it, and what a sync by it moves.
 
-Adding one adds an entry here, its name to the `Literal` of `RolloutConfig.transport`, and its code. A stored transport
-(engines load buckets that exist as a whole) is a branch in `stored.collect` and in what `Controller.sync` and
+Adding one adds an entry to `TRANSPORTS`, its name to the `Literal` of `RolloutConfig.transport`, and its code. A stored
+transport (engines load buckets that exist as a whole) is a branch in `stored.collect` and in what `Controller.sync` and
 `Learner.collect_weights` hand to it. A streaming one (engines read while the policy sends) is a branch on its name
-where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers, and in their type
-`Literal["ipc", "nccl"]`, which `Learner.open_transfer` has too. `make reference` then writes the key's documentation.
+where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers, and a name in `Streaming` here. A link
+that no other transport uses is a field of `Rates` (traffic.py). `make reference` then writes the key's documentation.
 
-The configuration's rules read this table too, so it imports no torch.
+The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
+no torch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
+
+Streaming = Literal["ipc", "nccl"]  # names of the transports that stream
 
 
 def no_faults(job: "Job") -> Iterator[str]:
@@ -22,15 +26,25 @@ def no_faults(job: "Job") -> Iterator[str]:
     yield from ()
 
 
+def for_all(job: "Job", gpu: bool) -> bool:
+    """Return True: `auto` tries the transport for every job."""
+    return True
+
+
 @dataclass(frozen=True)
 class Transport:
     """What a transport of weights does, and what a job must have for it."""
 
-    # True: engines read while the policy sends, so that nothing can be sent again to one engine alone
+    # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
+    passes: Mapping[str, int]
+    # True: engines read while the policy sends. Policy and engines are then in memory together, what the bytes pass
+    # over overlaps, and nothing can be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
     from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
     faults: Callable[["Job"], Iterator[str]] = no_faults  # why a job cannot use it, one line for each reason
+    # whether `auto` tries it for a job, whose roles have GPUs or not
+    tried: Callable[["Job", bool], bool] = for_all
 
 
 def streaming_faults(job: "Job") -> Iterator[str]:
@@ -67,29 +81,52 @@ def share_a_pool(job: "Job") -> bool:
     return not pools or any({"policy", "rollout"} <= set(pool.roles) for pool in pools)
 
 
-TRANSPORTS = {
-    # through host memory, all tensors at once
-    "object_store": Transport(),
-    # through files in the run's directory, 256 MiB at a time
-    "path": Transport(in_files=True),
-    # through memory that policy and engine share, from each rank of the policy to the engine on its device
-    "ipc": Transport(streams=True, from_every_rank=True, faults=ipc_faults),
+def whole_on_gpus(job: "Job", gpu: bool) -> bool:
+    """Return whether all weights go from GPUs to GPUs: on a CPU, and for an adapter, host memory takes them as they
+    are."""
+    assert job.rollout is not None
+    return gpu and job.compute.launcher == "ray" and job.rollout.lora != "adapter"
+
+
+TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first
+    # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
+    # within the GPU, into the shared buffer and out of it
+    "ipc": Transport(
+        passes={"gather": 1, "device": 2, "digest_on_device": 2},
+        streams=True,
+        from_every_rank=True,
+        faults=ipc_faults,
+        tried=whole_on_gpus,
+    ),
     # by a broadcast from the policy's first rank
-    "nccl": Transport(streams=True, faults=nccl_faults),
+    "nccl": Transport(
+        passes={"gather": 1, "digest_on_device": 2, "network": 1},
+        streams=True,
+        faults=nccl_faults,
+        tried=whole_on_gpus,
+    ),
+    # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
+    "path": Transport(
+        passes={"gather": 1, "host_link": 2, "disk": 2, "digest_on_host": 2, "network": 1},
+        in_files=True,
+        tried=whole_on_gpus,
+    ),
+    # through host memory, all tensors at once: the same with an object store
+    "object_store": Transport(passes={"gather": 1, "host_link": 2, "host": 2, "digest_on_host": 2, "network": 1}),
 }
 
 
 def chosen(job: "Job", gpu: bool) -> str:
     """Return the transport that a job uses: what `rollout.transport` names, or for `auto` the fastest that it can use.
 
-    `gpu` is whether the roles have GPUs. On a CPU, and for an adapter, host memory takes the weights as they are.
+    `gpu` is whether the roles have GPUs.
     """
     assert job.rollout is not None
     if job.rollout.transport != "auto":
         return job.rollout.transport
-    if not gpu or job.compute.launcher != "ray" or job.rollout.lora == "adapter":
-        return "object_store"
-    return next((name for name in ("ipc", "nccl") if not any(TRANSPORTS[name].faults(job))), "path")
+    return next(
+        name for name, transport in TRANSPORTS.items() if transport.tried(job, gpu) and not any(transport.faults(job))
+    )
 
 
 def faults(job: "Job") -> list[str]:

@@ -57,17 +57,19 @@ class Own(NativeEngine):
             requests = [Request(r.context, dataclasses.replace(r.sampling, trie=None), r.seed) for r in requests]
         if self.fault == "cannot" and any(r.sampling.trie or r.sampling.top_p < 1 for r in requests):
             raise ValueError("neither tries nor nuclei")
-        calls = super().answer(requests)
+        generations = super().answer(requests)
         if self.fault == "raw log-probs":
-            return [dataclasses.replace(c, logprobs=self.raw(c)) for c in calls]
+            return [dataclasses.replace(c, logprobs=self.raw(c)) for c in generations]
         if self.fault == "float64":
-            return [dataclasses.replace(c, logprobs=c.logprobs.astype(np.float64)) for c in calls]
+            return [dataclasses.replace(c, logprobs=c.logprobs.astype(np.float64)) for c in generations]
         if self.fault == "old stamp":
-            return [dataclasses.replace(c, versions=c.versions - 1) for c in calls]
-        return calls
+            return [dataclasses.replace(c, versions=c.versions - 1) for c in generations]
+        return generations
 
-    def raw(self, call):
-        return self.prompt_logprobs([np.concatenate([call.context, call.sampled])])[0][len(call.context) - 1 :]
+    def raw(self, generation):
+        return self.prompt_logprobs([np.concatenate([generation.context, generation.sampled_ids])])[0][
+            len(generation.context) - 1 :
+        ]
 
     def load_weights(self, buckets, manifest):
         if self.fault == "takes all":

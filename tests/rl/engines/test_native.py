@@ -35,25 +35,25 @@ def ask(contexts, temperature: float = 1.0, limit: int = 12) -> list[Request]:
 
 def test_greedy_answers_equal_transformers(directory, engine):
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for call in generate_all(engine, ask(contexts(8), temperature=0.0), 60):
-        ids = torch.tensor(call.context[None].astype(np.int64))
+    for generation in generate_all(engine, ask(contexts(8), temperature=0.0), 60):
+        ids = torch.tensor(generation.context[None].astype(np.int64))
         out = reference.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=STOP, pad_token_id=0)[
             0, ids.shape[1] :
         ].tolist()
-        assert call.sampled.tolist() == out
+        assert generation.sampled_ids.tolist() == out
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from(directory, engine):
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for temperature in (1.0, 0.7):
-        for call in generate_all(engine, ask(contexts(8), temperature), 60):
-            ids = torch.tensor(np.concatenate([call.context, call.sampled])[None].astype(np.int64))
+        for generation in generate_all(engine, ask(contexts(8), temperature), 60):
+            ids = torch.tensor(np.concatenate([generation.context, generation.sampled_ids])[None].astype(np.int64))
             logprobs = (reference(ids).logits[0, :-1] / temperature).log_softmax(-1)
-            expected = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)[len(call.context) - 1 :]
-            assert np.abs(expected.detach().numpy() - call.logprobs).max() <= 1e-5
-            assert set(call.versions.tolist()) == {3}
-            assert call.finished == (call.sampled[-1] == STOP)
-            assert STOP not in call.sampled[:-1]
+            expected = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)[len(generation.context) - 1 :]
+            assert np.abs(expected.detach().numpy() - generation.logprobs).max() <= 1e-5
+            assert set(generation.versions.tolist()) == {3}
+            assert generation.finished == (generation.sampled_ids[-1] == STOP)
+            assert STOP not in generation.sampled_ids[:-1]
 
 
 def test_an_answer_does_not_depend_on_its_batch(engine):
@@ -62,17 +62,17 @@ def test_an_answer_does_not_depend_on_its_batch(engine):
     backwards = generate_all(engine, requests[::-1], 60)[::-1]
     alone = [generate_all(engine, [r], 60)[0] for r in requests]
     for a, b, c in zip(together, backwards, alone, strict=True):
-        assert a.sampled.tolist() == b.sampled.tolist() == c.sampled.tolist()
+        assert a.sampled_ids.tolist() == b.sampled_ids.tolist() == c.sampled_ids.tolist()
 
 
 def test_samples_follow_the_distribution(engine):
     """4,000 draws of one token: the frequency of each token stays within 5 standard errors of its probability."""
     context = contexts(1)[0]
-    calls = generate_all(engine, [Request(context, Sampling(1, 1.0, ()), seed=i) for i in range(4000)], 60)
-    first = np.array([c.sampled[0] for c in calls])
+    generations = generate_all(engine, [Request(context, Sampling(1, 1.0, ()), seed=i) for i in range(4000)], 60)
+    first = np.array([c.sampled_ids[0] for c in generations])
     frequency = np.bincount(first, minlength=97) / 4000
     p = np.zeros(97)
-    p[first] = np.exp([c.logprobs[0] for c in calls])
+    p[first] = np.exp([c.logprobs[0] for c in generations])
     unseen = p == 0
     assert (np.abs(frequency - p)[~unseen] <= 5 * np.sqrt(p * (1 - p) / 4000)[~unseen] + 1e-9).all()
     assert 1 - p.sum() < 0.05

@@ -126,35 +126,37 @@ def version_of(engine: VLLMEngine) -> int:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
 def test_logprobs_are_those_of_the_distribution_sampled_from(on, place, kind, temperature):
     model = reference(place, kind, 0)
-    calls = on(kind, generate, requests(32, temperature))
-    for call in calls:
-        whole = np.concatenate([call.context, call.sampled])
-        expected = logprobs(model, whole, temperature or 1.0)[len(call.context) - 1 :]
-        np.testing.assert_allclose(call.logprobs, expected, atol=1e-5)
+    generations = on(kind, generate, requests(32, temperature))
+    for generation in generations:
+        whole = np.concatenate([generation.context, generation.sampled_ids])
+        expected = logprobs(model, whole, temperature or 1.0)[len(generation.context) - 1 :]
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
         if temperature == 0.0:
             with torch.no_grad():
                 best = (
                     model(torch.from_numpy(whole.astype(np.int64))[None])
-                    .logits[0, len(call.context) - 1 : -1]
+                    .logits[0, len(generation.context) - 1 : -1]
                     .argmax(-1)
                 )
-            assert call.sampled.tolist() == best.tolist()
+            assert generation.sampled_ids.tolist() == best.tolist()
     if temperature == 0.7:  # the control: at another temperature they are not
-        assert np.abs(call.logprobs - logprobs(model, whole)[len(call.context) - 1 :]).max() > 1e-2
+        assert np.abs(generation.logprobs - logprobs(model, whole)[len(generation.context) - 1 :]).max() > 1e-2
 
 
 def test_stops_are_ours_alone_and_are_part_of_the_answer(on):
     stop = (40, 41, 42, 43)
-    calls = on("tied", generate, requests(64, 1.0, stop))
-    for call in calls:
-        assert call.finished == (call.sampled[-1] in stop)
-        assert not set(call.sampled[:-1].tolist()) & set(stop)
-        assert call.finished or len(call.sampled) == 12
-        assert call.versions.tolist() == [0] * len(call.sampled)
-    assert {call.finished for call in calls} == {True, False}
+    generations = on("tied", generate, requests(64, 1.0, stop))
+    for generation in generations:
+        assert generation.finished == (generation.sampled_ids[-1] in stop)
+        assert not set(generation.sampled_ids[:-1].tolist()) & set(stop)
+        assert generation.finished or len(generation.sampled_ids) == 12
+        assert generation.versions.tolist() == [0] * len(generation.sampled_ids)
+    assert {generation.finished for generation in generations} == {True, False}
     flat = on("tied", generate, requests(256, 2.0))
-    ids = np.concatenate([call.sampled for call in flat])
-    assert all(len(call.sampled) == 12 for call in flat), "the model's own end-of-text stopped an answer"
+    ids = np.concatenate([generation.sampled_ids for generation in flat])
+    assert all(len(generation.sampled_ids) == 12 for generation in flat), (
+        "the model's own end-of-text stopped an answer"
+    )
     assert EOS in ids
     assert ids.max() == VOCAB - 1, "either the padding of the vocabulary was sampled, or its last id never is"
 
@@ -163,16 +165,16 @@ def test_an_answer_depends_on_its_seed_and_not_on_the_batch(on):
     wanted = requests(48, 1.0)
     first = on("untied", generate, wanted)
     order = np.random.default_rng(0).permutation(48)
-    for i, call in zip(order, on("untied", generate, [wanted[i] for i in order]), strict=True):
-        assert call.sampled.tolist() == first[i].sampled.tolist()
+    for i, generation in zip(order, on("untied", generate, [wanted[i] for i in order]), strict=True):
+        assert generation.sampled_ids.tolist() == first[i].sampled_ids.tolist()
     mixed = on("untied", generate, [r for pair in zip(wanted, requests(48, 0.0, seed=1), strict=True) for r in pair])
-    assert [c.sampled.tolist() for c in mixed[::2]] == [c.sampled.tolist() for c in first], (
+    assert [c.sampled_ids.tolist() for c in mixed[::2]] == [c.sampled_ids.tolist() for c in first], (
         "greedy requests disturbed the seeds"
     )
     alone = on("untied", generate, wanted[:1])
-    assert alone[0].sampled.tolist() == first[0].sampled.tolist()
+    assert alone[0].sampled_ids.tolist() == first[0].sampled_ids.tolist()
     again = on("untied", generate, [Request(r.context, r.sampling, r.seed + 1) for r in wanted])
-    assert sum(a.sampled.tolist() != b.sampled.tolist() for a, b in zip(again, first, strict=True)) > 40
+    assert sum(a.sampled_ids.tolist() != b.sampled_ids.tolist() for a, b in zip(again, first, strict=True)) > 40
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,10 +193,12 @@ def test_after_a_sync_it_computes_with_the_new_weights(on, place, kind):
         expected = logprobs(model, tokens)
         np.testing.assert_allclose(new, expected, atol=1e-5)
         assert np.abs(old - expected).max() > 1e-2
-    for call in on(kind, generate, wanted):
-        expected = logprobs(model, np.concatenate([call.context, call.sampled]))[len(call.context) - 1 :]
-        np.testing.assert_allclose(call.logprobs, expected, atol=1e-5)
-        assert set(call.versions.tolist()) == {held + 1}
+    for generation in on(kind, generate, wanted):
+        expected = logprobs(model, np.concatenate([generation.context, generation.sampled_ids]))[
+            len(generation.context) - 1 :
+        ]
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
+        assert set(generation.versions.tolist()) == {held + 1}
 
 
 def test_vllms_own_reload_is_stale_where_ours_is_not(on, place):
@@ -279,7 +283,7 @@ def test_a_request_that_cannot_be_served_is_refused(on, context, why):
     with pytest.raises(ValueError, match="temperature"):
         on("tied", generate, [Request(np.ones(3, np.int32), Sampling(4, 0.005, ()), 0)])
     longest = Request(np.ones(LONGEST - 3, np.int32), Sampling(8, 1.0, ()), 0)
-    assert len(on("tied", generate, [longest])[0].sampled) == 3
+    assert len(on("tied", generate, [longest])[0].sampled_ids) == 3
 
 
 def test_nothing_is_written_under_the_home_directory(on, place):

@@ -14,7 +14,7 @@ from ptf.compute.world import World
 from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Call, NoResult, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec
 from ptf.rl.rewards.model import RewardModel, RewardModelClient
@@ -65,7 +65,7 @@ def taste(liked) -> RewardModelClient:
 def said(text: str, outcome=None, question: str = "1+2=") -> Trajectory:
     none = np.zeros(0, np.int32)
     prompt = Prompt(none, {"messages": [{"role": "user", "content": question}]}, "p", 0)
-    return Trajectory(prompt, (Call(none, none, none.astype(np.float32), none, True),), text, outcome)
+    return Trajectory(prompt, (Generation(none, none, none.astype(np.float32), none, True),), text, outcome)
 
 
 def test_scores_are_transformers_and_are_added_to_what_there_is(taste, liked):

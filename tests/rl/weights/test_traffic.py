@@ -3,12 +3,13 @@
 import pytest
 
 from ptf.rl.weights.traffic import Rates, sync_traffic
+from ptf.rl.weights.transports import TRANSPORTS
 
 SIZES = {"8B": 8.19e9, "30B-A3B": 30.5e9, "235B": 235e9}
 
 
 @pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("transport", ["object_store", "path", "ipc", "nccl"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bf16_is_half_of_fp32(model, transport):
     half, whole = (sync_traffic(int(SIZES[model]), precision, transport) for precision in ("bf16", "fp32"))
     assert half.sent == 2 * int(SIZES[model])
@@ -28,6 +29,19 @@ def test_other_machines_are_as_fast_as_the_network():
     assert near.seconds < far.seconds
 
 
-def test_a_transport_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="no such transport: pigeon"):
-        sync_traffic(1, "bf16", "pigeon")
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_parts_of_a_streamed_transfer_overlap_and_those_of_a_stored_one_add_up(machines):
+    rates, sent = Rates(), 16e9
+    remote = sent / rates.network if machines > 1 else 0.0
+    side = sent / rates.host_link + sent / rates.digest_on_host  # without what carries the bytes
+    seconds = {
+        "ipc": max(sent / rates.gather, 2 * sent / rates.device, 2 * sent / rates.digest_on_device),
+        "nccl": max(sent / rates.gather, 2 * sent / rates.digest_on_device, remote),
+        "object_store": sent / rates.gather + 2 * (side + sent / rates.host) + remote,
+        "path": sent / rates.gather + 2 * (side + sent / rates.disk) + remote,
+    }
+    for name, expected in seconds.items():
+        found = sync_traffic(int(8e9), "bf16", name, machines=machines)
+        assert found.seconds == pytest.approx(expected, rel=1e-12)
+        assert found.host == (0 if TRANSPORTS[name].streams else sent)
+    assert seconds.keys() == TRANSPORTS.keys()

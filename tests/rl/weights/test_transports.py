@@ -1,6 +1,7 @@
 """The table of the transports is the one that configs choose from, and asks for what each needs."""
 
 import sys
+from dataclasses import fields
 from subprocess import run
 from typing import Any, get_args
 
@@ -9,7 +10,8 @@ import yaml
 
 from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
-from ptf.rl.weights.transports import TRANSPORTS, chosen, faults
+from ptf.rl.weights.traffic import Rates
+from ptf.rl.weights.transports import TRANSPORTS, Streaming, chosen, faults
 
 
 def test_a_config_can_name_each_transport_and_no_other():
@@ -17,8 +19,14 @@ def test_a_config_can_name_each_transport_and_no_other():
 
 
 def test_only_what_is_not_streamed_is_written_to_files():
-    assert {name for name, transport in TRANSPORTS.items() if transport.streams} == {"ipc", "nccl"}
+    assert {name for name, transport in TRANSPORTS.items() if transport.streams} == {*get_args(Streaming)}
     assert not any(transport.streams and transport.in_files for transport in TRANSPORTS.values())
+
+
+def test_every_link_of_a_transport_has_a_rate():
+    rates = {field.name for field in fields(Rates)}
+    assert all(transport.passes.keys() <= rates for transport in TRANSPORTS.values())
+    assert rates == {link for transport in TRANSPORTS.values() for link in transport.passes}
 
 
 def test_a_config_is_checked_without_torch():

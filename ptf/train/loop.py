@@ -43,7 +43,7 @@ from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss
 
 
-def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
+def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one.
 
     Writes `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Stopped if the run was stopped on
@@ -51,7 +51,7 @@ def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
     """
     try:
         with world.clock.phase("loading"):
-            attempt = Fit(job, world, run, lease)
+            attempt = OfflineAttempt(job, world, run, lease)
         try:
             with on_sigterm(attempt.stop_signal.set):
                 attempt.train()
@@ -63,7 +63,7 @@ def fit(job: Job, world: World, run: Path, lease: Lease) -> None:
         attempt.export()
 
 
-class Fit:
+class OfflineAttempt:
     """One attempt at a run, on one rank."""
 
     def __init__(self, job: Job, world: World, run: Path, lease: Lease) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `max_importance: auto` is; 2 as in Yao et al. 2025
 
 
-class OnPolicyConfig(AlgoConfig):
+class OnlineConfig(AlgoConfig):
     """The clipped objective, which all recipes with rollouts share."""
 
     clip_low: PositiveFloat = 0.2
@@ -30,9 +30,9 @@ class OnPolicyConfig(AlgoConfig):
     minibatches: Positive = 1
     """Number of optimizer steps in each pass over the rollouts."""
 
-    on_policy: ClassVar[bool] = True
+    online: ClassVar[bool] = True
 
-    def in_force(self, job: "Job") -> "OnPolicyConfig":
+    def in_force(self, job: "Job") -> "OnlineConfig":
         """Return these keys with the value of `max_importance` at the job's precision."""
         if self.max_importance != "auto":
             return self
@@ -52,7 +52,7 @@ class OnPolicyConfig(AlgoConfig):
         return {"several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": several}
 
 
-class RewardedConfig(OnPolicyConfig):
+class RewardedConfig(OnlineConfig):
     """What GRPO and PPO share beyond the clipped objective."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0

@@ -9,7 +9,7 @@ import pytest
 from ptf.cli import main
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.train.fitting import MODES, Setting, search
+from ptf.train.memory_search import MODES, Setting, search
 from tests.train.test_budget import DENSE, directory, job
 
 

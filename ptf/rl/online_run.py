@@ -49,7 +49,7 @@ class Start:
     tokenizer_path: str
 
 
-def fit_online(job: Job, run: Path, lease: Lease) -> None:
+def train_online(job: Job, run: Path, lease: Lease) -> None:
     """Train to the end, from the newest checkpoint in `run` if there is one; write `run/model`, a Hugging Face
     directory.
 
@@ -84,7 +84,7 @@ def fit_online(job: Job, run: Path, lease: Lease) -> None:
 
 
 def attempt(job: Job, run: Path, lease: Lease) -> None:
-    """Make one attempt of `fit_online`; a failure is raised."""
+    """Make one attempt of `train_online`; a failure is raised."""
     rollout_config = job.rollout
     if rollout_config is None:
         raise UserError("an online recipe needs the section rollout; add it to the config")

@@ -1,0 +1,90 @@
+"""Whether a recipe generates rollouts is said once, by its config class; a class with another flag is refused."""
+
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+
+from ptf.config import Job, loads
+from ptf.config.schema import online_recipes
+from ptf.config.section import AlgoConfig
+from ptf.errors import UserError
+from ptf.recipes.ppo.recipe import Critic
+from ptf.recipes.registry import RECIPES, algo_config_of, build, is_online, online_fault
+from ptf.recipes.sft.recipe import SFT
+
+ONLINE = ("grpo", "ppo", "opd")
+
+
+def job_of(recipe: str) -> Job:
+    rollout = "rollout: {reward: {use: 'tests.rl.plugs:exact'}}, " if recipe in ONLINE else ""
+    algo = {"opd": "algo: {teacher: t}, ", "kd": "algo: {teachers: {t: {path: t}}}, "}.get(recipe, "")
+    kind = ", kind: prompt" if recipe in ONLINE else ""
+    return loads(
+        f"{{recipe: {recipe}, {algo}{rollout}model: {{path: m}}, data: {{sources: {{a: {{path: a{kind}}}}}}}, "
+        "train: {steps: 1, lr: 1e-4}}"
+    )
+
+
+def test_every_recipe_has_the_flag_of_its_config() -> None:
+    assert online_recipes() == ONLINE
+    for name in RECIPES:
+        job = job_of(name)
+        assert build(job).online == algo_config_of(name).online == is_online(job) == (name in ONLINE)
+    assert Critic.online
+
+
+def test_the_flag_of_a_built_in_recipe_is_read_without_torch() -> None:
+    code = (
+        "import sys\nfrom ptf.config.schema import online_recipes\nonline_recipes()\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_recipe_that_differs_from_its_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SFT, "online", True)
+    with pytest.raises(UserError, match="the recipe SFT has `online` True, and its config class has False"):
+        build(job_of("sft"))
+
+
+class WithOldFlag(SFT):
+    """A recipe that says by an earlier name that it is online; `online` is inherited."""
+
+    on_policy: ClassVar[bool] = True
+
+
+class WithOwnParameter(SFT):
+    """A recipe with a parameter of that name, which says something else."""
+
+    def __init__(self, on_policy: bool = True) -> None:
+        super().__init__()
+
+    on_policy = True
+
+
+class WithoutFlag:
+    """A recipe that says nothing."""
+
+    def denominator(self, batch: object) -> None: ...
+
+
+def test_a_plugin_that_says_it_by_another_name_is_told_the_name() -> None:
+    text = (
+        "{recipe: {use: 'tests.recipes.test_registry:NAME'}, model: {path: m}, "
+        "data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}}"
+    )
+    with pytest.raises(UserError, match="WithOldFlag has `on_policy`, which is not read: give `online`, True"):
+        build(loads(text.replace("NAME", "WithOldFlag")))
+    with pytest.raises(UserError, match="WithoutFlag has no `online`"):
+        build(loads(text.replace("NAME", "WithoutFlag")))
+    assert not is_online(loads(text.replace("NAME", "WithOwnParameter")))  # the control
+    assert online_fault(SFT) is None
+
+
+def test_a_config_class_that_says_it_by_another_name_is_told_the_name() -> None:
+    with pytest.raises(UserError, match="Old: `on_policy` is now `online`; rename it"):
+        type("Old", (AlgoConfig,), {"on_policy": True, "__annotations__": {"on_policy": ClassVar[bool]}})
+    with pytest.raises(UserError, match="Old: `on_policy` is now `online`; rename it"):
+        type("Old", (AlgoConfig,), {"on_policy": True, "__annotations__": {"on_policy": bool}})
+    assert type("New", (AlgoConfig,), {"online": True, "__annotations__": {"online": ClassVar[bool]}}).online  # control
