@@ -30,11 +30,12 @@ class ActivationBytes:
 
     everything: float  # with `none`
     products: float  # with `selective`: the outputs of matrix products, and what attention keeps
-    input: float  # with `block`: the layer's input
+    input: float  # with `block`: the layer's input; with `offload` it is in host memory
 
     def of(self, mode: Recompute) -> float:
-        """Return the bytes per token under a mode of activation checkpointing."""
-        return {"none": self.everything, "selective": self.products + self.input, "block": self.input}[mode]
+        """Return the bytes per token on the device under a mode of activation checkpointing."""
+        saved = {"none": self.everything, "selective": self.products + self.input, "block": self.input, "offload": 0.0}
+        return saved[mode]
 
 
 class _FusedAttention(Function):

@@ -1,7 +1,8 @@
 """Activation checkpointing: the backward recomputes what a block computed, instead of saving it in the forward pass.
 
-`block` saves only a block's input. `selective` (Korthikanti et al., 2022) saves the outputs of matrix products and
-attention, which are slow to compute, and recomputes the rest: norms, rotations, activation functions, casts.
+`block` saves only a block's input; `offload` saves it in host memory. `selective` (Korthikanti et al., 2022) saves the
+outputs of matrix products and attention, which are slow to compute, and recomputes the rest: norms, rotations,
+activation functions, casts.
 
 torch's policy sees the operators that are called, which a compiled attention hides. So attention is kept from outside:
 what its backward needs (queries, keys, values, output) stays saved, and the recomputation is given its output.
@@ -10,7 +11,7 @@ what its backward needs (queries, keys, values, output) stays saved, and the rec
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Recompute = Literal["none", "block", "selective"]
+Recompute = Literal["none", "block", "offload", "selective"]
 aten = torch.ops.aten
 SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 
@@ -70,6 +71,46 @@ def _without_routing(block: nn.Module, inner: Any) -> Iterator[None]:
             moe.routing = None
 
 
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU on which activations are copied to the host, beside the computation."""
+    return torch.cuda.Stream(device)
+
+
+def to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Copy a tensor to host memory; return a function that copies it back to its device.
+
+    From a GPU it is copied to page-locked memory, while the GPU computes on.
+    """
+    device = x.device
+    if device.type != "cuda":
+        host = x.detach().clone()
+        return host.clone
+    stream = _copies(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        pinned.copy_(x.detach(), non_blocking=True)
+        copied = stream.record_event()
+    x.record_stream(stream)  # its memory is not used again before the copy has ended
+
+    def back() -> Tensor:
+        torch.cuda.current_stream(device).wait_event(copied)
+        return pinned.to(device, non_blocking=True)
+
+    return back
+
+
+def _in_host_memory(x: Tensor) -> saved_tensors_hooks:
+    """Return a context in which `x`, if autograd saves it, is saved in host memory."""
+    key = x.untyped_storage()._cdata, x.shape
+
+    def pack(t: Tensor) -> Any:
+        return to_host(t) if (t.untyped_storage()._cdata, t.shape) == key else t
+
+    return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())
+
+
 def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
     """Return the contexts of the forward pass and of the recomputation."""
     first, second = contextlib.nullcontext(), contextlib.nullcontext()
@@ -87,15 +128,16 @@ def recompute(block: nn.Module, mode: Recompute) -> None:
 
     def forward(x: Tensor, rope: Any, attend: Any, *inputs: Any) -> Any:
         kept = _Kept(attend) if mode == "selective" else None
-        return checkpoint(
-            own,
-            x,
-            rope,
-            attend if kept is None else kept,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(_contexts, block, kept),
-        )
+        with _in_host_memory(x) if mode == "offload" else contextlib.nullcontext():
+            return checkpoint(
+                own,
+                x,
+                rope,
+                attend if kept is None else kept,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=partial(_contexts, block, kept),
+            )
 
     block.forward = forward

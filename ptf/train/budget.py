@@ -160,7 +160,7 @@ class _Run:
         # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
         logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
         gradient = (4 + self.element) * self._head_trained(sizes)
-        saved = tokens * sum(layer.of(self.recomputed) for layer in layers)
+        saved = tokens * self._saved(layers)
         # FSDP frees the last layer that it gathered when it gathers the next
         gathered = self.element * (sizes.root + sizes.block) + sizes.block_packed
         return self._held(sizes, gathered, saved, logits + gradient)
@@ -170,17 +170,23 @@ class _Run:
         gathered, and the head's gradient waits for the embedding's."""
         again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
         recomputed = again.get(self.recomputed, max(of.everything for of in layers))
-        saved = sum(layer.of(self.recomputed) for layer in layers)
+        saved = self._saved(layers)
         elements = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes) + sizes.dequantised
         gathered = self.element * elements + 2.0 * sizes.block_packed
         return self._held(sizes, gathered, self._tokens * (saved + recomputed), 0.0)
 
     def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
-        saved = sum(layer.of(self.recomputed) for layer in layers[:-1])
+        saved = self._saved(layers[:-1])
         gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
         held = self.element * gathered + 4.0 * sizes.block_trained + sizes.block_packed
         return self._held(sizes, held, self._tokens * saved, 0.0)
+
+    def _saved(self, layers: list[ActivationBytes]) -> float:
+        """Return the bytes per token on the device that these layers keep for the backward pass."""
+        if self.recomputed == "offload":  # the input of a layer, beside that of the layer before, which is copied
+            return 2 * max((layer.input for layer in layers), default=0.0)
+        return sum(layer.of(self.recomputed) for layer in layers)
 
     def _chunk(self, sizes: _Sizes, dim: int) -> int:
         """Return the bytes of a chunk of fp32 logits, or of all of them; a head of the user's own counts as a chunk."""

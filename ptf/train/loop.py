@@ -376,8 +376,9 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     advice: list[str] = []
     if train.micro_sequences > 1:
         advice.append(f"lower train.micro_sequences (now {train.micro_sequences}; the loss stays the same)")
-    if train.activation_checkpointing != "block":
-        advice.append("set train.activation_checkpointing: block")
+    if train.activation_checkpointing != "offload":
+        stronger = "offload" if train.activation_checkpointing == "block" else "block"
+        advice.append(f"set train.activation_checkpointing: {stronger}")
     advice += ["lower data.seq_len", "raise compute.workers or compute.mesh.tensor", "train adapters (model.lora)"]
     return UserError(
         f"out of memory ({str(error).splitlines()[0]}). {', or '.join(advice)}; `ptf plan` shows what a job needs"

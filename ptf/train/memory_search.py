@@ -16,7 +16,7 @@ from ptf.model.recompute import Recompute
 
 MOST_FACTOR = 64  # the most GPUs that are tried, as a multiple of the given number
 TENSOR = (1, 2, 4, 8)
-MODES: tuple[Recompute, ...] = ("none", "selective", "block")  # from the fastest to that of the least memory
+MODES: tuple[Recompute, ...] = ("none", "selective", "block", "offload")  # from the fastest to that of the least memory
 
 
 class Plan(Protocol):

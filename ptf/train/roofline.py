@@ -355,6 +355,7 @@ def refuse_uncounted(job: Job, gpu: str) -> None:
         "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
         "compute.mesh.tensor": job.compute.mesh.tensor > 1,
         "train.optimizer_offload": job.train.optimizer_offload,
+        "train.activation_checkpointing: offload": job.train.activation_checkpointing == "offload",
         "model.quantization": job.model.quantization is not None,
         "train.precision: fp32": job.train.precision == "fp32",
     }

@@ -26,7 +26,7 @@ from ptf.model.sharding import parallelize
 from tests.model.test_attention import model_of
 from tests.tiny import packed
 
-MODES: list[Recompute] = ["none", "block", "selective"]
+MODES: list[Recompute] = ["none", "block", "offload", "selective"]
 FAMILIES = ["qwen3", "gpt_oss"]
 never_run = cache(model_of.__wrapped__)  # models to copy; the routing that a forward pass leaves cannot be copied
 
@@ -76,13 +76,30 @@ def test_attention_runs_once_unless_the_whole_block_is_recomputed(model_type, ki
         flex.calls, attend = 0, Counting(made_of(kind))
         found[mode] = gradients(model_type, mode, attend)
         layers = model_of(model_type).config.num_layers
-        assert attend.calls == (2 if mode == "block" else 1) * layers
+        assert attend.calls == (2 if mode in ("block", "offload") else 1) * layers
         assert flex.calls == (attend.calls if kind is Flex else 0)
-    for mode in ("block", "selective"):
+    for mode in MODES[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found["none"], found[mode], strict=True))
 
 
-@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_inputs_of_layers_that_are_offloaded_stay_nowhere_else() -> None:
+    alive = {}
+    for mode in ("block", "offload"):
+        model = parallelize(deepcopy(never_run("qwen3")), None, "fp32", recomputed=mode)
+        inputs: list[weakref.ref[Any]] = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(weakref.ref(args[0])))
+        batch = packed([[10, 20, 18], [30, 1]], 48)
+        tokens = batch.tokens % model.config.vocab
+        out = model(tokens, batch.positions, batch.segments, lambda x, head: head.logits(x), made_of(PerDocument))
+        gc.collect()
+        alive[mode] = [ref() is not None for ref in inputs]
+        out.sum().backward()
+    assert not any(alive["offload"])
+    assert all(alive["block"]), "negative control: autograd holds them"
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_a_block_whose_attention_does_not_train_is_recomputed_too(mode) -> None:
     plain, again = (gradients("qwen3", m, made_of(PerDocument), frozen=True) for m in ("none", mode))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))

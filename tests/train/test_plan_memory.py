@@ -52,3 +52,15 @@ def test_a_step_holds_what_was_planned(case: str) -> None:
         counted = peak_of_a_step(job, directory, ranks)
         planned = budget(job, directory, ranks).memory
     assert planned.total == pytest.approx(counted, rel=0.05), (planned.total / GIB, counted / GIB, planned)
+
+
+def test_inputs_of_layers_in_host_memory_save_what_was_planned() -> None:
+    changes, found = {"num_hidden_layers": 12, "vocab_size": 8192}, []
+    with published("Qwen3-0.6B", **changes) as directory:
+        for mode in ("block", "offload"):
+            raw = raw_job(directory, 2, seq_len=8192, sequences=1, train={"activation_checkpointing": mode})
+            job = loads(yaml.safe_dump(raw))
+            found.append((peak_of_a_step(job, directory, 2), budget(job, directory, 2).memory.total))
+    (counted, planned), (counted_offloaded, planned_offloaded) = found
+    assert planned - planned_offloaded == pytest.approx(counted - counted_offloaded, rel=0.15)
+    assert counted - counted_offloaded > 0.05 * counted

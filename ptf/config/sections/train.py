@@ -68,9 +68,10 @@ class TrainConfig(Section):
     a reference or a teacher, are then held in bfloat16. Frozen weights of the trained model (`model.lora`,
     `model.trainable`) are held in bfloat16 only if its checkpoint is stored in bfloat16, otherwise in fp32, so that the
     export loses nothing."""
-    activation_checkpointing: Literal["none", "block", "selective"] = free("none")
-    """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer.
-    `selective`: only cheap operations, that is, all except matrix products and attention."""
+    activation_checkpointing: Literal["none", "block", "offload", "selective"] = free("none")
+    """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer; the
+    layer's input is kept. `offload`: the same, with the inputs in host memory, for long sequences. `selective`: only
+    cheap operations, that is, all except matrix products and attention."""
     optimizer_offload: bool = free(False)
     """Keep AdamW's two moments (8 bytes per trained parameter) in host memory. The optimizer step copies them to the
     device and back in buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit,
