@@ -48,11 +48,11 @@ class Case:
     directory: str
     mesh: tuple[int, int, int] | None = None
     lora: bool = False
-    packed: bool = False  # the base of the adapters is held in four bits
     steps: int = 20
     recomputed: Recompute = "none"
     precision: str = "fp32"
     plan: Mapping[str, Style] = field(default_factory=dict)  # in place of entries of PLAN
+    packed: bool = False  # the base of the adapters is held in four bits
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.test_packed_weights import WIDTHS
 from tests.tiny import arithmetic
-from tests.train.test_fit import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
 
