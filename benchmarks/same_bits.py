@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -92,6 +93,14 @@ JOBS: dict[str, Make] = {
 }
 
 
+def processor() -> str:
+    """The processors by name and by number: those of one name may be of several designs, which round differently."""
+    fields = dict(
+        re.findall(r"^(cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    )
+    return " ".join([cpu(), *(f"{name} {number}" for name, number in fields.items())])
+
+
 def digest(directory: Path) -> str:
     """Of all tensors that a run exported, by name."""
     whole = hashlib.sha256()
@@ -107,7 +116,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
-    machine = f"{cpu()}, torch {torch.__version__}"
+    machine = f"{processor()}, torch {torch.__version__}"
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if not asked.record and machine not in known:
         sys.exit(f"nothing is recorded for {machine}: record it at a commit that is right (--record)")
