@@ -403,7 +403,8 @@ def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="train one step of it on a tiny model of the same family, in this process: data, masks, reward, places",
+        help="train one step on a tiny model of the same family, in this process, to check data, loss masks and "
+        "reward, and that output directories can be written",
     )
     command.add_argument(
         "--skip-paths",
@@ -422,7 +423,7 @@ def _add_upgrade(commands: Commands) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    command = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is off")
+    command = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is wrong")
     command.set_defaults(run=doctor)
 
 

@@ -1,6 +1,6 @@
-"""What can be said of an evaluation before anything is trained.
+"""Checks of an evaluation before anything is trained.
 
-It imports no torch: the first step of a flow with work to do calls it.
+It imports no torch, because the first step of every flow that does work calls it.
 """
 
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
 WORKERS = at("compute.workers", note="all GPUs of all machines together")
 SHARDED = at("compute.mesh", note="weights, gradients and optimizer are always sharded over the workers (FSDP2)")
 RECIPE = at("recipe")
-LOGGED = at("track.wandb", note="a project of Weights & Biases; metrics.jsonl and TensorBoard are always there")
+LOGGED = at("track.wandb", note="a project of W&B; metrics.jsonl is always written, TensorBoard by default")
 
 FOREIGN: dict[str, Here] = {
     # length of a run and optimizer
@@ -54,7 +54,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), at("train.precision")),
     **dict.fromkeys(
         ("gradient_checkpointing", "enable_gradient_checkpointing"),
-        at("train.activation_checkpointing", note="none, block or selective"),
+        at("train.activation_checkpointing", note="none, block, offload or selective"),
     ),
     "torch_compile": at("train.compile"),
     # batches

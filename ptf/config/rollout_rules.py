@@ -10,7 +10,10 @@ def rollouts(job: Job) -> list[str]:
         return []
     faults = rewarded(job)
     if rollout_config.environment and job.evaluate.reward:
-        faults.append("evaluate.reward: rollout.environment plays held-out episodes too, and gives their rewards")
+        faults.append(
+            "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
+            "their rewards; remove it"
+        )
     if job.data.validation:
         faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
     if job.data.too_long in ("truncate", "split"):
@@ -32,9 +35,11 @@ def rollouts(job: Job) -> list[str]:
         faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
     faults += transport(job)
     if job.compute.launcher == "local" and rollout_config.workers > 1:
-        faults.append("rollout.workers: compute.launcher: local has one process")
+        faults.append("rollout.workers must be 1 with compute.launcher: local; use compute.launcher: ray for more")
     if job.compute.launcher == "torchrun":
-        faults.append("compute.launcher: torchrun has no rollouts; use ray, or local with rollout.engine: native")
+        faults.append(
+            "compute.launcher: torchrun does not support rollouts; use ray, or local with rollout.engine: native"
+        )
     if rollout_config.max_new_tokens >= job.data.seq_len:
         faults.append(
             f"rollout.max_new_tokens ({rollout_config.max_new_tokens}) leaves no room for a prompt in data.seq_len "
@@ -108,7 +113,8 @@ def engines(job: Job) -> list[str]:
 
 
 def pools(job: Job) -> list[str]:
-    """Return the problems of pools: policy and rollout must be in one, and no role in several.
+    """Return the problems of `compute.pools`: policy and rollout must each be in a pool, the same or different ones,
+    and no role in more than one.
 
     Which other roles a job has depends on its recipe; `ptf.rl.job_cluster.pools_of` checks that they are in a pool.
     """
@@ -116,7 +122,7 @@ def pools(job: Job) -> list[str]:
     if not given:
         return []
     if not job.rollout:
-        return ["compute.pools is for recipes with rollouts; others have one gang, of compute.workers"]
+        return ["compute.pools is for recipes with rollouts; others have one group of compute.workers: remove it"]
     seats = [role for pool in given.values() for role in set(pool.roles)]
     faults = [
         f"compute.pools: role {role} is in more than one"

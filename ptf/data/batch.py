@@ -79,7 +79,7 @@ class Batch:
 
 
 class Memory:
-    """Arrays that are used again once nothing refers to what was made of them.
+    """A pool of buffers, each of which is used again when no array refers to it any more.
 
     Touching fresh memory for the first time costs more than laying out a sequence there. `pinned`: page-locked memory,
     from which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
@@ -212,8 +212,8 @@ def _fill_places(
 ) -> None:
     """Fill in segments and positions from the lengths of the pieces, their numbers, and the places of position 0.
 
-    `cuts` are the pieces up to each sequence, of which the last is its padding, of `pads` tokens. A few sequences are
-    filled at a time, so that what lies between stays in the processor's cache and needs no memory from the system.
+    `cuts` has the number of pieces before each sequence; the last piece of a sequence is its padding, of `pads` tokens.
+    A few sequences are filled at a time, so that the temporary arrays stay in the processor's cache.
     """
     sequences, seq_len = arrays["segments"].shape
     segments, positions = arrays["segments"].reshape(-1), arrays["positions"].reshape(-1)

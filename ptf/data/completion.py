@@ -53,8 +53,8 @@ def complete_answer(
         )
     if thought and not opened and "<think>" not in str(tokenizer.hf.chat_template):
         raise fail(
-            "it has no tags for thinking; write the thinking into `content` as the model shall say it, "
-            "its tags included"
+            "it has no tags for thinking; write the thinking into `content`, with its tags, as the model is to "
+            "generate it"
         )
     head, start, end = _frame([*before], prompt[: opened.start()] if opened else prompt, tokenizer, tools, arguments)
     answer, shows = "", bare
@@ -65,8 +65,8 @@ def complete_answer(
     if bare.get("tool_calls"):
         if not answer:
             raise fail(
-                "what it writes before a tool call is never served, so the call cannot be put after the served "
-                "prompt; give model.chat_template"
+                "it renders this tool call in a way that does not continue the generation prompt, so a served model "
+                "could not produce it; set model.chat_template to a template whose turns begin with that prompt"
             )
     elif bare["content"].strip() not in answer or not answer:
         answer, shows = start + bare["content"] + end, None

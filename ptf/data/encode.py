@@ -82,8 +82,8 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     """Encode a row with `events`, a list of strings and of baskets.
 
     A string is a token of the vocabulary, or a text of several tokens. A basket is a list of such strings whose order
-    has no meaning. The first `context` entries (default 1) are context; each of the others is trained, after all before
-    it. No end token follows the last, because a history has no end. The first event of a basket counts `opening`
+    has no meaning. The first `context` entries (default 1) have no loss; each later entry is predicted from all entries
+    before it. No end token follows the last, because a history has no end. The first event of a basket counts `opening`
     (default 1) times. Rows with baskets have the per-token values `baskets` [n, 2]: the number of the token's basket,
     from 1, and of its event in the basket, from 0; both are 0 elsewhere (ptf/data/baskets.py). `values` is {name: a
     number or null for each entry}; it becomes `value/name` [n, 2] of all tokens of the entry: the number, and 1 where

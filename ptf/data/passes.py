@@ -1,8 +1,8 @@
 """The length of a run, computed before it begins: its steps, and how often it passes over each source.
 
-Both follow from the lengths of the samples alone, so the very lanes of the run are read with samples that have a length
-and no tokens: of tokenized sources only the lengths are read, rows of others are encoded once. Where that would cost
-too much, the first rows stand for all, and the numbers are intervals.
+Both depend on the lengths of the samples alone. Therefore the run's own shuffling and packing are replayed with samples
+that have a length and no tokens. Tokenized sources have the lengths; rows of other sources are encoded once. Where that
+would cost too much, the lengths of the first rows stand for all, and the numbers are intervals.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,5 @@
-"""Floating-point operations, counted from the modules that do them; MFU divides by them.
+"""Floating-point operations (FLOPs) of a step, counted from the modules that do them. MFU is these FLOPs per second,
+divided by the peak of the hardware.
 
 A matrix costs 2 · its size for each token forward, as much again for the gradient of its input and as much for its own
 gradient. A gradient that is not needed is not counted: a frozen weight has none, and nothing before the first adapter

@@ -1,10 +1,11 @@
 """Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that
 ptf does not define.
 
-Each document is a sequence of its own in the batch that transformers computes, padded on the right. A causal model
-cannot attend there, and sequences do not attend to each other, however the tokens are mixed; a batch costs documents ×
-the longest of them. The head is taken from the model and checked against the model's own logits when it is loaded, so a
-model that computes logits in another way is refused instead of trained wrongly.
+Each document is a sequence of its own in the batch that transformers computes, padded on the right. In a causal model
+no token attends to padding on its right, and the sequences of a batch are independent, whether tokens are mixed by
+attention or by something else. A batch costs its number of documents × the longest of them. The head is taken from the
+model and checked against the model's own logits when it is loaded, so a model that computes logits in another way is
+refused instead of trained wrongly.
 
 Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
 tensor parallelism, LoRA, heads and components of the user's own, added tokens, generation. Loading holds the whole

@@ -75,7 +75,8 @@ class RewardedConfig(OnlineConfig):
             )
         if self.overlong and job.rollout.environment:
             faults.append(
-                "algo.overlong applies to single answers; an environment gives the rewards of its episodes. Give 0"
+                "algo.overlong applies to single answers; an environment gives the rewards of its episodes; set "
+                "algo.overlong: 0"
             )
         if self.overlong > job.rollout.max_new_tokens:
             faults.append(

@@ -138,7 +138,7 @@ class Controller:
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with self.cluster.phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
-                if number == rounds - 1:  # before a reward model has the engine offloaded
+                if number == rounds - 1:  # now: a reward model's phase may offload the engine
                     self.rollout.call("expect_weights")
             began = time.perf_counter()
             groups = score_groups(self.rewards, groups)

@@ -49,7 +49,8 @@ class Memory:
     weights: float  # shards: trained weights in fp32, the others in `frozen_dtype`
     gradients: float  # shards of the gradients of trained weights, in fp32
     optimizer: float  # AdamW's two averages
-    # whole blocks in the type of the computation: two while they are prefetched, one's gradients, and the root's
+    # gathered parameters in the dtype of the computation: at most two blocks (one is prefetched), the gradients of one,
+    # and the root module (embedding, last norm, head)
     gathered: float
     activations: float
     logits: float  # a chunk of them, and the gradient of the head

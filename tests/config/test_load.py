@@ -327,7 +327,7 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
         (
             "compute.launcher=torchrun",
-            "compute.launcher  torchrun has no rollouts; use ray, or local with rollout.engine: native",
+            "compute.launcher  torchrun does not support rollouts; use ray, or local with rollout.engine: native",
         ),
         (
             "rollout.max_new_tokens=4000",

@@ -155,7 +155,7 @@ def test_old_names_are_refused_at_their_lines(here):
         "job.yaml:9  data.lanes  is now data.partitions; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:11  train.rows  is now train.sequences; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:12  train.micro_rows  is now train.micro_sequences; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:13  compute.pools  is for recipes with rollouts; others have one gang, of compute.workers",
+        "job.yaml:13  compute.pools  is for recipes with rollouts; others have one group of compute.workers: remove it",
         "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:14  evaluate.start  is now evaluate.starting_model; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",

@@ -22,7 +22,7 @@ MESSAGES: dict[Reason, str] = {
     "unseen context": "it does not show",
     "thinking closed": "already closes the thinking block",
     "no tags": "it has no tags for thinking",
-    "call not served": "what it writes before a tool call is never served",
+    "call not served": "renders this tool call in a way that does not continue",
     "nothing before": "nothing comes before the answer",
     "stop inside": "stands inside the answer",
     "endless": "no end-of-turn token",

@@ -13,7 +13,8 @@ class GRPOConfig(RewardedConfig):
     Dr.GRPO: `scale_by_std: false`, `mean_over: constant_length`. DAPO: `clip_high: 0.28`, `overlong`,
     `rollout.zero_variance_groups: replace`. GSPO: `ratio: sequence`, `mean_over: sequences`, clips near 3e-4.
 
-    A sequence of `ratio` and `mean_over` is an answer, or the calls of an episode that continue one context."""
+    In `ratio` and `mean_over`, a sequence is one answer. In an episode of several turns it is a run of turns of which
+    each continues the context of the one before."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
@@ -22,9 +23,9 @@ class GRPOConfig(RewardedConfig):
     ratio: Literal["token", "sequence"] = "token"
     """What is clipped: each token's ratio to the old policy, or the geometric mean over its sequence's tokens."""
     mean_over: Literal["tokens", "sequences", "constant_length"] = "tokens"
-    """What the loss is a mean over. `tokens`: all tokens of a step. `sequences`: the sequences, of each sequence's
-    mean over its tokens. `constant_length`: the sequences, of each sequence's sum over its tokens divided by
-    `rollout.max_new_tokens`."""
+    """How the losses of tokens become one. `tokens`: the mean over all tokens of an optimizer step. `sequences`: the
+    mean within each sequence, then the mean over sequences. `constant_length`: the sum within each sequence, divided
+    by `rollout.max_new_tokens`, then the mean over sequences."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

@@ -33,4 +33,5 @@ class OPDConfig(OnlineConfig):
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Exclude `rollout.top_p` below 1 always, because the teacher has another nucleus."""
-        return super().excluded_by_top_p() | {"recipe opd, whose teacher has another nucleus; give 1": True}
+        other = "recipe opd, whose teacher has another nucleus; set rollout.top_p: 1"
+        return super().excluded_by_top_p() | {other: True}

@@ -37,8 +37,9 @@ class Transport:
 
     # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
     passes: Mapping[str, int]
-    # True: engines read while the policy sends. Policy and engines are then in memory together, what the bytes pass
-    # over overlaps, and nothing can be sent again to one engine alone
+    # True: engines read while the policy sends. Policy and engines must then be in memory together, the links of the
+    # transfer work at the same time, so that it takes as long as the slowest, and no engine can be sent the weights
+    # again alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
     from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
@@ -82,8 +83,8 @@ def share_a_pool(job: "Job") -> bool:
 
 
 def whole_on_gpus(job: "Job", gpu: bool) -> bool:
-    """Return whether all weights go from GPUs to GPUs: on a CPU, and for an adapter, host memory takes them as they
-    are."""
+    """Return whether whole weights are sent between GPUs under Ray: on a CPU, or for an adapter alone, `object_store`
+    is as good."""
     assert job.rollout is not None
     return gpu and job.compute.launcher == "ray" and job.rollout.lora != "adapter"
 
