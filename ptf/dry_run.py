@@ -35,8 +35,8 @@ GPU_GIB = 80.0
 SMALL = {  # keys of Hugging Face configs, as far as a model has them
     "hidden_size": 64,
     "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

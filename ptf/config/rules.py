@@ -237,6 +237,9 @@ def packed_weights(job: Job) -> list[str]:
         "model.quantization needs model.lora, which trains adapters beside the rounded weights": job.model.lora
         is not None,
         "model.quantization needs compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
+        "model.quantization does not work with model.replace": not job.model.replace,
+        "model.quantization works with model.trainable in recipes sft, kd and rm only (the reference of others would "
+        "have weights that are not rounded)": not job.model.trainable or job.recipe in ("sft", "kd", "rm"),
         "model.quantization needs rollout.lora: merged (an engine would apply the adapter alone to weights that are "
         "not rounded)": job.rollout is None or job.rollout.lora == "merged",
     }

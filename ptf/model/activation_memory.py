@@ -17,6 +17,7 @@ from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.layers import Parts
+from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
@@ -118,7 +119,7 @@ def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
     Values are what their projection put out, unless adapters add to it. With sinks, the output is kept before and after
     their share is taken.
     """
-    adapted = type(attn.v_proj) is not nn.Linear
+    adapted = isinstance(attn.v_proj, LoraLinear)
     outputs = 1 if attn.sinks is None else 2
     heads = local.heads * (1 + outputs) + local.kv_heads * (1 + adapted)
     return heads * local.head_dim * element + 4 * local.heads * outputs

@@ -178,7 +178,7 @@ class Merged(Mapping[str, Tensor]):
         if (packed := self.packed.get(name)) is None:
             return whole(self.tensors[name])
         if self.original is not None:
-            return self.original(name)
+            return self.original(name).to(self.tensors[packed.codes].device)
         codes, scales = whole(self.tensors[packed.codes]), whole(self.tensors[packed.scales])
         return dequantise(codes, scales, torch.float32)
 

@@ -47,12 +47,6 @@ def _bitsandbytes() -> Any:
     return functions
 
 
-@functools.cache
-def _values(device: torch.device) -> Tensor:
-    """Return the 16 values that codes stand for, between -1 and 1."""
-    return _bitsandbytes().get_4bit_type("nf4", device=device)
-
-
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes [.., in / 2] and the scales [.., in / 16] of a weight [.., in], both as bytes."""
     *outer, width = weight.shape
@@ -69,7 +63,6 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     state = functions.QuantState(
         absmax=scales.reshape(-1).view(torch.float32),
         shape=torch.Size((rows, 2 * half)),
-        code=_values(codes.device),
         blocksize=BLOCK,
         quant_type="nf4",
         dtype=dtype,
@@ -125,8 +118,11 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """Return the projection [.., out] of x [.., in] by a module's own weight, packed or not, and its bias."""
     if "weight" not in getattr(module, "packed", {}):
         return F.linear(x, module.weight, module.bias)
-    y = _Product.apply(x, *_parts(module, "weight"), F.linear, torch.matmul)
-    return y if module.bias is None else y + module.bias
+    bias = module.bias
+    if bias is not None and bias.requires_grad:
+        return _Product.apply(x, *_parts(module, "weight"), F.linear, torch.matmul) + bias
+    product = functools.partial(F.linear, bias=bias)  # which rounds once, as without packing
+    return _Product.apply(x, *_parts(module, "weight"), product, torch.matmul)
 
 
 def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import adapter_names, adapters, projection_name, whole
+from ptf.model.packed_weights import weight_shapes
 
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
@@ -200,8 +201,10 @@ class PeftFormat:
             return whole(self.parameters[adapter.a]).detach().float(), whole(
                 self.parameters[adapter.b]
             ).detach().float()
-        *experts, out, into = self.parameters[name].shape
-        return torch.zeros(*experts, self.lora.rank, into), torch.zeros(*experts, out, self.lora.rank)
+        *experts, out, into = weight_shapes(self.model)[name]
+        device = next(self.model.parameters()).device
+        a, b = (*experts, self.lora.rank, into), (*experts, out, self.lora.rank)
+        return torch.zeros(a, device=device), torch.zeros(b, device=device)
 
     def _write(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
         """Convert pairs of ours into pairs of the file."""

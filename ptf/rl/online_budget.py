@@ -234,7 +234,7 @@ def _advice(phase: str) -> str:
     """Return the keys that lower the memory of a phase."""
     if phase.startswith("update"):
         return (
-            "train.activation_checkpointing: block, train.micro_sequences: 1, train.optimizer_offload, or "
+            "train.activation_checkpointing: block or offload, train.micro_sequences: 1, train.optimizer_offload, or "
             "compute.mesh.tensor"
         )
     if phase == "sync policy and rollout":

@@ -1,13 +1,16 @@
 """Export of LoRA training: merged weights, which any engine loads, and the adapter alone, in PEFT's format.
 
-Each export is loaded again as users will load it, and must give the log-probs of the model that was trained.
+Each export is loaded again as users will load it, and must give the log-probs of the model that was trained. Beside
+weights in four bits, the merged model must give those of the checkpoint's own weights with what was trained.
 """
 
+import gc
 import os
 import shutil
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
@@ -16,6 +19,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
+from ptf.model.lora import whole
 from ptf.model.peft_format import PeftFormat, save
 from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe, write_probe
@@ -39,17 +43,11 @@ def export_adapter(
         return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)[0]
 
     is_fp32 = precision == "fp32" and bridge.export_dtype(merged) == bridge.DTYPES["float32"]
-    loaded = probe(load(merged, without_adapters(spec)), world)
-    if spec.quantization:  # the merged model has the checkpoint's weights, and not what they were rounded to
-        if world.leads:
-            write_probe(merged, loaded)
-            print(
-                f"lora: {merged} has the adapter and the weights of the checkpoint; beside the {spec.quantization} "
-                f"weights of training its log-probs differ by up to {difference_of(trained, loaded):.2g}",
-                flush=True,
-            )
+    bound = LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
+    if spec.quantization:
+        _check_unrounded(model, source, merged, world, spec, trained)
     else:
-        refuse_difference(merged, trained, loaded, LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"])
+        refuse_difference(merged, trained, probe(load(merged, without_adapters(spec)), world), bound)
     form = PeftFormat(model, family)
     if obstacles := form.obstacles():
         if world.leads:
@@ -76,6 +74,47 @@ def export_adapter(
             flush=True,
         )
     world.barrier()
+
+
+def _check_unrounded(
+    model: Decoder, source: Path, merged: Path, world: World, spec: ModelConfig, trained: dict[str, list]
+) -> None:
+    """Compare `merged`, loaded again, with the checkpoint in `source` and what was trained beside its rounded weights.
+
+    The leading rank does so on its CPU, in fp32, for a GPU that holds a packed model may have no room for a whole one.
+    What `merged` computes becomes its probe. Raises UserError on every rank if the two differ.
+    """
+    head = "scalar" if model.config.head == "scalar" else "lm"
+    learned = {n: whole(p.detach()).cpu() for n, p in model.named_parameters() if p.requires_grad}
+
+    def computed(directory: Path, section: ModelConfig, values: dict[str, Tensor]) -> dict[str, list]:
+        section = section.model_copy(update={"init": "pretrained", "quantization": None})
+        loaded, _ = load_model(directory, World(), section, seed=0, precision="fp32", head=head, frozen=True)
+        for name, value in values.items():
+            bridge.fill(loaded.get_parameter(name), value.__getitem__)
+        found = probe(loaded, World())
+        del loaded
+        gc.collect()  # modules refer to each other
+        return found
+
+    problem = None
+    if world.leads:
+        loaded = computed(merged, without_adapters(spec), {})
+        is_fp32 = bridge.export_dtype(merged) == bridge.DTYPES["float32"]
+        bound = LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
+        try:
+            refuse_difference(merged, computed(source, spec, learned), loaded, bound)
+        except UserError as error:
+            problem = str(error)
+        else:
+            write_probe(merged, loaded)
+            print(
+                f"lora: {merged} has the adapter and the weights of the checkpoint; beside the {spec.quantization} "
+                f"weights of training its log-probs differ by up to {difference_of(trained, loaded):.2g}",
+                flush=True,
+            )
+    if problem := world.broadcast_object(problem):
+        raise UserError(str(problem))
 
 
 def refuse_difference(directory: Path, trained: dict[str, list], reloaded: dict[str, list], bound: float) -> float:

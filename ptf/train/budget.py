@@ -246,14 +246,17 @@ def budget(
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
-        sizes = _sizes(model)
+        sizes = unrounded = _sizes(model)
+        if sizes.packed and by_role:  # frozen models of the same shape are not rounded
+            plain, _ = bridge.build(directory, head=recipe.head, parts=parts_of(job.model))
+            unrounded = _sizes(parallelize(plain, mesh, precision))
     sequences = min(job.train.micro_sequences, -(-in_step // data))
     own = [
-        other or sizes
+        other or unrounded
         for companion, (other, _) in zip(by_role.values(), others, strict=True)
         if needs_weights(companion, job.model)
     ]
-    companions = sum(other.here for other in own) / sizes.here
+    companions = sum(other.here for other in own) / sizes.here  # without packed weights, which `here` does not count
     gathered = max((2 * other.block + other.root for other in own), default=0)
     held = frozen_dtype(directory, precision, exported=True).itemsize
     run = _Run(

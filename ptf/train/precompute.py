@@ -107,11 +107,12 @@ def _named(job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, model: Deco
 def _start(job: Job, directory: Path) -> str:
     """Return a key of the model that training starts from, without what is trained on top.
 
-    It covers the files and, where weights are drawn, what they are drawn with.
+    It covers the files, where weights are drawn, what they are drawn with, and which of them are rounded.
     """
     spec: ModelConfig = without_adapters(job.model)
     drawn = (job.seed, spec.replace) if spec.init == "random" or spec.replace else ()
-    return f"{_digest(directory)} {spec.init} {drawn}"
+    rounded = f" {job.model.quantization} {job.model.trainable}" if job.model.quantization else ""
+    return f"{_digest(directory)} {spec.init} {drawn}{rounded}"
 
 
 def _digest(directory: Path) -> str:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import yaml
+from safetensors.torch import load_file, save_file
 
 from ptf.compute.world import World, joined
 from ptf.config import loads
@@ -14,11 +15,14 @@ from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import Merged
+from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import LogitsProcessing
 from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.roles import Learner, LogprobModel
+from ptf.train import adapter
 from ptf.train.adapter import difference_of
+from ptf.train.precompute import _start
 from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.test_packed_weights import WIDTHS
@@ -119,15 +123,55 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
     assert worst() < 1e-5
 
 
-def test_what_does_not_go_with_it_is_refused(raw: dict) -> None:
-    import yaml
+def test_a_merged_model_that_is_not_the_checkpoint_with_the_adapter_is_no_success(raw, monkeypatch):
+    export = adapter.export_adapter
 
+    def damaged(model, family, source, merged, *rest):
+        file = merged / "model.safetensors"
+        tensors = {n: t * 1.5 if "down_proj" in n else t for n, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+        export(model, family, source, merged, *rest)
+
+    monkeypatch.setattr("ptf.train.loop.export_adapter", damaged)
+    with pytest.raises(UserError, match=r"loaded again, .*model differs from the trained model by"):
+        train(raw, "run")
+    assert not (Path(raw["output"]) / "run" / "adapter").exists()
+
+
+def test_adapters_on_one_of_the_projections_of_packed_experts_are_written(tmp_path: Path) -> None:
+    from tests.model.test_packed_weights import experts
+
+    directory = experts(tmp_path / "m")
+    lora = LoraConfig(**{**LORA, "targets": ["layers.*.attn.*_proj", "layers.*.moe.experts.gate_proj"]})
+    spec = ModelConfig(path=str(directory), lora=lora, quantization="nf4")
+    model, family = load_model(directory, World(), spec, seed=0, precision="fp32")
+    form = PeftFormat(model, family)
+    written = dict(form.tensors())
+    assert written.keys() == form.names()
+    up = [name for name in written if ".experts." in name and "up_proj" in name]
+    assert up
+    assert not any(bool(written[name].any()) for name in up)
+
+
+def test_data_found_ahead_by_a_rounded_model_is_not_that_of_another(tmp_path: Path, raw: dict) -> None:
+    directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
+    model = {"path": str(directory), "lora": LORA}
+    rounded, plain = (loads(yaml.safe_dump({**raw, "model": model | q})) for q in ({"quantization": "nf4"}, {}))
+    assert _start(rounded, directory) != _start(plain, directory)
+
+
+def test_what_does_not_go_with_it_is_refused(raw: dict) -> None:
     def message(**changes: object) -> str:
         with pytest.raises(UserError) as error:
             loads(yaml.safe_dump({**raw, **changes}))
         return str(error.value)
 
     assert "model.quantization  needs model.lora" in message(model={**raw["model"], "lora": None})
+    trained = {**raw["model"], "trainable": ["embed"]}
+    loads(yaml.safe_dump({**raw, "model": trained}))
+    replaced = {**raw["model"], "replace": {"layers.*.mlp": {"use": "torch.nn:Identity"}}}
+    assert "model.quantization  does not work with model.replace" in message(model=replaced)
+    assert "in recipes sft, kd and rm only" in message(model=trained, recipe="dpo")
     assert "model.quantization  needs compute.mesh.tensor: 1" in message(
         compute={**raw["compute"], "mesh": {"tensor": 2}, "workers": 2}
     )
