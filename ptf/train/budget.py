@@ -9,7 +9,7 @@ them trained; experts get equal shares.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -225,14 +225,7 @@ def budget(
         raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
     tensor, precision = job.compute.mesh.tensor, job.train.precision
     data = gpus // tensor
-    in_step = job.train.sequences
-    if job.rollout:  # at most: answers are shorter, and those to one prompt share it
-        in_step = job.rollout.prompts * job.rollout.group_size
-    elif in_step % data:
-        raise UserError(
-            f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks: "
-            "each trains at least one sequence"
-        )
+    in_step = _sequences_of_step(job, data)
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
         model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
@@ -246,18 +239,9 @@ def budget(
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
-        sizes = unrounded = _sizes(model)
-        if sizes.packed and by_role:  # frozen models of the same shape are not rounded
-            plain, _ = bridge.build(directory, head=recipe.head, parts=parts_of(job.model))
-            unrounded = _sizes(parallelize(plain, mesh, precision))
+        sizes = _sizes(model)
+        companions, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
     sequences = min(job.train.micro_sequences, -(-in_step // data))
-    own = [
-        other or unrounded
-        for companion, (other, _) in zip(by_role.values(), others, strict=True)
-        if needs_weights(companion, job.model)
-    ]
-    companions = sum(other.here for other in own) / sizes.here  # without packed weights, which `here` does not count
-    gathered = max((2 * other.block + other.root for other in own), default=0)
     held = frozen_dtype(directory, precision, exported=True).itemsize
     run = _Run(
         job.train.activation_checkpointing,
@@ -280,6 +264,43 @@ def budget(
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     seconds = work / (gpus * peak * mfu)
     return Budget(str(directory), gpus, shape, *counts, memory, forward_alone, sequences, work, tokens, seconds, room)
+
+
+def _sequences_of_step(job: Job, ranks: int) -> int:
+    """Return the sequences of a global step; online at most, because answers are shorter, and those to one prompt share
+    it. Raises UserError unless each data-parallel rank trains as many."""
+    if job.rollout:
+        return job.rollout.prompts * job.rollout.group_size
+    if job.train.sequences % ranks:
+        raise UserError(
+            f"train.sequences ({job.train.sequences}) must be a multiple of the {ranks} data-parallel ranks: "
+            "each trains at least one sequence"
+        )
+    return job.train.sequences
+
+
+def _beside(
+    job: Job,
+    directory: Path,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    sizes: _Sizes,
+    by_role: Mapping[str, Companion],
+    others: Sequence[tuple[_Sizes | None, Flops]],
+) -> tuple[float, int]:
+    """Return the weights of the frozen models on the same GPUs, as a multiple of the elements of `sizes`, and the most
+    elements that one of them gathers."""
+    unrounded = sizes
+    if sizes.packed and by_role:  # a frozen model of the same shape has no packed weights
+        plain, _ = bridge.build(directory, head=recipe.head, parts=parts_of(job.model))
+        unrounded = _sizes(parallelize(plain, mesh, job.train.precision))
+    own = [
+        other or unrounded
+        for companion, (other, _) in zip(by_role.values(), others, strict=True)
+        if needs_weights(companion, job.model)
+    ]
+    gathered = max((2 * other.block + other.root for other in own), default=0)
+    return sum(other.here for other in own) / sizes.here, gathered
 
 
 def frozen_memory(
