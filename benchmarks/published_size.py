@@ -39,7 +39,20 @@ JOBS: dict[str, dict[str, Any]] = {
     "SFT, LoRA beside NF4": {"model": {**LORA, "quantization": "nf4"}},
     "GRPO": {"recipe": "grpo"},
 }
-# in the process that is measured: what it has after its imports, the plan, the run, and the most that it had
+# draws the weights, in a process of its own
+DRAWN = """
+import sys
+from pathlib import Path
+from ptf.compute.world import World
+from ptf.config.sections.model import ModelConfig
+from ptf.model import bridge
+from ptf.train.trainer import load_model
+shape, directory = Path(sys.argv[1]), Path(sys.argv[2])
+model, family = load_model(shape, World(), ModelConfig(path="", init="random"), seed=0, precision="fp32")
+bridge.save_hf(bridge.hf_tensors(model, family), shape, directory, writes=True)
+"""
+# in the process that is measured: what it has after its imports, the plan, and the most that it had while it trained;
+# the export, which loads the model again, comes after that
 MEASURED = """
 import json, resource, sys
 from pathlib import Path
@@ -54,10 +67,15 @@ if job.rollout is None:
 else:
     plan = None
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-imported = peak()
+imported, peaks = peak(), []
+def exporting(kind, name):
+    export = getattr(kind, name)
+    setattr(kind, name, lambda *args: (peaks.append(peak()), export(*args))[1])
+exporting(loop.OfflineAttempt, "export")
+exporting(roles.Learner, "export")
 made = run(job, "run")
 rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-print("MEASURED", json.dumps({"imported": imported, "peak": peak(), "plan": plan, "loss": [r["loss"] for r in rows]}))
+print("MEASURED", json.dumps({"imported": imported, "peak": peaks[0], "plan": plan, "loss": [r["loss"] for r in rows]}))
 """
 
 
@@ -84,7 +102,7 @@ def job(directory: Path, changes: dict[str, Any]) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "recipe": changes.get("recipe", "sft"),
         "output": str(directory / "runs"),
-        "model": {"path": str(directory / "model"), "init": "random", **changes.get("model", {})},
+        "model": {"path": str(directory / "model"), **changes.get("model", {})},
         "data": {
             "sources": {"sums": {"path": str(directory / ("prompts.jsonl" if online else "chats.jsonl"))}},
             "seq_len": SEQ_LEN,
@@ -108,7 +126,9 @@ def measure(name: str) -> dict[str, Any]:
     """Run one of the jobs; return what it printed, its seconds of processor and of the clock."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        write_model(directory / "model")
+        write_model(directory / "shape")
+        drawn = [sys.executable, "-c", DRAWN, str(directory / "shape"), str(directory / "model")]
+        subprocess.run(drawn, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         (directory / "job.yaml").write_text(yaml.safe_dump(job(directory, JOBS[name])))
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         done = subprocess.run(
@@ -158,8 +178,8 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         "# A model of published size on a CPU\n\n"
         f"Command: `python benchmarks/published_size.py`\n\n{SHAPE}'s shape ({parameters}, 151,936 vocabulary rows), "
         f"random weights, bf16, sequences of {SEQ_LEN} tokens,\none process. The plan is that of a GPU, whose "
-        "loss head has larger chunks. The memory of a\nprocess is the most that was resident, above what it has after "
-        "its imports.\n\n" + "\n".join(lines) + "\n"
+        "loss head has larger chunks. The memory of a\nprocess is the most that was resident until it exports, above "
+        "what it has after its imports.\n\n" + "\n".join(lines) + "\n"
     )
     print(f"wrote {RESULTS.name}" + (f"; missed: {', '.join(missed)}" if missed else ""))
     return 1 if missed else 0
