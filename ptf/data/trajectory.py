@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.sample import Sample
-from ptf.errors import UserError
+from ptf.errors import refuse_old_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,13 @@ class Generation:
     finished: bool  # False: cut off at the token limit
 
 
-def __getattr__(name: str) -> Any:
-    """Raise UserError for `Call`, which engines of earlier versions import."""
-    if name == "Call":
-        raise UserError(
-            f"{__name__}.Call is now Generation, and its field `sampled` is `sampled_ids`; the field `calls` of a "
-            "Trajectory is `generations`"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+__getattr__ = refuse_old_names(
+    __name__,
+    {
+        "Call": "is now Generation, and its field `sampled` is `sampled_ids`; the field `calls` of a Trajectory is "
+        "`generations`"
+    },
+)
 MAX_REWARD = 1e12  # a larger value, squared and summed over a group, overflows the numbers that training uses
 
 

@@ -41,7 +41,7 @@ class PeftFormat:
         assert model.parts.lora is not None
         self.model, self.family, self.lora = model, family, model.parts.lora
         self.adapters = adapters(model)
-        self.parameters = dict(model.named_parameters())
+        self.parameters, self.shapes = dict(model.named_parameters()), weight_shapes(model)
         self.mappings = [
             mapping
             for mapping in bridge.checkpoint_mappings(model, family)
@@ -201,7 +201,7 @@ class PeftFormat:
             return whole(self.parameters[adapter.a]).detach().float(), whole(
                 self.parameters[adapter.b]
             ).detach().float()
-        *experts, out, into = weight_shapes(self.model)[name]
+        *experts, out, into = self.shapes[name]
         device = next(self.model.parameters()).device
         a, b = (*experts, self.lora.rank, into), (*experts, out, self.lora.rank)
         return torch.zeros(a, device=device), torch.zeros(b, device=device)

@@ -42,12 +42,11 @@ def export_adapter(
         pretrained = section.model_copy(update={"init": "pretrained"})
         return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)[0]
 
-    is_fp32 = precision == "fp32" and bridge.export_dtype(merged) == bridge.DTYPES["float32"]
-    bound = LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
     if spec.quantization:
         _check_unrounded(model, source, merged, world, spec, trained)
     else:
-        refuse_difference(merged, trained, probe(load(merged, without_adapters(spec)), world), bound)
+        loaded = probe(load(merged, without_adapters(spec)), world)
+        refuse_difference(merged, trained, loaded, _tolerance(merged, precision))
     form = PeftFormat(model, family)
     if obstacles := form.obstacles():
         if world.leads:
@@ -100,10 +99,8 @@ def _check_unrounded(
     problem = None
     if world.leads:
         loaded = computed(merged, without_adapters(spec), {})
-        is_fp32 = bridge.export_dtype(merged) == bridge.DTYPES["float32"]
-        bound = LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
         try:
-            refuse_difference(merged, computed(source, spec, learned), loaded, bound)
+            refuse_difference(merged, computed(source, spec, learned), loaded, _tolerance(merged, "fp32"))
         except UserError as error:
             problem = str(error)
         else:
@@ -115,6 +112,12 @@ def _check_unrounded(
             )
     if problem := world.broadcast_object(problem):
         raise UserError(str(problem))
+
+
+def _tolerance(merged: Path, precision: str) -> float:
+    """Return the bound for an exported model that is computed in this precision: its file rounds, too."""
+    is_fp32 = precision == "fp32" and bridge.export_dtype(merged) == bridge.DTYPES["float32"]
+    return LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
 
 
 def refuse_difference(directory: Path, trained: dict[str, list], reloaded: dict[str, list], bound: float) -> float:

@@ -18,7 +18,7 @@ from ptf.train import trainer
 from ptf.train.trainer import load_model
 from tests.model.test_lora import checkpoint
 from tests.tiny import arithmetic
-from tests.train.test_loop import Stopped, same, stop_at, train, weights
+from tests.train.test_loop import same, stopped, train, weights
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -110,10 +110,7 @@ def adapter_of(run: Path) -> dict[str, Tensor]:
 
 def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, monkeypatch) -> None:
     narrow = train(raw, "narrow")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        with pytest.raises(Stopped):
-            train(raw, "resumed")
+    stopped(monkeypatch, 8, lambda: train(raw, "resumed"))
     resumed = train(raw, "resumed")
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "hold_frozen", lambda *_: None)

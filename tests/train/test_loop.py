@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +50,8 @@ def raw(tmp_path):
     return arithmetic(tmp_path)
 
 
-def stop_at(monkeypatch, step: int) -> None:
+def stopped(monkeypatch: pytest.MonkeyPatch, step: int, training: Callable[[], Any]) -> None:
+    """Run a training that ends as soon as it has logged this step."""
     log = Tracker.log
 
     def stopping(self, at, metrics):
@@ -56,17 +59,17 @@ def stop_at(monkeypatch, step: int) -> None:
         if at == step:
             raise Stopped
 
-    monkeypatch.setattr(Tracker, "log", stopping)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "log", stopping)
+        with pytest.raises(Stopped):
+            training()
 
 
 @pytest.mark.parametrize("stops", [[3], [8], [5, 10, 11]])
 def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
     whole = train(raw, "whole")
     for stop in stops:
-        with monkeypatch.context() as patch:
-            stop_at(patch, stop)
-            with pytest.raises(Stopped):
-                train(raw, "stopped")
+        stopped(monkeypatch, stop, lambda: train(raw, "stopped"))
     resumed = train(raw, "stopped")
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)
@@ -80,10 +83,7 @@ def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     whole = train(noisy, "whole")
     for seed, stop in enumerate([3, 8], 1):
         torch.manual_seed(seed)
-        with monkeypatch.context() as patch:
-            stop_at(patch, stop)
-            with pytest.raises(Stopped):
-                train(noisy, "stopped")
+        stopped(monkeypatch, stop, lambda: train(noisy, "stopped"))
     torch.manual_seed(3)
     assert facts(train(noisy, "stopped")) == facts(whole)
     assert facts(train(raw, "plain")) != facts(whole)
@@ -121,10 +121,7 @@ def test_the_decay_begins_where_the_held_out_loss_says_and_a_resume_knows_it(raw
     assert rows[:at] == plain[:at]
     assert [r["lr"] for r in rows[at:]] == pytest.approx([1e-3 * (6 - i) / 6 for i in range(6)])
     for stop in (at - 1, at + 3):
-        with monkeypatch.context() as patch:
-            stop_at(patch, stop)
-            with pytest.raises(Stopped):
-                train(raw, "stopped")
+        stopped(monkeypatch, stop, lambda: train(raw, "stopped"))
     resumed = train(raw, "stopped")
     assert facts(resumed) == rows
     assert same(weights(whole), weights(resumed))
@@ -145,10 +142,7 @@ def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
 
 
 def test_a_frozen_key_may_not_change_before_the_first_checkpoint_either(raw, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_at(patch, 2)
-        with pytest.raises(Stopped):
-            train(raw, "a")
+    stopped(monkeypatch, 2, lambda: train(raw, "a"))
     with pytest.raises(UserError, match=r"seed: 1 → 2"):
         train({**raw, "seed": 2}, "a")
     assert loads((Path(raw["output"]) / "a" / "job.yaml").read_text()).seed == 1
@@ -174,10 +168,7 @@ def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_passed_over(raw, damage, monkeypatch, capsys):
     whole = train(raw, "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 11)
-        with pytest.raises(Stopped):
-            train(raw, "a")
+    stopped(monkeypatch, 11, lambda: train(raw, "a"))
     checkpoint = Path(raw["output"]) / "a" / "checkpoints" / "step_00000010"
     target = next((checkpoint / "tensors").glob("*.distcp"))
     data = target.read_bytes()
@@ -191,10 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over(raw, damage, monkeypatch, capsys):
 
 
 def test_a_checkpoint_without_its_manifest_is_absent(raw, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_at(patch, 6)
-        with pytest.raises(Stopped):
-            train(raw, "a")
+    stopped(monkeypatch, 6, lambda: train(raw, "a"))
     (Path(raw["output"]) / "a" / "checkpoints" / "step_00000005" / "manifest.json").unlink()
     resumed = train(raw, "a")
     assert facts(resumed)[-1]["step"] == 12
@@ -242,10 +230,7 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
     for row in found:
         parts = [row[f"share/{name}"] * row.get(f"loss/{name}", 0.0) for name in "ab"]
         assert row["loss"] == pytest.approx(sum(parts), rel=1e-6)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 5)
-        with pytest.raises(Stopped):
-            train(made, "stopped")
+    stopped(monkeypatch, 5, lambda: train(made, "stopped"))
     assert same(weights(whole), weights(train(made, "stopped")))
     bounded = {**made, "train": {**made["train"], "epochs": None, "steps": 1000}}
     bounded["data"] = {**made["data"], "sources": {name: {**source, "epochs": 2} for name, source in sources.items()}}

@@ -28,7 +28,7 @@ from ptf.train.optim import groups
 from ptf.train.trainer import Trainer, load_model
 from tests import tiny
 from tests.tiny import arithmetic
-from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import facts, same, stopped, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -41,10 +41,7 @@ def raw(tmp_path):
 
 def test_a_resumed_run_ends_with_the_same_bits_and_its_checkpoints_hold_what_trains(raw, monkeypatch):
     whole = train(raw, "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        with pytest.raises(Stopped):
-            train(raw, "stopped")
+    stopped(monkeypatch, 8, lambda: train(raw, "stopped"))
     resumed = train(raw, "stopped")
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)

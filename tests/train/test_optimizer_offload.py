@@ -21,7 +21,7 @@ from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, packed
-from tests.train.test_loop import Stopped, facts, same, stop_at, weights
+from tests.train.test_loop import facts, same, stopped, weights
 
 BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=n) for n in range(4)]
 LIMIT = 40_000  # bytes: several buckets, and one parameter that is larger
@@ -93,10 +93,7 @@ def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> No
         return run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "optimizer_offload": offload}})), name)
 
     whole = train("whole", False)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7)
-        with pytest.raises(Stopped):
-            train("stopped", True)
+    stopped(monkeypatch, 7, lambda: train("stopped", True))
     resumed = train("stopped", True)
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)

@@ -23,7 +23,7 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import parts_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
-from tests.train.test_loop import Stopped, facts, same, stop_at, weights
+from tests.train.test_loop import facts, same, stopped, weights
 
 
 def job_of(raw: dict, **changes) -> Job:
@@ -48,10 +48,7 @@ def losses(directory: Path) -> list[float]:
 def test_a_replaced_layer_trains_resumes_generates_and_is_not_published_as_plain(raw, monkeypatch, capsys):
     job = job_of(raw, model__replace=NARROW)
     whole = run(job, "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        with pytest.raises(Stopped):
-            run(job, "stopped")
+    stopped(monkeypatch, 8, lambda: run(job, "stopped"))
     resumed = run(job, "stopped")
     assert facts(whole) == facts(resumed)
     assert same(weights(whole), weights(resumed))

@@ -27,7 +27,7 @@ from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.test_packed_weights import WIDTHS
 from tests.tiny import arithmetic
-from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import facts, same, stopped, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -44,10 +44,7 @@ def raw(tmp_path: Path) -> dict:
 def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the_checkpoint(raw, monkeypatch, capsys):
     whole = train(raw, "whole")
     said = capsys.readouterr().out
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        with pytest.raises(Stopped):
-            train(raw, "stopped")
+    stopped(monkeypatch, 8, lambda: train(raw, "stopped"))
     resumed = train(raw, "stopped")
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)

@@ -23,7 +23,7 @@ from ptf.errors import UserError
 from ptf.train.loop import train_offline
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, write_jsonl
-from tests.train.test_loop import Stopped, facts, same, stop_at, train, weights
+from tests.train.test_loop import facts, same, stopped, train, weights
 
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
@@ -65,10 +65,7 @@ def raw(request, tmp_path) -> dict[str, Any]:
 
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     whole = train(raw, "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7)
-        with pytest.raises(Stopped):
-            train(raw, "stopped")
+    stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
     resumed = train(raw, "stopped")
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)
@@ -260,10 +257,7 @@ def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, mo
     raw = preferences(tmp_path, "dpo ahead")
     whole = train(raw, "whole")
     assert facts(whole)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7)
-        with pytest.raises(Stopped):
-            train(raw, "stopped")
+    stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
     shutil.rmtree(tmp_path / "runs" / "annotated")
     assert same(weights(whole), weights(train(raw, "stopped")))
 

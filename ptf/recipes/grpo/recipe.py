@@ -14,8 +14,8 @@ without a critic.
 
 The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their
 tokens (GRPO, eq. 3), or over sequences of the sums over their tokens divided by the largest length (Dr.GRPO,
-Liu et al. 2025, section 3.2). A sequence is one document of the batch: an answer, or the calls of an episode that
-continue one context.
+Liu et al. 2025, section 3.2). A sequence is one document of the batch: an answer, or turns of an episode of which each
+continues the context of the one before.
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
-from ptf.errors import UserError
+from ptf.errors import refuse_old_names
 from ptf.rl.worker_process import Fault, WorkerProcess
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
@@ -50,14 +50,13 @@ class Environment(Protocol):
         ...
 
 
-def __getattr__(name: str) -> Any:
-    """Raise UserError for `Turn`, which environments of earlier versions import."""
-    if name == "Turn":
-        raise UserError(
-            f"{__name__}.Turn is now StepResult(environment_messages, reward, done, policy_message); the methods of an "
-            "environment are now `reset` (`begin`) and `step` (`act`)"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = refuse_old_names(
+    __name__,
+    {
+        "Turn": "is now StepResult(environment_messages, reward, done, policy_message); the methods of an environment "
+        "are now `reset` (`begin`) and `step` (`act`)"
+    },
+)
 
 
 class EnvironmentFault(Exception):
