@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from ptf.training_run import DATA
 from tests.reliability import exactly_once
 from tests.reliability.attempts import DEADLINE_S, LINEAGE, attempt, note_of, nothing, places, warm
 from tests.reliability.ends import differences, names, result, tensors
@@ -128,15 +129,17 @@ class Trials:
             **({"signal": -status, **done} if status < 0 else {}),
         }
 
-    def judged(self, log: Path, status: int, shared: set[str]) -> dict[str, Any]:
-        """`outcome`: same, or what was not. A trial that went well is removed."""
+    def judged(self, log: Path, status: int, shared: set[str], also: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """`outcome`: same, or what was not; `also` names the files that this trial writes beside those of a forked
+        run. A trial that went well is removed."""
         found: dict[str, Any] = {}
+        expected = self.names | also
         if status:
             outcome = [f"the run that continued ended with {status}: {log.read_text()[-500:]}"]
         else:
             outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / LINEAGE), self.whole)]
-            outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - self.names)]
-            outcome += [f"missing: {name}" for name in sorted(self.names - names(log.parent / "out"))]
+            outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - expected)]
+            outcome += [f"missing: {name}" for name in sorted(expected - names(log.parent / "out"))]
         kept = places(log)
         left = [*living(), *untidy(Path(kept["TMPDIR"])), *half_made(Path(kept["PTF_CACHE"]))]
         left += [f"/dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
@@ -184,7 +187,8 @@ class Command:
         kills = [self.trials.died(trap, status, log)]
         if status:
             status = self._started(config, log).wait(DEADLINE_S)
-        return {"kills": kills, **self.trials.judged(log, status, shared)}
+        also = frozenset({f"{LINEAGE}/{DATA}"})  # `ptf train` keeps the stamps of the data
+        return {"kills": kills, **self.trials.judged(log, status, shared, also)}
 
     def _started(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", LINEAGE]
