@@ -138,7 +138,7 @@ CHECKS = {
         rollout={"zero_variance_groups": "replace", "max_rounds": 3, "max_new_tokens": 8},
     ),
     "GSPO": Check(
-        "count", algo=EXPLORING | {"ratio": "sequence", "mean_over": "sequences", "clip_low": 0.1, "clip_high": 0.1}
+        "count", algo=EXPLORING | {"ratio": "sample", "mean_over": "samples", "clip_low": 0.1, "clip_high": 0.1}
     ),
     "GRPO, KL to the reference": Check("count", algo=EXPLORING | {"kl": 0.003}),
     "GRPO, LoRA": Check(

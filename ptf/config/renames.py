@@ -61,8 +61,8 @@ MODULES = {
 }
 # dotted key → old value → new value; the keys are not in KEYS
 VALUES = {
-    "algo.mean_over": {"answers": "sequences", "length": "constant_length"},
-    "algo.ratio": {"answer": "sequence"},
+    "algo.mean_over": {"sequences": "samples", "answers": "samples", "length": "constant_length"},
+    "algo.ratio": {"sequence": "sample", "answer": "sample"},
     "publish.gate": {"start": "starting_model"},
 }
 # dotted key → pattern of its old values, and the replacement. A metric of answers or of rankings was NAME/METRIC; what
@@ -74,6 +74,7 @@ PATTERNS = {
 FIRST_PATTERNS = {"publish.metric": (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1")}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
+# of two old values with one new one, the last is the first that there was
 FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
 SEAL = "# SHA-256 of the lineage and of what is above: "

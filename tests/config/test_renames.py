@@ -127,8 +127,9 @@ def test_the_table_can_be_read_in_both_directions():
         assert not any(other.startswith(f"{old}.") for other in KEYS)  # and no section of the table is in the table
     for key, values in VALUES.items():
         assert not {key} & {*KEYS, *KEYS.values()}  # one table translates a key and its value
-        assert len(FIRST_VALUES[key]) == len(values)
+        assert FIRST_VALUES[key].keys() == {*values.values()}
         assert not {*values} & {*values.values()}
+    assert FIRST_VALUES["algo.ratio"] == {"sample": "answer"}  # not `sequence`, which it was in between
     assert FIRST_PATTERNS.keys() == PATTERNS.keys()
     assert not PATTERNS.keys() & {*KEYS, *KEYS.values(), *VALUES}
     assert section_at(Job, ["train", "early_stopping"]) is not None
@@ -197,8 +198,10 @@ def test_each_file_is_named(here):
         ),
         ("publish.gate=start", "publish.gate  start is now starting_model"),
         ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
-        ("algo.mean_over=answers", "algo.mean_over  answers is now sequences"),
-        ("algo.ratio=answer", "algo.ratio  answer is now sequence"),
+        ("algo.mean_over=answers", "algo.mean_over  answers is now samples"),
+        ("algo.ratio=answer", "algo.ratio  answer is now sample"),
+        ("algo.mean_over=sequences", "algo.mean_over  sequences is now samples"),
+        ("algo.ratio=sequence", "algo.ratio  sequence is now sample"),
         ("publish.metric=test/pass@1", "publish.metric  test/pass@1 is now pass@1/test"),
         ("publish.metric=next/all/ndcg@10", "publish.metric  next/all/ndcg@10 is now all/ndcg@10/next"),
     ],
@@ -296,7 +299,7 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
         ('{"train": {"rows": 8}}', '{"train": {"sequences": 8}}'),
         ("train: {? rows : 8}", "train: {? sequences : 8}"),
         ("publish: {gate: start}", "publish: {gate: starting_model}"),
-        ("algo: {ratio: answer, mean_over: answers}", "algo: {ratio: sequence, mean_over: sequences}"),
+        ("algo: {ratio: answer, mean_over: answers}", "algo: {ratio: sample, mean_over: samples}"),
         ("publish: {metric: 'test/reward', mode: max}", "publish: {metric: 'reward/test', mode: max}"),
         ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
         ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key sequences: 8}"),

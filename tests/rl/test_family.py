@@ -24,14 +24,14 @@ from tests.rl.test_grpo import groups, trajectory
 LONGEST = 12
 FORMS = {
     "tokens": GRPO(clip_high=0.3),
-    "sequences": GRPO(mean_over="sequences"),
+    "samples": GRPO(mean_over="samples"),
     "length": GRPO(mean_over="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
-    "gspo": GRPO(ratio="sequence", mean_over="sequences", clip_low=0.02, clip_high=0.03),
-    "gspo of tokens": GRPO(ratio="sequence", clip_low=0.02, clip_high=0.03),
+    "gspo": GRPO(ratio="sample", mean_over="samples", clip_low=0.02, clip_high=0.03),
+    "gspo of tokens": GRPO(ratio="sample", clip_low=0.02, clip_high=0.03),
     "trusted": GRPO(max_importance=1.1),
     "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
 }
-AGGREGATION = {"tokens": "token-mean", "sequences": "seq-mean-token-mean", "constant_length": "seq-mean-token-sum-norm"}
+AGGREGATION = {"tokens": "token-mean", "samples": "seq-mean-token-mean", "constant_length": "seq-mean-token-sum-norm"}
 
 
 class Given:
@@ -90,7 +90,7 @@ def test_loss_and_gradient_are_verls(form):
         else None
     )
     config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "constant_length" else {})
-    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "sequence" else "vanilla")
+    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "sample" else "vanilla")
     wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)
     assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
@@ -197,7 +197,7 @@ def test_settings_that_do_not_go_together_are_refused(algo, message):
         loads(yaml.safe_dump({**raw, "algo": algo}))
 
 
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
+def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
     """One answer of two tokens, by hand."""
     generation = Generation(
         np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True
@@ -209,7 +209,7 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
         Reward(1.0),
         {"old_logprobs": np.array([-1.0, -2.0], np.float32)},
     )
-    recipe = GRPO(ratio="sequence", mean_over="sequences", clip_low=9e9, clip_high=9e9, scale_by_std=False)
+    recipe = GRPO(ratio="sample", mean_over="samples", clip_low=9e9, clip_high=9e9, scale_by_std=False)
     batch = Batch.of(
         [[recipe.credit([(t, Trajectory(t.prompt, (generation,), "", Reward(0.0), t.token_columns))])[0]]], 4
     )

@@ -87,7 +87,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     [
         GRPO(),
         GRPO(processing=LogitsProcessing(0.8), mean_over="constant_length", max_new_tokens=7),
-        GRPO(ratio="sequence", mean_over="sequences"),
+        GRPO(ratio="sample", mean_over="samples"),
     ],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
@@ -147,7 +147,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, tmp_path / "m", family)
     found = []
-    for mean_over in ("constant_length", "sequences"):
+    for mean_over in ("constant_length", "samples"):
         recipe = GRPO(mean_over=mean_over, max_new_tokens=1000, **rest)
         made = groups() if rest else [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
         batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
@@ -169,7 +169,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
     [
         GRPO(),
         GRPO(mean_over="constant_length", max_new_tokens=7, kl=0.1),
-        GRPO(ratio="sequence", mean_over="sequences"),
+        GRPO(ratio="sample", mean_over="samples"),
     ],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):

@@ -80,7 +80,7 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
     assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
 
 
-@pytest.mark.parametrize("mean_over", ["tokens", "sequences", "constant_length"])
+@pytest.mark.parametrize("mean_over", ["tokens", "samples", "constant_length"])
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(mean_over):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)

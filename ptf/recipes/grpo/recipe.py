@@ -5,16 +5,16 @@ without a critic.
          for every token of an answer; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · K(π_ref, π),     ρ = π / π_old
-    ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    ρ  of a token; or of a sample, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
     + c_H H(π)  with `entropy`, of each token's distribution
     w  = min(π_old / π_rollout, C): the engine's distribution differs slightly from the trainer's π_old
          (truncated importance sampling, Yao et al. 2025)
     K  = log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
-The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their
-tokens (GRPO, eq. 3), or over sequences of the sums over their tokens divided by the largest length (Dr.GRPO,
-Liu et al. 2025, section 3.2). A sequence is one document of the batch: an answer, or turns of an episode of which each
+The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over samples of the means over their
+tokens (GRPO, eq. 3), or over samples of the sums over their tokens divided by the largest length (Dr.GRPO,
+Liu et al. 2025, section 3.2). A sample is one document of the batch: an answer, or turns of an episode of which each
 continues the context of the one before.
 """
 
@@ -49,8 +49,8 @@ class GRPO:
     clip_high: float = 0.2
     baseline: Literal["mean", "leave_one_out"] = "mean"
     scale_by_std: bool = True
-    ratio: Literal["token", "sequence"] = "token"
-    mean_over: Literal["tokens", "sequences", "constant_length"] = "tokens"
+    ratio: Literal["token", "sample"] = "token"
+    mean_over: Literal["tokens", "samples", "constant_length"] = "tokens"
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
@@ -117,7 +117,7 @@ class GRPO:
         return value
 
     def denominator(self, batch: Batch) -> Tensor:
-        """Count what the loss is a mean over: tokens, or sequences."""
+        """Count what the loss is a mean over: tokens, or samples."""
         return (batch.weights if self.mean_over == "tokens" else document_weights(batch)).sum(dtype=torch.float64)
 
     def has_known_gradient(self, batch: Batch) -> bool:
@@ -186,9 +186,9 @@ class GRPO:
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
         old = batch.token_columns.get("old_logprobs", logprobs.detach())
         log_ratio = logprobs - old
-        if self.ratio == "sequence":
-            # its value is the mean over the sequence, its gradient that of each token
-            log_ratio = self.sequence_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
+        if self.ratio == "sample":
+            # its value is the mean over the sample, its gradient that of each token
+            log_ratio = self.sample_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -233,15 +233,15 @@ class GRPO:
     def metric_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the sums of metrics, which the step divides by `denominator`: [B, T].
 
-        The quotient is the mean over tokens, or over sequences of the mean over their tokens.
+        The quotient is the mean over tokens, or over samples of the mean over their tokens.
         """
         if self.mean_over == "tokens":
             return batch.weights
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 
-    def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over each sequence's tokens, at every one of them: [B, T]."""
+    def sample_means(self, values: Tensor, batch: Batch) -> Tensor:
+        """Return the mean over each sample's tokens, at every one of them: [B, T]."""
         tokens = sums(torch.ones_like(values), batch).clamp(min=1)
         return broadcast_to_tokens(sums(values, batch) / tokens, batch)
 
