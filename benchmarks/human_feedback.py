@@ -156,14 +156,15 @@ def chatty() -> Path:
     rated = [row for row in read(RATINGS) if part(opening(row["prompt"])) != "test"]
     chats = {
         "tasks": written("tasks", [{"messages": row["messages"]} for row in read("chat/sgd_test_dialogues.jsonl.gz")])
-        | {"weight": 0.5},
+        | {"sampling_weight": 0.5},
         "agents": written("agents", [{"messages": row["messages"]} for row in read("chat/tau_airline_gpt4o.jsonl.gz")])
-        | {"weight": 0.12},
-        "assistants": written("assistants", [{"messages": row["messages"]} for row in assistants]) | {"weight": 0.08},
+        | {"sampling_weight": 0.12},
+        "assistants": written("assistants", [{"messages": row["messages"]} for row in assistants])
+        | {"sampling_weight": 0.08},
         "movies": written(
             "movies", [{"messages": asked_first([*row["prompt"], row["completion"]])} for row in longest(rated)]
         )
-        | {"weight": 0.3},
+        | {"sampling_weight": 0.3},
     }
     model = {"path": str(place), "init": "random", "tokenizer": str(DATA / "tokenizers" / "minimind")}
     more = {"data": {"train_on": "all", "too_long": "truncate"}}

@@ -62,7 +62,7 @@ def mixture(directory: Path) -> dict[str, Any]:
     sums = raw["data"]["sources"]["sums"]
     held_out = raw["data"]["validation"]["held_out"]["path"]
     raw["data"] |= {
-        "sources": {"a": {**sums, "weight": 3}, "b": {"path": held_out, "weight": 1}},
+        "sources": {"a": {**sums, "sampling_weight": 3}, "b": {"path": held_out, "sampling_weight": 1}},
         "validation": {},
     }
     raw["train"] |= {"validate_every": 0, "schedule": "linear", "warmup": 2, "decay": 5}

@@ -190,7 +190,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _source(name: str, source: Source, artifact: Artifact) -> str:
     """Return a row of the table of sources."""
-    weight = "by rows" if source.weight is None else f"{source.weight:g}"
+    weight = "by rows" if source.sampling_weight is None else f"{source.sampling_weight:g}"
     where = _where(source, artifact.commits.get(f"data.sources.{name}"))
     return f"| {name} | {where} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
 

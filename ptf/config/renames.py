@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 KEYS = {
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
+    "data.sources.NAME.weight": "data.sources.NAME.sampling_weight",
+    "data.validation.NAME.weight": "data.validation.NAME.sampling_weight",
+    "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
     "data.share_beginnings": "data.share_prefixes",
     "evaluate.start": "evaluate.starting_model",
     "evaluate.samples": "evaluate.samples_per_prompt",

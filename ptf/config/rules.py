@@ -203,12 +203,15 @@ def length(job: Job) -> list[str]:
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
-    if len(job.data.sources) > 1 and all(source.weight is None for source in job.data.sources.values()):
-        without = "if no source has a `weight`, every row is read once per epoch, and each source ends after its epochs"
+    if len(job.data.sources) > 1 and all(source.sampling_weight is None for source in job.data.sources.values()):
+        without = (
+            "if no source has a `sampling_weight`, every row is read once per epoch, and each source ends after its "
+            "epochs"
+        )
         if job.data.mix.exhausted == "stop":
-            faults.append(f"data.mix.exhausted: stop needs weights: {without}")
+            faults.append(f"data.mix.exhausted: stop needs sampling weights: {without}")
         if job.data.mix.by == "tokens":
-            faults.append(f"data.mix.by: tokens needs weights, which are then shares of tokens: {without}")
+            faults.append(f"data.mix.by: tokens needs sampling weights, which are then shares of tokens: {without}")
     return faults
 
 

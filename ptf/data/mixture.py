@@ -24,11 +24,11 @@ class Mixture:
 
     @property
     def weighted(self) -> bool:
-        """Whether the sources have shares by their weights.
+        """Whether the sources have shares by their sampling weights.
 
         Otherwise every row is read once per epoch, and a source ends when it has completed its epochs.
         """
-        return any(spec.weight is not None for spec in self.sources.values())
+        return any(spec.sampling_weight is not None for spec in self.sources.values())
 
     @property
     def ends(self) -> Literal["repeat", "drop", "stop"]:
@@ -49,13 +49,13 @@ class Mixture:
         known = {name: rows_of(name, spec, rows[name]) for name, spec in self.sources.items()}
         if len(known) == 1:
             return dict.fromkeys(known, 1.0)
-        shares = {name: spec.weight or 1.0 for name, spec in self.sources.items()} if self.weighted else known
+        shares = {name: spec.sampling_weight or 1.0 for name, spec in self.sources.items()} if self.weighted else known
         for name, share in shares.items():
             if share is None:
                 raise UserError(
                     f"the files of data.sources.{name} do not tell how many rows they have, "
-                    "and without weights sources are mixed by their rows: "
-                    "give it `rows` (their number, roughly), or give the sources a `weight`"
+                    "and without sampling weights, sources are mixed by their rows: "
+                    "give it `rows` (their number, roughly), or give the sources a `sampling_weight`"
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 

@@ -10,7 +10,7 @@ def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("
     return {
         name: SourceSpec(
             s.path,
-            s.weight,
+            s.sampling_weight,
             s.kind,
             s.columns,
             s.limit,

@@ -71,7 +71,7 @@ sources = st.dictionaries(
     names.filter(lambda name: not name.startswith("v")),
     st.fixed_dictionaries(
         {"path": texts},
-        optional={"kind": st.sampled_from(["chat", "prompt", "tokenized"]), "weight": st.floats(1e-9, 1e9)},
+        optional={"kind": st.sampled_from(["chat", "prompt", "tokenized"]), "sampling_weight": st.floats(1e-9, 1e9)},
     ),
     min_size=1,
     max_size=2,
@@ -507,13 +507,13 @@ def test_overrides(write):
             "train.lr=1e-5",
             "train.lr=2e-5",
             "compute.address=",
-            "data.sources.more={path: x, kind: prompt, weight: 2}",
+            "data.sources.more={path: x, kind: prompt, sampling_weight: 2}",
             "model.path=s3://b/k=v",
         ],
     )
     assert job.train.lr == 2e-5
     assert job.compute.address is None
-    assert job.data.sources["more"].weight == 2
+    assert job.data.sources["more"].sampling_weight == 2
     assert job.model.path == "s3://b/k=v"
 
 
@@ -561,7 +561,7 @@ def test_fingerprint_depends_on_the_named_sections_only():
 def test_resolve_puts_paths_in_place():
     job = loads(
         SFT.replace("path: m", "path: job:sft.yaml, tokenizer: prepare:tok").replace(
-            "a.jsonl", "prepare:a.jsonl, weight: 2, epochs: 3, limit: 9, columns: {messages: m}"
+            "a.jsonl", "prepare:a.jsonl, sampling_weight: 2, epochs: 3, limit: 9, columns: {messages: m}"
         )
         + (
             "evaluate: {sources: {e: {path: prepare:e, kind: prompt}}, reward: {use: a:b, args: {tables: [prepare:t, "
@@ -578,7 +578,7 @@ def test_resolve_puts_paths_in_place():
         "path": "/tok/chat",
         **chosen,
         "kind": "tokenized",
-        "weight": 2.0,
+        "sampling_weight": 2.0,
         "columns": {},
         "limit": None,
         "epochs": 3,

@@ -199,6 +199,7 @@ def test_each_file_is_named(here):
         ("publish.gate=start", "publish.gate  start is now starting_model"),
         ("publish.max_drop=0.1", "publish.max_drop  is now publish.max_regression"),
         ("algo.mean_over=answers", "algo.mean_over  answers is now samples"),
+        ("data.sources.a.weight=2", "data.sources.a.weight  is now data.sources.a.sampling_weight"),
         ("algo.ratio=answer", "algo.ratio  answer is now sample"),
         ("algo.mean_over=sequences", "algo.mean_over  sequences is now samples"),
         ("algo.ratio=sequence", "algo.ratio  sequence is now sample"),

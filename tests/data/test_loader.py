@@ -442,7 +442,7 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510
     assert max(b - a for a, b in itertools.pairwise([0, *at, 509])) < 80  # 51 apart, but for what the packer moves
-    weighted = {"a": replace(sources["a"], weight=1.0), "b": sources["b"]}
+    weighted = {"a": replace(sources["a"], sampling_weight=1.0), "b": sources["b"]}
     assert trained(weighted, characters, 2)["a3"] > 40  # shares, as soon as there is a weight: 1 and 1
 
 

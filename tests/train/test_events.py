@@ -261,7 +261,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
         "validation": {},
         "sources": {
             "chats": {**chats["data"]["sources"][next(iter(chats["data"]["sources"]))]},
-            "items": {"path": str(made / "train.jsonl"), "weight": 3.0},
+            "items": {"path": str(made / "train.jsonl"), "sampling_weight": 3.0},
         },
     }
     raw["train"] |= {"steps": 120, "sequences": 8, "micro_sequences": 8, "validate_every": 0}

@@ -215,7 +215,10 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
         tmp_path / "b.jsonl",
         [{"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]} for row in rows[45:]],
     )
-    sources = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2.0}}
+    sources = {
+        "a": {"path": str(tmp_path / "a.jsonl")},
+        "b": {"path": str(tmp_path / "b.jsonl"), "sampling_weight": 2.0},
+    }
     made = {
         **raw,
         "data": {**raw["data"], "sources": sources, "mix": {"exhausted": "drop"}},

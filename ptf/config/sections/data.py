@@ -33,10 +33,10 @@ class Source(Section):
     columns: dict[str, str | None] = {}
     """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
     (`{label: null}`)."""
-    weight: PositiveFloat | None = None
-    """Share in the mixture, relative to the other sources; a source without a weight counts 1. If no source has a
-    weight, every row is read once per epoch: sources are interleaved in proportion to their numbers of rows, and each
-    ends after its epochs."""
+    sampling_weight: PositiveFloat | None = None
+    """Share in the mixture, relative to the other sources; a source without one counts 1. If no source has one, every
+    row is read once per epoch: sources are interleaved in proportion to their numbers of rows, and each ends after its
+    epochs. It does not change the loss of a row; the column `weight` of a row does."""
     rows: Positive | None = None
     """Number of rows; give it only if an error asks for it. It stands in for the count of files whose rows ptf can
     count only by reading them (compressed files, lines in an object store), and there it may be approximate. If ptf
@@ -52,14 +52,14 @@ class MixConfig(Section):
     """How several sources make one stream."""
 
     by: Literal["samples", "tokens"] = "samples"
-    """Whether the weights of sources are shares of the samples or of the tokens."""
+    """Whether the sampling weights of sources are shares of the samples or of the tokens."""
     temperature: PositiveFloat = 1.0
-    """Shares are proportional to weight^(1 / temperature), without weights to rows^(1 / temperature); a temperature
-    above 1 makes them more equal."""
+    """Shares are proportional to sampling_weight^(1 / temperature), without these weights to rows^(1 / temperature); a
+    temperature above 1 makes them more equal."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    """With weights: what happens when a source has completed its epochs. `repeat`: it starts again, until all sources
-    have completed theirs. `drop`: the others continue without it. `stop`: the run ends. Without weights, `drop` always
-    applies."""
+    """With sampling weights: what happens when a source has completed its epochs. `repeat`: it starts again, until all
+    sources have completed theirs. `drop`: the others continue without it. `stop`: the run ends. Without these weights,
+    `drop` always applies."""
 
 
 class DataConfig(Section):

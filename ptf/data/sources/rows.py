@@ -19,7 +19,7 @@ class SourceSpec:
     """Where rows are, what they are, and how many of them are read."""
 
     path: str
-    weight: float | None = None  # share in a mixture
+    sampling_weight: float | None = None  # share in a mixture
     kind: str = "auto"
     # ptf's name → the name in the data; None: that column is not used.
     columns: Mapping[str, str | None] = field(default_factory=dict)
