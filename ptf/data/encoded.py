@@ -1,7 +1,7 @@
-"""The encoded stream of a source in a lane: its rows, read and encoded to items, one after the other.
+"""The encoded stream of a source in a lane: its rows, read and encoded to stream units, one after the other.
 
-An item that waits in a lane's windows is identified by the place that it was read from: a state holds places, and the
-process that continues from the state reads the items again.
+A stream unit that waits in a lane's windows is identified by the place that it was read from: a state holds places, and
+the process that continues from the state reads the stream units again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ import numpy as np
 from ptf.data import tokenized
 from ptf.data.baskets import reorder_baskets
 from ptf.data.encode import COUNTS, Encoder, counts_of
-from ptf.data.item_run import ItemRun, dump
-from ptf.data.items import Item, after_empty_rows, items_of, place_of, stored_items
 from ptf.data.order import LaneSource, Ranges
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import Place
 from ptf.data.stream import Deferred
+from ptf.data.stream_units import StreamUnit, after_empty_rows, place_of, stored_units, stream_units_of
+from ptf.data.unit_run import UnitRun, dump
 from ptf.errors import UserError
 
 
 class Encoded:
-    """Stream[Item]: the samples of a lane's rows, one after the other.
+    """Stream[StreamUnit]: the samples of a lane's rows, one after the other.
 
     It ends if no row of the lane will ever give a sample, although rows of other lanes do.
     """
@@ -46,12 +46,12 @@ class Encoded:
         self._name, self._source = name, source
         self._encoder, self._reread_encoder = encoder, reread_encoder
         self._patience, self._any_sample, self._reorder = patience, any_sample, reorder
-        self._pending: list[Item] = []  # items of the last row, the next one last
+        self._pending: list[StreamUnit] = []  # units of the last row, the next one last
         self._empty_rows = 0  # rows without a sample since the last row with one
         self._last_epoch = 0  # the epoch of the last row with a sample
         self._ended = False
 
-    def __next__(self) -> Item:
+    def __next__(self) -> StreamUnit:
         while not self._pending:
             if self._ended:
                 raise StopIteration
@@ -66,17 +66,17 @@ class Encoded:
                 self._last_epoch = row.epoch
         return self._pending.pop()
 
-    def _items(self, row: Place, units: Sequence[PackUnit], empty_rows: int) -> list[Item]:
-        """Return the items of one row."""
+    def _items(self, row: Place, units: Sequence[PackUnit], empty_rows: int) -> list[StreamUnit]:
+        """Return the stream units of one row."""
         if self._reorder is not None:
             units = [
                 reorder_baskets(unit, f"{self._reorder}/{(row.epoch, row.file, row.number, row.row, i)}")
                 for i, unit in enumerate(units)
             ]
-        return items_of(units, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
+        return stream_units_of(units, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
 
-    def run(self, most: int) -> ItemRun | None:
-        """Return the items of the next rows, at most `most` rows, without the cost of each row by itself.
+    def run(self, most: int) -> UnitRun | None:
+        """Return the stream units of the next rows, at most `most` rows, without the cost of each row by itself.
 
         Return None where `__next__` must be used.
         """
@@ -94,31 +94,31 @@ class Encoded:
         if rows is None:
             return None
         before = {"without": self._empty_rows, "found": self._last_epoch, "ended": False}
-        items_of_heads, recorded = [], []
+        units_of_heads, recorded = [], []
         ends: list[int] | None = None
         for head, n in zip(rows.heads, rows.counts(len(rows.order)), strict=True):
             block, first, at = head[3], head[1], (head[5], head[6])
             recorded.append(block.row_counts[first : first + n])
             if block.simple(first, first + n):
-                items_of_heads.append(iter(stored_items(block, first, first + n, self._name, rows.epoch, at)))
+                units_of_heads.append(iter(stored_units(block, first, first + n, self._name, rows.epoch, at)))
             else:
                 ends = []
-                items_of_heads.append(
-                    iter([items_of(block.units(i), self._name, rows.epoch, at, i, 0) for i in range(first, first + n)])
-                )
-        items: list[Any] = list(map(next, map(items_of_heads.__getitem__, rows.order.tolist())))
+                units = map(block.units, range(first, first + n))
+                found = [stream_units_of(one, self._name, rows.epoch, at, first + i, 0) for i, one in enumerate(units)]
+                units_of_heads.append(iter(found))
+        items: list[Any] = list(map(next, map(units_of_heads.__getitem__, rows.order.tolist())))
         counts = encoder.counted(np.concatenate(recorded)[_row_order(rows.order)])
         if ends is not None:
             items, ends = self._flat(items)
         if items:
             self._last_epoch = rows.epoch
         encoder.counts = dict(zip(COUNTS, counts[-1].tolist(), strict=True))
-        return ItemRun(items, rows.epoch, rows, ends, counts, before)
+        return UnitRun(items, rows.epoch, rows, ends, counts, before)
 
-    def _flat(self, rows: Sequence[Any]) -> tuple[list[Item], list[int]]:
-        """Return the items of rows, each of which is an item or a list of them, and the number of rows read with
+    def _flat(self, rows: Sequence[Any]) -> tuple[list[StreamUnit], list[int]]:
+        """Return the stream units of rows, each of which gave one or a list of them, and the number of rows read with
         each."""
-        items: list[Item] = []
+        items: list[StreamUnit] = []
         ends: list[int] = []
         for i, row in enumerate(rows):
             if isinstance(row, tuple):
@@ -137,16 +137,16 @@ class Encoded:
         """Return the encoder's counts."""
         return self._encoder.counts
 
-    def dump(self, items: Sequence[Item]) -> np.ndarray:
-        """Return the places and checksums of items."""
+    def dump(self, items: Sequence[StreamUnit]) -> np.ndarray:
+        """Return the places and checksums of stream units."""
         return dump(items)
 
-    def load(self, places: np.ndarray) -> list[Item]:
+    def load(self, places: np.ndarray) -> list[StreamUnit]:
         """Read the samples of places again, every row once.
 
         Raise UserError where another sample is found.
         """
-        by_place: dict[tuple[int, ...], Item] = {}
+        by_place: dict[tuple[int, ...], StreamUnit] = {}
         for key in sorted({tuple(place) for place in places.tolist()}):
             epoch, file, number, row, i, empty_rows, _ = key
             at = self._source.at(file, number, row, epoch)
@@ -160,7 +160,7 @@ class Encoded:
         return [by_place[tuple(place)] for place in places.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item; `settle` finishes it."""
+        """Return the state after the last stream unit; `settle` finishes it."""
         return {
             "source": self._source.state_dict(),
             "counts": dict(self._encoder.counts),

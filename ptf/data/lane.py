@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from ptf.data.encode import COUNTS
 from ptf.data.encoded import Encoded
-from ptf.data.item_run import ItemRun
-from ptf.data.items import ROWS, SOURCE, Item, length_of, units_of
 from ptf.data.order import ORDER, refuse_other_order
 from ptf.data.packing import Packer
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Shuffle, Stream
+from ptf.data.stream_units import ROWS, SOURCE, StreamUnit, length_of, units_of
+from ptf.data.unit_run import UnitRun
 
 
 class Lane:
@@ -23,8 +23,8 @@ class Lane:
     def __init__(
         self,
         encoded: Mapping[str, Encoded],
-        shuffled: Mapping[str, Shuffle[Item]],
-        items: Stream[Item],
+        shuffled: Mapping[str, Shuffle[StreamUnit]],
+        items: Stream[StreamUnit],
         seq_len: int,
         lookahead: int,
     ):
@@ -40,8 +40,8 @@ class Lane:
     def __next__(self) -> list[PackUnit]:
         return units_of([self.sequence()])[0]
 
-    def sequence(self) -> list[Item]:
-        """Return the next sequence as items; `units_of` makes their units, faster for many sequences at once."""
+    def sequence(self) -> list[StreamUnit]:
+        """Return the next sequence as stream units; `units_of` makes their units, faster for many sequences at once."""
         sequence, passed = next(self._packer), self.passed
         for item in sequence:
             passed[item[SOURCE]] += item[ROWS]
@@ -54,21 +54,21 @@ class Lane:
 
     def _counted(self, name: str) -> Mapping[str, int]:
         run, n = self._shuffled[name].position
-        return self._encoded[name].counts() if run is None else cast(ItemRun, run).counted(n)
+        return self._encoded[name].counts() if run is None else cast(UnitRun, run).counted(n)
 
-    def _dump(self, items: Sequence[Item]) -> dict[str, Any]:
+    def _dump(self, items: Sequence[StreamUnit]) -> dict[str, Any]:
         places = {
             name: encoded.dump([item for item in items if item[SOURCE] == name])
             for name, encoded in self._encoded.items()
         }
         return {"sources": [self._names.index(item[SOURCE]) for item in items], "places": places}
 
-    def _load(self, state: Mapping[str, Any]) -> list[Item]:
+    def _load(self, state: Mapping[str, Any]) -> list[StreamUnit]:
         items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
         return [next(items[self._names[i]]) for i in state["sources"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item; `settle` finishes it."""
+        """Return the state after the last stream unit; `settle` finishes it."""
         return {"order": ORDER, **self._packer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ptf.data.encode import Encode, Encoder, TooLong
 from ptf.data.encoded import Encoded
-from ptf.data.items import epoch_of
 from ptf.data.lane import Lane
 from ptf.data.mixture import Mixture, rows_of
 from ptf.data.order import Ordered
@@ -15,6 +14,7 @@ from ptf.data.quarantine import Quarantine
 from ptf.data.source_units import encoder_of, opened
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.stream import Shuffle
+from ptf.data.stream_units import epoch_of
 from ptf.data.tokenizer import Tokenizer
 
 

@@ -20,17 +20,17 @@ from typing import Any, Protocol
 from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
 from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
-from ptf.data.items import Item, documents_of, items_of, units_of
 from ptf.data.packing import idle
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
+from ptf.data.stream_units import StreamUnit, documents_of, stream_units_of, units_of
 from ptf.errors import UserError
 
 
 class PackedLane(Stream[list[PackUnit]], Protocol):
     """A lane: packed sequences, and running totals of the samples and rows that they were made from."""
 
-    def sequence(self) -> list[Item]:
+    def sequence(self) -> list[StreamUnit]:
         """Return the next sequence as items; used instead of `__next__`."""
         ...
 
@@ -150,11 +150,11 @@ class Loader:
         """Return the lane of each of this rank's sequences of a step."""
         return [(step * self._sequences + j) % self._lanes for j in self._sequence_numbers]
 
-    def _items(self, step: int) -> list[list[Item]]:
+    def _items(self, step: int) -> list[list[StreamUnit]]:
         """Return the items of this rank's sequences of a step."""
         sequences = [self._sequence(lane) for lane in self._lanes_of(step)]
         if not all(sequences):  # a lane that has ended gives sequences that train nothing
-            nothing = items_of([idle([[self._template_unit(sequences)]])], "", 0, (0, 0), 0, 0)
+            nothing = stream_units_of([idle([[self._template_unit(sequences)]])], "", 0, (0, 0), 0, 0)
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
@@ -206,14 +206,14 @@ class Loader:
             yield self._lay_out_step(*step_data)
         raise error or ended
 
-    def _sequence(self, lane: int) -> list[Item]:
+    def _sequence(self, lane: int) -> list[StreamUnit]:
         """Return a lane's next sequence; [] if the lane has ended."""
         try:
             return self._served[lane].sequence()
         except StopIteration:
             return []
 
-    def _template_unit(self, sequences: list[list[Item]]) -> PackUnit:
+    def _template_unit(self, sequences: list[list[StreamUnit]]) -> PackUnit:
         """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
         template = self._template or next((units_of([sequence[:1]])[0][0] for sequence in sequences if sequence), None)
         if template is None:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ptf.data.items import Item, length_of, rows_in
 from ptf.data.mixer import Mixer
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, randint
+from ptf.data.stream_units import StreamUnit, length_of, rows_in
 from ptf.errors import UserError
 
 
@@ -59,7 +59,9 @@ class Mixture:
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
-    def mixed(self, streams: Mapping[str, Shuffle[Item]], shares: Mapping[str, float], lane: int) -> Mixer[Item]:
+    def mixed(
+        self, streams: Mapping[str, Shuffle[StreamUnit]], shares: Mapping[str, float], lane: int
+    ) -> Mixer[StreamUnit]:
         """Return the mixture of the streams that a lane reads."""
         size = length_of if self.by == "tokens" else None
         epochs = {name: spec.epochs for name, spec in self.sources.items()}

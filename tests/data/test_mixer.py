@@ -87,7 +87,7 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
     sources = {"a": SourceSpec("a.jsonl.gz"), "b": SourceSpec("b.jsonl")}
     with pytest.raises(
         UserError,
-        match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the sources a `weight`",
+        match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the .* `sampling_weight`",
     ):
         Mixture(sources, 0).shares({"a": None, "b": 10})
     assert Mixture({**sources, "a": SourceSpec("a.jsonl.gz", rows=30)}, 0).shares({"a": None, "b": 10}) == {

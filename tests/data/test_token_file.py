@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.encoded import Encoded
-from ptf.data.items import documents_of, stored_items, units_of
 from ptf.data.lanes import Lanes
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
+from ptf.data.stream_units import documents_of, stored_units, units_of
 from ptf.data.token_file import RowFile, TokenRows, expand_runs, marked, runs, side_by_side, unit_columns, unmarked
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -104,7 +104,7 @@ def test_every_row_comes_back_to_the_bit(
             simple = not token_columns and sum(map(len, block.units(i))) == 1
             assert block.simple(i, i + 1) == simple
             if simple:
-                items += stored_items(block, i, i + 1, "a", 0, (0, 0))
+                items += stored_units(block, i, i + 1, "a", 0, (0, 0))
                 ((unit,),) = units_of([items[-1:]])
                 assert said([unit]) == said(block.units(i))
     units = [unit for (unit,) in units_of([[item] for item in items])]

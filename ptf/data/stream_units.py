@@ -1,10 +1,10 @@
-"""An item is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
+"""A stream unit is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
 
-Items of tokenized rows have, instead of the pack unit, the range of the block's tokens that the unit is made of.
+Stream units of tokenized rows have, instead of the pack unit, the range of the block's tokens that the unit is made of.
 
-An item is a plain tuple, and the item of a tokenized row holds arrays, numbers and strings only. The garbage collector
-stops tracking such tuples, which are made many at a time; it would search thousands of class instances in the windows
-for reference cycles again and again.
+A stream unit is a plain tuple, and that of a tokenized row holds only arrays, numbers and strings. The garbage
+collector stops tracking such tuples, which are made many at a time; it would search thousands of class instances in the
+windows for reference cycles again and again.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from ptf.data.documents import Documents
 from ptf.data.sample import PackUnit, build_samples, length
 from ptf.data.token_file import NO_COLUMNS, TokenRows, unmarked
 
-Item = tuple[Any, ...]
+StreamUnit = tuple[Any, ...]
 
 UNIT = 0  # the pack unit; None where its only sample lies in a block of tokenized rows, see below
 LENGTH = 1  # tokens
@@ -29,7 +29,7 @@ FILE_BLOCK = 4  # numbers of the file and of the block in it
 ROW = 5
 INDEX = 6  # the number of the unit among the row's units
 EMPTY_BEFORE = 7  # rows just before it that gave no unit
-ROWS = 8  # rows that the item stands for: the rows EMPTY_BEFORE, and the item's share of its own row
+ROWS = 8  # rows that the unit stands for: the rows EMPTY_BEFORE, and the unit's share of its own row
 TOKENS, WEIGHTS = 9, 10  # tokens of the whole block, and their weights; None where the tokens are marked (`unmarked`)
 START, END = 11, 12  # the range of the sample's tokens in the block
 SAMPLE_SOURCE = 13  # the source of the sample itself
@@ -37,10 +37,10 @@ SAMPLE_SOURCE = 13  # the source of the sample itself
 epoch_of, length_of, rows_in = itemgetter(EPOCH), itemgetter(LENGTH), itemgetter(ROWS)
 
 
-def items_of(
+def stream_units_of(
     units: Sequence[PackUnit], source: str, epoch: int, at: tuple[int, int], row: int, before: int
-) -> list[Item]:
-    """Return the items of one row's pack units."""
+) -> list[StreamUnit]:
+    """Return the stream units of one row's pack units."""
     n = len(units)
     return [
         (unit, length(unit), source, epoch, at, row, i, 0 if i else before, (0 if i else before) + 1 / n)
@@ -48,8 +48,10 @@ def items_of(
     ]
 
 
-def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int, at: tuple[int, int]) -> list[Item]:
-    """Return the items of rows of a block, each of which has one unit of one sample without columns."""
+def stored_units(
+    block: TokenRows, first: int, end: int, source: str, epoch: int, at: tuple[int, int]
+) -> list[StreamUnit]:
+    """Return the stream units of rows of a block, each of which has one unit of one sample without columns."""
     cuts, own = block.spans(first, end)
     lengths = block.row_counts[first:end, 1].tolist()
     fields: list[Iterable[Any]] = [
@@ -67,13 +69,13 @@ def stored_items(block: TokenRows, first: int, end: int, source: str, epoch: int
     return list(zip(*fields))  # noqa: B905  repeat is endless
 
 
-def after_empty_rows(item: Item, before: int) -> Item:
-    """Return a row's first item, recording that `before` rows just before the row gave no item."""
+def after_empty_rows(item: StreamUnit, before: int) -> StreamUnit:
+    """Return a row's first stream unit, recording that `before` rows just before the row gave no stream unit."""
     return (*item[:EMPTY_BEFORE], before, before + item[ROWS], *item[TOKENS:])
 
 
-def units_of(sequences: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
-    """Return the pack units of sequences of items."""
+def units_of(sequences: Sequence[Sequence[StreamUnit]]) -> list[list[PackUnit]]:
+    """Return the pack units of sequences of stream units."""
     flat = [item for sequence in sequences for item in sequence if item[UNIT] is None]
     if not flat:
         return [[item[UNIT] for item in sequence] for sequence in sequences]
@@ -92,8 +94,8 @@ def units_of(sequences: Sequence[Sequence[Item]]) -> list[list[PackUnit]]:
     return [[item[UNIT] or (next(samples),) for item in sequence] for sequence in sequences]
 
 
-def documents_of(sequences: Sequence[Sequence[Item]]) -> Documents:
-    """Return the documents of sequences of items."""
+def documents_of(sequences: Sequence[Sequence[StreamUnit]]) -> Documents:
+    """Return the documents of sequences of stream units."""
     flat = list(chain.from_iterable(sequences))
     if not flat or any([item[UNIT] for item in flat]):
         return Documents.of(units_of(sequences))
@@ -101,8 +103,8 @@ def documents_of(sequences: Sequence[Sequence[Item]]) -> Documents:
     return Documents(each, each, [1] * n, [*map(length_of, flat)], *_contents(flat), own, [0] * n, ())
 
 
-def _contents(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of all items, one after the other, and their weights, [n] int32 and [n] float32."""
+def _contents(items: Sequence[StreamUnit]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of all stream units, one after the other, and their weights, [n] int32 and [n] float32."""
     content = bytearray().join([item[TOKENS][item[START] : item[END]] for item in items])
     tokens, weights = unmarked(np.frombuffer(content, np.int32))
     if any([item[WEIGHTS] is not None for item in items]):
@@ -114,10 +116,10 @@ def _contents(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, weights
 
 
-def place_of(item: Item) -> tuple[int, ...]:
-    """Return the place of an item: epoch, file, block, row, index in the row, empty rows before it, checksum.
+def place_of(item: StreamUnit) -> tuple[int, ...]:
+    """Return the place of a stream unit: epoch, file, block, row, index in the row, empty rows before it, checksum.
 
-    When the item is read again, the checksum of its tokens shows whether it is the same one.
+    When the stream unit is read again, the checksum of its tokens shows whether it is the same one.
     """
     tokens = [_contents([item])[0]] if item[UNIT] is None else [sample.tokens for sample in item[UNIT]]
     crc = 0
