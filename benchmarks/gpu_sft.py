@@ -77,7 +77,7 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
-        command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--lineage", "bench"]
+        command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--run-name", "bench"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode:
             raise SystemExit(f"{shape}: ptf train failed\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")

@@ -27,7 +27,7 @@ def figure(page: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
         ' font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">Held-out exact match (pass@1, 500 questions): {said}</text>',
+        f'<text x="{LEFT}" y="18" font-size="13">Held-out exact match (greedy answers, 500 questions): {said}</text>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = height(share)

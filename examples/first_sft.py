@@ -86,7 +86,7 @@ def main() -> None:
     metrics = ptf.evaluate(run)
     version = ptf.publish(run)
 
-    print(f"right answers to held-out questions: {metrics['pass@1/questions']:.0%}")
+    print(f"right answers to held-out questions: {metrics['greedy_accuracy/questions']:.0%}")
     chat = ptf.chat(version, max_new_tokens=8, temperature=0.0)
     for question in ("12+30=", "7+8="):
         print(question, chat.answer(question))

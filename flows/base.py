@@ -77,7 +77,7 @@ class PostTrainFlow(FlowSpec):
         "continue",
         type=str,
         default=None,
-        help="A lineage to continue in this run; only config keys marked free may have changed.",
+        help="The name of an earlier training run to continue; only config keys marked free may have changed.",
     )
 
     def __init__(self, use_cli: bool = True):
@@ -89,12 +89,12 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def start(self):
-        """Name the training run (its lineage); a resume keeps the name, so it continues from this run's checkpoints.
-        `run --continue LINEAGE` uses an earlier run's name."""
+        """Name the training run; a resume keeps the name, so it continues from this run's checkpoints.
+        `run --continue RUN_NAME` uses the name of an earlier run."""
         from steps.artifact import Artifact
 
-        self.lineage = self._lineage()
-        self.artifact = Artifact(lineage=self.lineage)
+        self.run_name = self._run_name()
+        self.artifact = Artifact(run_name=self.run_name)
         self.next(self.prepare)
 
     @step
@@ -116,10 +116,10 @@ class PostTrainFlow(FlowSpec):
     @card(type="blank", id="train", refresh_interval=0)
     @step
     def train(self):
-        """Train, from the lineage's newest checkpoint if there is one."""
+        """Train, from the run's newest checkpoint if there is one."""
         from steps.train import train
 
-        with cards.live(current.card["train"], self._job(), self._artifact().lineage):
+        with cards.live(current.card["train"], self._job(), self._artifact().run_name):
             self._stage(train)
         self.next(self.evaluate)
 
@@ -145,10 +145,14 @@ class PostTrainFlow(FlowSpec):
 
     @step
     def end(self):
-        """Print the lineage, and the paths of the model and of the published version."""
-        print(f"lineage    {self.lineage}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
+        """Print the run's name, and the paths of the model and of the published version."""
+        print(f"run name   {self._known_as()}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
 
-    def _lineage(self) -> str:
+    def _known_as(self) -> str:
+        """Return the training run's name, which `start` stored; runs of earlier versions stored it as `lineage`."""
+        return self.run_name if hasattr(self, "run_name") else self.lineage
+
+    def _run_name(self) -> str:
         flow = re.sub(
             r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", type(self).__name__.removesuffix("Flow")
         ).lower()
@@ -196,10 +200,10 @@ class PostTrainFlow(FlowSpec):
     def _artifact(self) -> "Artifact":
         """Return the artifact of the previous steps.
 
-        `spin` repeats a step of a finished run and must not change its checkpoints, so it gets a different lineage.
+        `spin` repeats a step of a finished run and must not change its checkpoints, so it gets a different name.
         """
         spinning = argv.command(sys.argv) == "spin-step"
-        return self.artifact.but(lineage=f"{self.artifact.lineage}-spin") if spinning else self.artifact
+        return self.artifact.but(run_name=f"{self.artifact.run_name}-spin") if spinning else self.artifact
 
     def _command_line(self) -> None:
         """Run Metaflow's command line: first translate the options for the config; if the run fails, print the command

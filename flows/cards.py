@@ -34,9 +34,9 @@ KPIS = ("loss", "reward", "kl_reference", "tok_s", "mfu")  # metrics of the last
 
 
 @contextmanager
-def live(card: Any, job: Job, lineage: str) -> Iterator[None]:
+def live(card: Any, job: Job, run_name: str) -> Iterator[None]:
     """Update the card of the train step while the block runs, and render it at the end if the block fails."""
-    page, done = TrainingPage(card, job, lineage), threading.Event()
+    page, done = TrainingPage(card, job, run_name), threading.Event()
 
     def watch() -> None:
         pause = REFRESH_S
@@ -76,14 +76,14 @@ class TrainingPage:
     If the page cannot be drawn, a line on the console reports it, and training continues.
     """
 
-    def __init__(self, card: Any, job: Job, lineage: str):
-        self.card, self.job, self.run = card, job, Path(job.output) / lineage
+    def __init__(self, card: Any, job: Job, run_name: str):
+        self.card, self.job, self.run = card, job, Path(job.output) / run_name
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
         self.begun, self.resumed = time.time(), 0
         self.config = Table(
             [[key, str(value)] for key, value in flatten(shown(job).model_dump(mode="json"))],
-            headers=["config", lineage],
+            headers=["config", run_name],
         )
         try:
             self.resumed = max(self._finished(), default=0)
@@ -243,7 +243,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     def shown(name):
         return f"{metrics[name]:.4g}" if name in metrics else ""
 
-    card.append(Markdown(f"# {plain(artifact.lineage)}"))
+    card.append(Markdown(f"# {plain(artifact.run_name)}"))
     if failed:
         card.append(Table([[failed]], headers=["failed"]))
         return
@@ -275,7 +275,7 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callabl
         why = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
         card.extend(
             [
-                Markdown(f"# {plain(artifact().lineage)}"),
+                Markdown(f"# {plain(artifact().run_name)}"),
                 Table([[short(redacted(str(why)), 3000)]], headers=["The step failed"]),
             ]
         )

@@ -44,7 +44,7 @@ class RetrainFlow(PostTrainFlow):
     def end(self):
         """Print the result."""
         if self.artifact.published:
-            print(f"lineage    {self.lineage}\npublished  {self.artifact.published}")
+            print(f"run name   {self._known_as()}\npublished  {self.artifact.published}")
         else:
             no_data, no_gain = "there are no new data", "the new model is not better than the published version"
             print(f"nothing published: {no_data if self.found == 'nothing' else no_gain}")

@@ -38,8 +38,8 @@ class SFTThenRLFlow(PostTrainFlow):
                     "or run the recipe's own flow"
                 )
             self.first = dump(load(path.removeprefix("job:")))
-        self.lineage = self._lineage()
-        self.artifact = Artifact(lineage=f"{self.lineage}-first")
+        self.run_name = self._run_name()
+        self.artifact = Artifact(run_name=f"{self.run_name}-first")
         self.published_first = None
         self.next(self.prepare_first)
 
@@ -65,7 +65,7 @@ class SFTThenRLFlow(PostTrainFlow):
         """Train the first model."""
         from steps.train import train
 
-        with cards.live(current.card["train"], self._job(), self._artifact().lineage):
+        with cards.live(current.card["train"], self._job(), self._artifact().run_name):
             self._stage(train)
         self.next(self.evaluate_first)
 
@@ -89,7 +89,7 @@ class SFTThenRLFlow(PostTrainFlow):
         with cards.publishing(current.card["publish"], self._artifact, page):
             self._stage(publish)
         self.published_first = self.artifact.published
-        self.artifact = Artifact(lineage=self.lineage)
+        self.artifact = Artifact(run_name=self._known_as())
         self.next(self.prepare)
 
     @step

@@ -35,11 +35,11 @@ class SweepFlow(PostTrainFlow):
         from steps.prepare import prepare
         from steps.sweep import trials
 
-        self.lineage, self.trial, self.failed = self._lineage(), "", ""
+        self.run_name, self.trial, self.failed = self._run_name(), "", ""
         with self._reporting_errors():
             self.trials = trials(self._job())
             # models of other jobs: trained once, and the same for all trials
-            self.models = dict(prepare(self._job(), Artifact(lineage=self.lineage)).models)
+            self.models = dict(prepare(self._job(), Artifact(run_name=self.run_name)).models)
         self.next(self.prepare, foreach="trials")
 
     @step
@@ -51,7 +51,7 @@ class SweepFlow(PostTrainFlow):
         self.number, self.trial, self.artifact = (
             self.index,
             self.input,
-            Artifact(lineage=f"{self.lineage}-{self.index}"),
+            Artifact(run_name=f"{self._known_as()}-{self.index}"),
         )
         self._stage(prepare)
         self.artifact = self.artifact.but(models={**self.artifact.models, **self.models})
@@ -75,7 +75,7 @@ class SweepFlow(PostTrainFlow):
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
         with self._reporting_errors():
             chosen = trials[best(self._job(), [trial.artifact.metrics for trial in trials])]
-        self.lineage, self.trial, self.artifact, self.failed = chosen.lineage, chosen.trial, chosen.artifact, ""
+        self.run_name, self.trial, self.artifact, self.failed = chosen._known_as(), chosen.trial, chosen.artifact, ""
         self.next(self.publish)
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:

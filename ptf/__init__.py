@@ -59,11 +59,11 @@ class _TrainPackage(ModuleType):
     """The package `ptf.train`, which can be called: `ptf.train` is both the room of the training code and the function
     that trains a job, and Python keeps one attribute for both."""
 
-    def __call__(self, job: "Job", lineage: "str | None" = None) -> "Run":
+    def __call__(self, job: "Job", run_name: "str | None" = None) -> "Run":
         """Train a job and return its run, as `ptf.api.train` does."""
         from ptf.api import train
 
-        return train(job, lineage)
+        return train(job, run_name)
 
 
 importlib.import_module("ptf.train")  # empty, so this costs nothing

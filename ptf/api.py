@@ -68,13 +68,13 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
     return report(job, rows, samples)
 
 
-def train(job: Job, lineage: str | None = None) -> "Run":
-    """Train a job and return its run. `lineage` names the run: one that exists goes on from its newest checkpoint; None
+def train(job: Job, run_name: str | None = None) -> "Run":
+    """Train a job and return its run. A run called `run_name` that exists goes on from its newest checkpoint; None
     makes a new one. The launcher of the config (`compute`) decides which processes train. Raises UserError, and Held
-    where another process is training this lineage."""
-    from ptf.training_run import train as train_lineage
+    where another process is training this run."""
+    from ptf.training_run import train as train_run
 
-    return train_lineage(job, lineage)
+    return train_run(job, run_name)
 
 
 def evaluate(

@@ -10,9 +10,9 @@ from ptf.config import Job, resolve
 
 @dataclass(frozen=True)
 class Artifact:
-    """The names of what the stages of one lineage have made so far."""
+    """The names of what the stages of one training run have made so far."""
 
-    lineage: str  # names the training run; every resume keeps it
+    run_name: str  # every resume of the training run keeps it
     prepared: str | None = None  # directory that data.prepare wrote
     # path → published version, of models that are `job:`s or directories of versions
     models: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +33,15 @@ class Artifact:
 
             refuse_damaged(self.prepared, job.verify_bytes)
         return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a stored artifact; earlier versions called `run_name` `lineage`."""
+        if "lineage" in state:
+            state = {
+                "run_name": state["lineage"],
+                **{name: value for name, value in state.items() if name != "lineage"},
+            }
+        self.__dict__.update(state)
 
     def but(self, **changes: Any) -> "Artifact":
         """Return a copy with these fields changed."""

@@ -108,7 +108,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train a job to its end."""
-    api.train(load(*options.config, overrides=options.set), options.lineage)
+    api.train(load(*options.config, overrides=options.set), options.run_name)
     return 0
 
 
@@ -427,9 +427,17 @@ def _add_doctor(commands: Commands) -> None:
     command.set_defaults(run=doctor)
 
 
+class _Renamed(argparse.Action):
+    """An option that has a new name, `const`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is now {self.const}")
+
+
 def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
     command = commands.add_parser("train", parents=[config], help="train")
-    command.add_argument("--lineage", metavar="ID", help="the training run to continue, or the name of a new one")
+    command.add_argument("--run-name", metavar="NAME", help="the training run to continue, or the name of a new one")
+    command.add_argument("--lineage", action=_Renamed, const="--run-name", help=argparse.SUPPRESS)
     command.set_defaults(run=train)
 
 

@@ -32,7 +32,7 @@ class Stopped(Retryable):
     def __init__(self, step: int, of: int, place: str) -> None:
         super().__init__(
             f"stopped after step {step} of {of}, as requested; its checkpoint is {place}, "
-            "and running the job again with the same lineage continues from it"
+            "and running the job again with the same run name continues from it"
         )
         self.given = step, of, place
 

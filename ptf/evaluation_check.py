@@ -30,8 +30,8 @@ def check_evaluation(job: Job) -> None:
     metric = job.publish.metric
     if metric is None or metric.startswith("train/"):
         return
-    current = names_in_old_order(job)
-    names = list(current.values())
+    current = former_names(job)
+    names = list(dict.fromkeys(current.values()))
     if metric in current and metric not in names:
         raise ConfigError(f"publish.metric: {metric} is now {current[metric]}")
     held_out = [] if registry.is_online(job) else list(job.data.validation)
@@ -42,20 +42,22 @@ def check_evaluation(job: Job) -> None:
         )
 
 
-def names_in_old_order(job: Job) -> dict[str, str]:
-    """Return the names that metrics of answers and rankings had in earlier versions, NAME/METRIC, each with the name
-    that it has now, METRIC/NAME."""
+def former_names(job: Job) -> dict[str, str]:
+    """Return the names that metrics of answers and rankings had in earlier versions, each with the name that it has
+    now, METRIC/NAME: they were NAME/METRIC, and the share of right greedy answers was pass@1."""
     evaluate_config, ranking = job.evaluate, job.evaluate.ranking
-    rates = ["pass@1", f"pass@{evaluate_config.samples_per_prompt}", "reward", "no_result", *evaluate_config.metrics]
+    sampled = [f"pass@{evaluate_config.samples_per_prompt}"] if evaluate_config.samples_per_prompt > 1 else []
+    rates = [*sampled, "reward", "no_result", *evaluate_config.metrics]
     pairs = [(source, rate) for source in evaluate_config.sources for rate in rates]
     if ranking:
         measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
         pairs += [(source, measure) for source in ranking.sources for measure in measures]
-    return {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
+    greedy = {old: f"greedy_accuracy/{s}" for s in evaluate_config.sources for old in (f"{s}/pass@1", f"pass@1/{s}")}
+    return greedy | {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
 
 
 def with_current_names(job: Job, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of an evaluation, which an earlier version may have stored, under the names of today."""
-    current = names_in_old_order(job)
+    current = former_names(job)
     current |= {f"start/{old}": f"start/{new}" for old, new in current.items()}
     return {current.get(name, name): value for name, value in metrics.items()}

@@ -66,9 +66,9 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     """Compare the trained model with the model that training started from.
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
-    was measured on both: reward and pass@1 of greedy answers, NDCG of the ranking, the held-out loss. The list is empty
-    if nothing is held out or `evaluate.starting_model` is off. Raises UserError if the stored rows of the two models
-    are not the same rows.
+    was measured on both: mean reward and accuracy of greedy answers, NDCG of the ranking, the held-out loss. The
+    list is empty if nothing is held out or `evaluate.starting_model` is off. Raises UserError if the stored rows of the
+    two models are not the same rows.
     """
     named = job.publish.metric
     if named is not None and f"start/{named}" in metrics:
@@ -93,7 +93,7 @@ def commit_rows(run: Path) -> None:
 
 def defaults(job: Job) -> Iterator[list[str]]:
     """Yield groups of metrics that may be compared, in order of preference."""
-    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "pass@1")]
+    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "greedy_accuracy")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
     metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
@@ -129,7 +129,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
             None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
         )
     measure, _, source = metric.rpartition("/")
-    if source in job.evaluate.sources and measure in ("reward", "pass@1"):
+    if source in job.evaluate.sources and measure in ("reward", "greedy_accuracy"):
         then, now = _read(run / ANSWERS, source)
         value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
         pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
@@ -223,5 +223,5 @@ def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(
             f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "
-            "publish.gate: off publishes it anyway (a flow: run --continue LINEAGE --set publish.gate=off)"
+            "publish.gate: off publishes it anyway (a flow: run --continue RUN_NAME --set publish.gate=off)"
         )

@@ -259,7 +259,7 @@ def _engine_here(job: Job) -> str | Plugin:
 
 
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
-    """Return pass@1, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
+    """Return the greedy accuracy, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.starting_model`, also those of the model that training started from.
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.

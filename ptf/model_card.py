@@ -62,7 +62,7 @@ def card(
         *(f"{key}: {json.dumps(value)}" for key, value in header.items()),
         "---",
         "",
-        f"# {artifact.lineage}",
+        f"# {artifact.run_name}",
     ]
     for title, text in parts.items():
         lines += ["", *([f"## {title}", ""] if title else []), *text]
@@ -86,7 +86,7 @@ def _header(job: Job, artifact: Artifact, recipe: str, head: str) -> dict[str, A
     if datasets := sorted({repo for source in job.data.sources.values() if (repo := _repository(source))}):
         header["datasets"] = datasets
     if results := _results(job, artifact.metrics, task):
-        header["model-index"] = [{"name": artifact.lineage, "results": results}]
+        header["model-index"] = [{"name": artifact.run_name, "results": results}]
     return header
 
 
@@ -131,7 +131,7 @@ def _serving(job: Job, artifact: Artifact, head: str) -> list[str]:
     command = SERVE[kind].format(
         place=place,
         base=base_model(_start(job, artifact)) or "BASE_MODEL",
-        name=artifact.lineage,
+        name=artifact.run_name,
         rank=lora.rank if lora else "",
     )
     lines = ["```", command, "```"]
@@ -226,7 +226,7 @@ def _cell(value: float | None) -> str:
 def page(artifact: Artifact) -> str:
     """Return Markdown for the card of the flow's publish step: the gates that were passed, and the model card."""
     if artifact.published is None:
-        return f"# {artifact.lineage}\n\n**Not published:** it is not better than the published version."
+        return f"# {artifact.run_name}\n\n**Not published:** it is not better than the published version."
     text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
     manifest = storage.manifest_of(artifact.published)
     return (

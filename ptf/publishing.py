@@ -25,10 +25,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generati
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the run's model as a version, and return the artifact with the version's address.
 
-    The version is named after the lineage, so publishing again changes nothing. Raises, before anything is written,
+    The version is named after the run, so publishing again changes nothing. Raises, before anything is written,
     UserError if the exported model does not give the trained model's log-probs or its tokenizer gives different ids;
     Worse if the model is worse than the one that training started from or than the published one; Held if a different
-    process is writing to the lineage.
+    process is writing to the run.
     """
     artifact = artifact.but(metrics=with_current_names(job, artifact.metrics))
     assert artifact.run is not None
@@ -48,9 +48,9 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     difference = _loaded_difference(resolved, run, Path(artifact.model))
     staged = _stage_files(job, run, Path(artifact.model))
     verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
-    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(job, artifact.lineage), verdict))
+    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(job, artifact.run_name), verdict))
     manifest = {
-        "version": artifact.lineage,
+        "version": artifact.run_name,
         "job": dump(shown(resolved)),
         "config": fingerprint(job),
         "metrics": dict(artifact.metrics),
@@ -62,21 +62,21 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     }
     files = storage.commit(str(staged), manifest)["files"]
     # after a retry the version may exist already: its files are not written again, since somebody may be reading them
-    is_there = _files(f"{root}/{artifact.lineage}") == files
+    is_there = _files(f"{root}/{artifact.run_name}") == files
     lease.check()
     if not is_there:
-        storage.upload(staged, f"{root}/{artifact.lineage}")
+        storage.upload(staged, f"{root}/{artifact.run_name}")
     _move_pointer(job, artifact, lease, is_there)
     print(
-        f"published {root}/{artifact.lineage} (loaded again, its log-probs are within {difference:.1e} of the trained "
+        f"published {root}/{artifact.run_name} (loaded again, its log-probs are within {difference:.1e} of the trained "
         "model's)",
         flush=True,
     )
     print(f"gate: {verdict}", flush=True)
     if job.publish.hub:
-        push(staged, job.publish.hub, artifact.lineage)
+        push(staged, job.publish.hub, artifact.run_name)
     shutil.rmtree(staged)
-    return artifact.but(published=f"{root}/{artifact.lineage}")
+    return artifact.but(published=f"{root}/{artifact.run_name}")
 
 
 def _loaded_difference(job: Job, run: Path, model: Path) -> float:
@@ -118,19 +118,19 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
     root = job.versions
     for _ in range(ATTEMPTS):
         seen = published.pointer(root)
-        if is_there and seen and artifact.lineage in seen.before:
+        if is_there and seen and artifact.run_name in seen.before:
             print(
-                f"{root}/{artifact.lineage} was published before, and {seen.version} after it; the pointer stays there",
+                f"{root}/{artifact.run_name} was published before, and {seen.version} after it; the pointer stays",
                 flush=True,
             )
             return
         _refuse_worse(job, artifact, published.manifest(root))  # again: others may have published meanwhile
         with lease.commit():
-            moved = published.point(root, artifact.lineage, seen)
+            moved = published.point(root, artifact.run_name, seen)
         if moved:
             return
     raise Retryable(
-        f"all files of {root}/{artifact.lineage} are written, but the pointer could not be set to it: other processes "
+        f"all files of {root}/{artifact.run_name} are written, but the pointer could not be set to it: other processes "
         "keep publishing there"
     )
 
@@ -158,12 +158,12 @@ def push(directory: Path, repository: str, version: str) -> None:
     print(f"pushed to {commit.commit_url}", flush=True)
 
 
-def _version_before(job: Job, lineage: str) -> Mapping[str, Any] | None:
+def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
     """Return the manifest of the version that the pointer named before this one, with its metrics under the names of
     today; None if there is none."""
     seen = published.pointer(job.versions)
     counted = [*seen.before, seen.version] if seen else []
-    earlier = counted[: counted.index(lineage)] if lineage in counted else counted
+    earlier = counted[: counted.index(run_name)] if run_name in counted else counted
     if not earlier:
         return None
     manifest = storage.manifest_of(f"{job.versions}/{earlier[-1]}")

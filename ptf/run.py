@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from ptf.compute.world import World
 
 
-def new_lineage(job: Job) -> str:
-    """Return a new lineage: the name of one training run and of every resume of it. It begins with the recipe."""
+def new_run_name(job: Job) -> str:
+    """Return a new name for a training run, which every resume of it keeps. It begins with the recipe."""
     recipe = job.recipe if isinstance(job.recipe, str) else "plugin"
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
-LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
 
 
-def refuse_lineage(lineage: str) -> None:
-    """Raise UserError if `lineage` cannot be the name of a run's directory."""
-    if not LINEAGE.fullmatch(lineage):
+def refuse_run_name(run_name: str) -> None:
+    """Raise UserError if `run_name` cannot be the name of a run's directory."""
+    if not RUN_NAME.fullmatch(run_name):
         raise UserError(
-            f"{lineage!r} is not the name of a training run: at most 200 letters, digits, dots, "
+            f"{run_name!r} is not the name of a training run: at most 200 letters, digits, dots, "
             "hyphens and underscores, the first a letter or a digit "
-            "(without --lineage a new run gets one)"
+            "(without --run-name a new run gets one)"
         )
-    if lineage in TAKEN:
+    if run_name in TAKEN:
         raise UserError(
-            f"{lineage!r} is not the name of a training run: a directory of that name is shared by all runs; "
+            f"{run_name!r} is not the name of a training run: a directory of that name is shared by all runs; "
             "choose a different name"
         )
 
@@ -97,13 +97,13 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def dataset_commits(job: Job, lineage: str | None = None) -> dict[str, str]:
+def dataset_commits(job: Job, run_name: str | None = None) -> dict[str, str]:
     """Map the key of each source that is a dataset on the Hub to the commit to read; omit sources that name a commit.
 
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
-    it is the commit that an earlier attempt at the lineage read; otherwise it is the revision's newest commit.
+    it is the commit that an earlier attempt at the run read; otherwise it is the revision's newest commit.
     """
-    text = read_job_file(Path(job.output) / lineage) if lineage else None
+    text = read_job_file(Path(job.output) / run_name) if run_name else None
     before = sources_of(loads(text)) if text else {}
     commits = {}
     for key, source in sources_of(job).items():
@@ -131,11 +131,11 @@ def flow_of(job: Job) -> str:
     return "sft" if job.rollout is None else "grpo"
 
 
-def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = None) -> Job:
+def resolved(job: Job, models: Mapping[str, str] = {}, run_name: str | None = None) -> Job:
     """Return the job with `prepare:` and `job:` replaced by paths, and with the commit of each dataset on the Hub.
 
-    `models` and the commits that an earlier attempt at `lineage` read take precedence. Raises UserError if a `job:` has
-    published nothing.
+    `models` and the commits that an earlier attempt at `run_name` read take precedence. Raises UserError if a `job:`
+    has published nothing.
     """
     models = {**published_models(job), **models}
     for key, config in unpublished(job, models).items():
@@ -143,44 +143,44 @@ def resolved(job: Job, models: Mapping[str, str] = {}, lineage: str | None = Non
             f"{key}: {config} has published no model yet; make it first: "
             f"python flows/{flow_of(load(config))}_flow.py run --config {config}"
         )
-    return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, lineage))
+    return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, run_name))
 
 
-def remove_leftovers(job: Job, lineage: str) -> None:
+def remove_leftovers(job: Job, run_name: str) -> None:
     """Remove the temporary files that killed processes left in the directories that this job and this run write to."""
-    places = {job.output: 1, f"{job.output}/{lineage}": 4} | (
+    places = {job.output: 1, f"{job.output}/{run_name}": 4} | (
         {job.versions: 1} if storage.is_local(job.versions) else {}
     )
     for place in {path: None for root, depth in places.items() for path in scratch.sweep(Path(root), depth)}:
         print(f"removed {place}, which a killed process had left", flush=True)
 
 
-def run(job: Job, lineage: str) -> Path:
-    """Train a resolved job, from its lineage's newest checkpoint if there is one, and return the run's directory.
+def run(job: Job, run_name: str) -> Path:
+    """Train a resolved job, from the run's newest checkpoint if there is one, and return the run's directory.
 
     The directory contains metrics.jsonl, tensorboard/, checkpoints/ and model/, a Hugging Face directory. Raises Held
-    if a different process is training the lineage.
+    if a different process is training the run.
     """
-    refuse_lineage(lineage)
-    directory, job = Path(job.output) / lineage, shown(job)
+    refuse_run_name(run_name)
+    directory, job = Path(job.output) / run_name, shown(job)
     with disk.disk_errors_as_user_errors(
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
     ):
         if (job.compute.address or "").startswith(("http://", "https://")):
             write_job_file(job, directory)
-            submit_and_wait(job, lineage, directory)  # the submitted job holds the lease
+            submit_and_wait(job, run_name, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
-                _run(job, lineage, directory, lease)
+                _run(job, run_name, directory, lease)
     return directory
 
 
-def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
+def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
     text, compute = dump(job), job.compute
     write_job_file(job, directory)
     if not os.environ.get(launch.LAUNCHED):
         shutdown.forget(directory)
-        remove_leftovers(job, lineage)
+        remove_leftovers(job, run_name)
     if registry.is_online(job):
         from ptf.rl.online_run import train_online
 
@@ -200,13 +200,13 @@ def _run(job: Job, lineage: str, directory: Path, lease: Lease) -> None:
     elif compute.launcher == "torchrun":
         threads = compute.threads or launch.default_threads(compute.workers)
         with shutdown.passing_on(directory):
-            command = [str(directory / JOB), "--lineage", lineage, "--lease", lease.text]
+            command = [str(directory / JOB), "--run-name", run_name, "--lease", lease.text]
             launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
     else:
         work(text, str(directory), lease.text)
 
 
-def submit_and_wait(job: Job, lineage: str, directory: Path) -> None:
+def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
     """Train as a job of a Ray cluster that has the same directories and the same Python as this machine.
 
     Raises UserError if the job is refused, Retryable if it fails otherwise.
@@ -219,14 +219,14 @@ def submit_and_wait(job: Job, lineage: str, directory: Path) -> None:
         "ptf.cli",
         "train",
         str((directory / JOB).resolve()),
-        "--lineage",
-        lineage,
+        "--run-name",
+        run_name,
         "--set",
         "compute.address=auto",
     ]
     command += ["--set", f"output={Path(job.output).resolve()}"]
     with shutdown.passing_on(directory):
-        name = ray_jobs.named(lineage, "train")
+        name = ray_jobs.named(run_name, "train")
         ended = ray_jobs.follow(
             job.compute.address or "", name, command, job.compute.timeout_s, anew=lambda: shutdown.forget(directory)
         )
@@ -269,12 +269,12 @@ def _digest(directory: Path, text: str) -> str:
     return hashlib.sha256(f"{directory.name}\n{text}".encode()).hexdigest()
 
 
-def recorded_models(job: Job, lineage: str | None) -> dict[str, str]:
-    """Return the versions of the job's published models (path → version) that an earlier attempt at `lineage` used."""
-    if lineage is None:
+def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
+    """Return the versions of the job's published models (path → version) that an earlier attempt at `run_name` used."""
+    if run_name is None:
         return {}
-    refuse_lineage(lineage)
-    text = read_job_file(Path(job.output) / lineage)
+    refuse_run_name(run_name)
+    text = read_job_file(Path(job.output) / run_name)
     if text is None:
         return {}
     then, published = model_paths(loads(text)), published_models(job)
@@ -300,13 +300,13 @@ def world_of(job: Job):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as one rank of `torchrun … -m ptf.run CONFIG… [--set a.b=c]… [--lineage ID]`."""
+    """Train as one rank of `torchrun … -m ptf.run CONFIG… [--set a.b=c]… [--run-name NAME]`."""
     parser = argparse.ArgumentParser(
         prog="python -m ptf.run", description="Train a job on the ranks that torchrun started."
     )
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
-    parser.add_argument("--lineage", help="continue this run from its newest checkpoint")
+    parser.add_argument("--run-name", help="continue this run from its newest checkpoint")
     parser.add_argument("--lease", help=argparse.SUPPRESS)  # held by the process that started torchrun
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
@@ -327,17 +327,17 @@ def main(arguments: list[str] | None = None) -> int:
             text = together(
                 world,
                 lambda: (
-                    dump(shown(resolved(job, recorded_models(job, given.lineage), given.lineage)))
+                    dump(shown(resolved(job, recorded_models(job, given.run_name), given.run_name)))
                     if world.leads
                     else ""
                 ),
             )
             job = loads(str(text))
-            # an empty lineage was refused before
-            lineage = str(world.broadcast_object(given.lineage or new_lineage(job)))
-            directory = Path(job.output) / lineage
+            # an empty name was refused before
+            run_name = str(world.broadcast_object(given.run_name or new_run_name(job)))
+            directory = Path(job.output) / run_name
             if world.leads:
-                print(f"lineage {lineage}", flush=True)
+                print(f"run name {run_name}", flush=True)
             with contextlib.ExitStack() as held:
                 text = together(
                     world,
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
                 together(world, lambda: write_job_file(job, directory) if world.leads else None)
                 if world.leads and not os.environ.get(launch.LAUNCHED):
                     shutdown.forget(directory)
-                    remove_leftovers(job, lineage)
+                    remove_leftovers(job, run_name)
                 train_offline(job, world, directory, Lease.parse(str(text)))
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)

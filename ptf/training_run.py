@@ -12,7 +12,7 @@ from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
-from ptf.run import JOB, new_lineage, read_job_file, recorded_models, refuse_lineage, resolved, run
+from ptf.run import JOB, new_run_name, read_job_file, recorded_models, refuse_run_name, resolved, run
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.source_specs import specs
 
@@ -24,7 +24,7 @@ class Run:
     """One training run, as its directory holds it."""
 
     directory: Path
-    """`{output}/{lineage}`: metrics.jsonl, checkpoints/, and, once training has ended, model/."""
+    """`{output}/{run_name}`: metrics.jsonl, checkpoints/, and, once training has ended, model/."""
     job: Job
     """The resolved job that was trained, with the overrides of free keys that `at` was given."""
     metrics: Mapping[str, float]
@@ -53,7 +53,7 @@ class Run:
         return replace(there, job=_overridden(dump(self.job), overrides) if overrides else self.job)
 
     @property
-    def lineage(self) -> str:
+    def name(self) -> str:
         """The name of the run."""
         return self.directory.resolve().name
 
@@ -66,7 +66,7 @@ class Run:
         """Raise UserError where training has not ended."""
         if not self.model.is_dir():
             raise UserError(
-                f"{self.directory} has no trained model yet: ptf train {self.directory / JOB} --lineage {self.lineage} "
+                f"{self.directory} has no trained model yet: ptf train {self.directory / JOB} --run-name {self.name} "
                 "trains it to its end"
             )
 
@@ -80,7 +80,7 @@ class Run:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
         self.refuse_unfinished()
         return Artifact(
-            self.lineage,
+            self.name,
             run=str(self.directory),
             model=str(self.model),
             metrics=self.metrics,
@@ -88,16 +88,16 @@ class Run:
         )
 
 
-def train(job: Job, lineage: str | None = None) -> Run:
-    """Train a job from its config to the exported model, without an orchestrator. None starts a new lineage; one that
+def train(job: Job, run_name: str | None = None) -> Run:
+    """Train a job from its config to the exported model, without an orchestrator. None starts a new run; one that
     exists goes on from its newest checkpoint."""
-    if lineage is None:
-        lineage = new_lineage(job)
-    refuse_lineage(lineage)
-    print(f"lineage {lineage} (after a failure: the same command with --lineage {lineage})", flush=True)
-    job = resolved(job, recorded_models(job, lineage), lineage)
+    if run_name is None:
+        run_name = new_run_name(job)
+    refuse_run_name(run_name)
+    print(f"run name {run_name} (after a failure: the same command with --run-name {run_name})", flush=True)
+    job = resolved(job, recorded_models(job, run_name), run_name)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read
-    directory = run(job, lineage)
+    directory = run(job, run_name)
     record_data(directory, data)
     print(f"trained: {directory / 'model'}   metrics: {directory / METRICS}", flush=True)
     return Run.at(directory)

@@ -69,7 +69,7 @@ def _verify_existing(target: Path, expected: Mapping[str, Any], up_to: float) ->
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Return the manifest entries that identify a directory of a run: the lineage and the directory's name.
+    """Return the manifest entries that identify a directory of a run: the run's name and the directory's.
 
     They prevent a directory of a different run, or a different directory of this run, from being accepted in its place.
     """

@@ -17,37 +17,37 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         prepared_directory,
         published_models,
         recorded_models,
-        refuse_lineage,
+        refuse_run_name,
         remove_leftovers,
         unpublished,
     )
     from ptf.train.source_specs import specs
 
-    refuse_lineage(artifact.lineage)
+    refuse_run_name(artifact.run_name)
     check_evaluation(job)  # checks for the last stages, before the first one runs
     published.manifest(job.versions)  # raises if the published version cannot be read
     storage.refuse_no_bucket(job.versions)
-    remove_leftovers(job, artifact.lineage)
+    remove_leftovers(job, artifact.run_name)
     artifact = artifact.but(prepared=prepared_directory(job))
     for _ in model_paths(job):  # repeated, because a job may need the model of a job before it
         if not (waiting := list(unpublished(job, published_models(job)).values())):
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
-        _run_stages(load(waiting[0]), f"{artifact.lineage}-{Path(waiting[0]).stem}")
+        _run_stages(load(waiting[0]), f"{artifact.run_name}-{Path(waiting[0]).stem}")
     artifact = artifact.but(
-        models=published_models(job) | recorded_models(job, artifact.lineage),
-        commits=dataset_commits(job, artifact.lineage),
+        models=published_models(job) | recorded_models(job, artifact.run_name),
+        commits=dataset_commits(job, artifact.run_name),
     )
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
-def _run_stages(job: Job, lineage: str) -> None:
+def _run_stages(job: Job, run_name: str) -> None:
     """Run all stages of another job."""
     from steps.evaluate import evaluate
     from steps.publish import publish
     from steps.tokenize import tokenize
     from steps.train import train
 
-    artifact = Artifact(lineage=lineage)
+    artifact = Artifact(run_name=run_name)
     for stage in (prepare, tokenize, train, evaluate, publish):
         artifact = stage(job, artifact)

@@ -5,7 +5,7 @@ from steps.artifact import Artifact
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the artifact's model under the name of its lineage, and add its address to the artifact. Raises the
+    """Publish the artifact's model under the name of its run, and add its address to the artifact. Raises the
     errors of `ptf.publishing.publish`."""
     from ptf.publishing import publish as publish_version
 

@@ -47,8 +47,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
             "retrain: data.prepare runs once for its arguments; changes of the data that it reads are not detected",
             flush=True,
         )
-    # an earlier attempt at this lineage continues with the model that it started from
-    begun = read_job_file(Path(job.output) / artifact.lineage)
+    # an earlier attempt at this run continues with the model that it started from
+    begun = read_job_file(Path(job.output) / artifact.run_name)
     from_version = (
         loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
     )
@@ -104,7 +104,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         outcome = "was not better"
     outcome += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
     storage.write_record(
-        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.lineage, "how": outcome}
+        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.run_name, "how": outcome}
     )
     return artifact
 

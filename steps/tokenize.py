@@ -30,6 +30,6 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     tokenizer = tokenizer_of(
         model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens
     )
-    tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.lineage)
+    tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.run_name)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.but(tokenized=made)

@@ -47,7 +47,7 @@ def test_every_stage_from_a_config_to_an_answer(tmp_path: Path) -> None:
     assert "steps: 3" in ptf.check(job)
     assert ptf.inspect(job, rows=10).survey.sources[0].counts["rows"] == 10
     run = ptf.train(job, "first")
-    assert (run.lineage, run.checkpoints, run.metrics["train/step"]) == ("first", (3,), 3)
+    assert (run.name, run.checkpoints, run.metrics["train/step"]) == ("first", (3,), 3)
     assert run == ptf.Run.at(run.directory)
     metrics = ptf.evaluate(run)
     assert {"loss/held_out", "start/loss/held_out"} <= metrics.keys()
@@ -64,7 +64,7 @@ def test_every_stage_from_a_config_to_an_answer(tmp_path: Path) -> None:
 def test_the_commands_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config(tmp_path)
     run = tmp_path / "runs" / "a"
-    assert cli.main(["train", file, "--lineage", "a"]) == 0
+    assert cli.main(["train", file, "--run-name", "a"]) == 0
     assert cli.main(["publish", str(run), "--set", "train.lr=1"]) == 2
     assert "train.lr: 0.01 → 1" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run)]) == 0
@@ -204,7 +204,7 @@ def test_a_damaged_adapter_is_not_published(adapted: "ptf.Run", tmp_path: Path) 
 
     from safetensors.torch import load_file, save_file
 
-    copy = tmp_path / "runs" / adapted.lineage
+    copy = tmp_path / "runs" / adapted.name
     shutil.copytree(adapted.directory, copy)
     file = copy / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)

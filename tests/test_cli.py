@@ -65,12 +65,12 @@ def test_train_hands_the_job_over(monkeypatch):
     monkeypatch.setitem(
         sys.modules,
         "ptf.training_run",
-        SimpleNamespace(train=lambda job, lineage: seen.update(job=job, lineage=lineage)),
+        SimpleNamespace(train=lambda job, run_name: seen.update(job=job, run_name=run_name)),
     )
-    assert cli.main(["train", "a.yaml", "--set", "train.lr=2e-4", "--lineage", "x1"]) == 0
-    assert seen == {"job": load("a.yaml", overrides=["train.lr=2e-4"]), "lineage": "x1"}
+    assert cli.main(["train", "a.yaml", "--set", "train.lr=2e-4", "--run-name", "x1"]) == 0
+    assert seen == {"job": load("a.yaml", overrides=["train.lr=2e-4"]), "run_name": "x1"}
     assert cli.main(["train", "a.yaml"]) == 0
-    assert seen["lineage"] is None
+    assert seen["run_name"] is None
 
 
 @pytest.mark.parametrize(("error", "status"), [(UserError("[bold] no such [thing]"), 2), (ValueError("our bug"), None)])
@@ -141,6 +141,14 @@ def test_a_wrong_command_line_is_status_2(capsys):
             cli.main(argv)
         assert stop.value.code == 2
     assert "usage: ptf" in capsys.readouterr().err
+
+
+def test_an_option_that_was_renamed_is_refused_by_name(capsys):
+    for words in (["--lineage", "a"], ["--lineage=a"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["train", "a.yaml", *words])
+        assert stop.value.code == 2
+        assert "--lineage is now --run-name" in capsys.readouterr().err
 
 
 def test_the_console_script_exits_with_the_status():

@@ -110,8 +110,8 @@ def test_a_job_leaves_none_of_its_secrets_anywhere(tmp_path):
     }
     with (tmp_path / "log" / "train").open("w") as log:
         for overrides in (
-            ["--lineage", "a"],
-            ["--lineage", "b", "--set", f"data.sources.sums.path=http://me:{OTHER}@localhost:9/x"],
+            ["--run-name", "a"],
+            ["--run-name", "b", "--set", f"data.sources.sums.path=http://me:{OTHER}@localhost:9/x"],
         ):
             command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), *overrides]
             status = subprocess.run(command, env=env, stdout=log, stderr=log, check=False).returncode

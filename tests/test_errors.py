@@ -24,7 +24,7 @@ def told(raw: dict, tmp_path: Path, capfd) -> str:
     """What `ptf train` says about this job; it must refuse it."""
     config = tmp_path / "job.yaml"
     config.write_text(yaml.safe_dump(raw))
-    status = main(["train", str(config), "--lineage", "a"])
+    status = main(["train", str(config), "--run-name", "a"])
     said = capfd.readouterr()
     assert status == 2
     assert "Traceback" not in said.out + said.err
@@ -115,4 +115,4 @@ def test_a_control_that_is_accepted(raw, tmp_path, capfd):
     raw["train"]["steps"] = 1
     config = tmp_path / "job.yaml"
     config.write_text(yaml.safe_dump(raw))
-    assert main(["train", str(config), "--lineage", "a"]) == 0
+    assert main(["train", str(config), "--run-name", "a"]) == 0

@@ -69,7 +69,7 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
     return {
         f"{p}{rate}/{source}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
         for p, v in both.items()
-        for rate in ("reward", "pass@1")
+        for rate in ("reward", "greedy_accuracy")
     }
 
 
@@ -99,14 +99,14 @@ def test_what_is_worse_beyond_its_interval_is_named(
 ) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     compared = gate.comparisons(job, tmp_path, metrics)
-    assert [one.metric for one in compared] == ["reward/test", "pass@1/test"]
+    assert [one.metric for one in compared] == ["reward/test", "greedy_accuracy/test"]
     assert [one.is_worse() for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
             Worse,
-            match=r"pass@1/test 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ .*512 rows\): "
-            r"worse.*publish\.gate: off",
+            match=r"greedy_accuracy/test 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ "
+            r".*512 rows\): worse.*publish\.gate: off",
         ):
             gate.refuse_worse(job, compared)
     else:
@@ -117,9 +117,9 @@ def test_what_is_worse_beyond_its_interval_is_named(
 
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@1/test"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_accuracy/test"}}))
     gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
-    assert [one.metric for one in compared] == ["pass@1/test"]
+    assert [one.metric for one in compared] == ["greedy_accuracy/test"]
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test"}}))
     with pytest.raises(Worse, match="reward/test"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
@@ -161,8 +161,8 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     assert not gate.needs_losses(job)
 
 
-def staged(raw: dict[str, Any], lineage: str = "a") -> tuple[Any, Artifact]:
-    job, artifact = loads(yaml.safe_dump(raw)), Artifact(lineage)
+def staged(raw: dict[str, Any], run_name: str = "a") -> tuple[Any, Artifact]:
+    job, artifact = loads(yaml.safe_dump(raw)), Artifact(run_name)
     for stage in (prepare, tokenize, train, evaluate):
         artifact = stage(job, artifact)
     return job, artifact

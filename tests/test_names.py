@@ -35,7 +35,7 @@ def test_a_run_cannot_be_named_so(tmp_path, name, capsys):
     ):
         with pytest.raises(UserError, match="is not the name of a training run"):
             start()
-    assert cli.main(["train", str(tmp_path / "job.yaml"), f"--lineage={name}"]) == 2
+    assert cli.main(["train", str(tmp_path / "job.yaml"), f"--run-name={name}"]) == 2
     assert "is not the name of a training run" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 

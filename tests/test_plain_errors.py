@@ -42,7 +42,7 @@ def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
         "ptf.cli",
         "train",
         str(config),
-        "--lineage",
+        "--run-name",
         "a",
         "--set",
         f"checkpoint.to={place}",
@@ -70,7 +70,7 @@ def test_a_full_disk_elsewhere_is_one_sentence(tmp_path):
 @pytest.mark.parametrize("output", ["/sys/runs", "/dev/null/runs"])
 def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path, capsys, output):
     config = short(tmp_path, output=output)
-    assert cli.main(["train", str(config), "--lineage", "a"]) == 2
+    assert cli.main(["train", str(config), "--run-name", "a"]) == 2
     said = capsys.readouterr().err
     assert output.rpartition("/")[0] in said
     assert "choose a different directory" in said

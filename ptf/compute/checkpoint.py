@@ -149,7 +149,7 @@ def load_host(uri: str) -> dict:
 
 
 class Checkpoints:
-    """The checkpoints of one lineage, on disk or in an object store.
+    """The checkpoints of one training run, on disk or in an object store.
 
     `begin` and `commit` are called by one process; between them every rank writes into the directory. `best`: the
     metric, and whether `min` or `max` of it, by which one more checkpoint is kept.

@@ -1,5 +1,5 @@
-"""One writer per lineage: a lease that the process which trains, evaluates or publishes a run holds, and that every
-commit checks.
+"""One writer per training run: a lease that the process which trains, evaluates or publishes a run holds, and that
+every commit checks.
 
 The lease is a small file beside what it protects, replaced only by compare-and-swap (a lock of the file system; a
 conditional PUT in an object store). Each change of the holder raises its token; a process whose token is no longer in
@@ -293,7 +293,7 @@ def _text(uri: str) -> str | None:
 
 
 def _no_lease(uri: str) -> UserError:
-    return UserError(f"{uri} is not a lease: remove it, if no other process is training this lineage")
+    return UserError(f"{uri} is not a lease: remove it, if no other process is training this run")
 
 
 def _swap(uri: str, text: str, expected: str | None) -> bool:

@@ -1,6 +1,6 @@
 """A run as a job of a Ray cluster: submitted once, found again by its name, followed to its end.
 
-The job is named by the lineage, so a retry or a resume of the same run, after the first driver died, finds it running
+The job is named after the run, so a retry or a resume of the same run, after the first driver died, finds it running
 and follows it; only a job that failed or was stopped is submitted again, and then continues from its checkpoint.
 """
 
@@ -35,9 +35,9 @@ class JobOutcome:
     code: int | None  # exit status of its command, where it had one
 
 
-def named(lineage: str, step: str) -> str:
+def named(run_name: str, step: str) -> str:
     """Return the job's name."""
-    return f"ptf-{lineage}-{step}"
+    return f"ptf-{run_name}-{step}"
 
 
 def follow(

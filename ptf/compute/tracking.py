@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases run with the lineage as its id; a resume continues the same W&B run."""
+    """Weights & Biases run whose id is the run's name; a resume continues the same W&B run."""
 
     def __init__(self, directory: Path, project: str) -> None:
         try:

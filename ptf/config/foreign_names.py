@@ -128,7 +128,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("hub_model_id", "push_to_hub"), at("publish.hub")),
     **dict.fromkeys(
         ("resume_from_checkpoint", "run_name"),
-        at("output", note="a run is named and continued by `ptf train CONFIG --lineage NAME`"),
+        at("output", note="a run is named and continued by `ptf train CONFIG --run-name NAME`"),
     ),
 }
 

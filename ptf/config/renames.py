@@ -68,13 +68,22 @@ VALUES = {
     "algo.ratio": {"sequence": "sample", "answer": "sample"},
     "publish.gate": {"start": "starting_model"},
 }
-# dotted key → pattern of its old values, and the replacement. A metric of answers or of rankings was NAME/METRIC; what
-# may be a held-out metric of a source that is called `reward` or `no_result` is left alone.
+# dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of answers
+# or of rankings was NAME/METRIC; what may be a held-out metric of a source that is called `reward` or `no_result` is
+# left alone. The share of right greedy answers was pass@1.
 ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
 PATTERNS = {
-    "publish.metric": (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1")
+    "publish.metric": (
+        (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1"),
+        (r"pass@1/([^/]+)", r"greedy_accuracy/\1"),
+    )
 }
-FIRST_PATTERNS = {"publish.metric": (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1")}
+FIRST_PATTERNS = {
+    "publish.metric": (
+        (r"greedy_accuracy/([^/]+)", r"pass@1/\1"),
+        (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
+    )
+}
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 # of two old values with one new one, the last is the first that there was
@@ -89,13 +98,14 @@ class Names(NamedTuple):
     keys: Mapping[str, str]
     modules: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
-    patterns: Mapping[str, tuple[str, str]]
+    patterns: Mapping[str, Sequence[tuple[str, str]]]
 
     def value(self, key: str, value: str) -> str:
         """Return the value that replaces `value` of a dotted key; the same one if it was not renamed."""
         new = self.values.get(key, {}).get(value, value)
-        pattern, replacement = self.patterns.get(key, ("", ""))
-        return re.sub(rf"\A(?:{pattern})\Z", replacement, new) if pattern else new
+        for pattern, replacement in self.patterns.get(key, ()):
+            new = re.sub(rf"\A(?:{pattern})\Z", replacement, new)
+        return new
 
 
 TODAY = Names(KEYS, MODULES, VALUES, PATTERNS)

@@ -96,7 +96,7 @@ def held_out(job: Job) -> list[str]:
         faults.append(
             "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
         )
-    taken = {"pass@1", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
+    taken = {"greedy_accuracy", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
     faults += [
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
         "choose another"

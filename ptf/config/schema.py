@@ -31,7 +31,7 @@ class Job(Section):
     recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
     output: str = free("runs")
-    """Directory under which each run gets one of its own, named by its lineage."""
+    """Directory under which each run gets one of its own, with its name."""
     seed: Count = 0
     """Seed of everything random."""
     model: ModelConfig

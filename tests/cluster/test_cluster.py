@@ -115,7 +115,7 @@ def test_a_submitted_job_outlives_its_driver_and_is_found_again(head: str, tmp_p
     raw["checkpoint"] = {"every": 200}
     raw["compute"] = {"launcher": "ray", "address": head, "workers": 2, "threads": 1, "device": "cpu"}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    directory, command = Path(raw["output"]) / "a", [str(PTF), "train", str(tmp_path / "job.yaml"), "--lineage", "a"]
+    directory, command = Path(raw["output"]) / "a", [str(PTF), "train", str(tmp_path / "job.yaml"), "--run-name", "a"]
     with (tmp_path / "first.log").open("w") as log:
         driver = subprocess.Popen(command, stdout=log, stderr=log)
         until(lambda: len(rows(directory)) >= 20 or driver.poll() is not None)

@@ -46,7 +46,7 @@ def trained(where: Path, head: Head, address: str, **variables: str) -> "subproc
         "timeout_s": 120,
     }
     (where / "job.yaml").write_text(yaml.safe_dump(raw))
-    line = [str(PTF), "train", str(where / "job.yaml"), "--lineage", "a"]
+    line = [str(PTF), "train", str(where / "job.yaml"), "--run-name", "a"]
     return subprocess.run(line, env=head.env | variables, capture_output=True, text=True, timeout=500, check=False)
 
 
@@ -123,4 +123,4 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
     done = subprocess.run(line, env=ordinary.env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
-    assert "pass@1/sums" in found
+    assert "greedy_accuracy/sums" in found

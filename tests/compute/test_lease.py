@@ -1,4 +1,4 @@
-"""One writer a lineage: who holds the lease, who may succeed him,
+"""One writer per run: who holds the lease, who may succeed him,
 and what is written by whoever has lost it (nothing)."""
 
 import json

@@ -14,7 +14,7 @@ from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train
 
 
-def test_weights_and_biases_gets_every_step_and_the_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     class Run:
@@ -27,15 +27,15 @@ def test_weights_and_biases_gets_every_step_and_the_lineage(tmp_path: Path, monk
     module = types.ModuleType("wandb")
     module.init = lambda **given: calls.append(given) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    track = Tracker(tmp_path / "a-lineage", TrackConfig(tensorboard=False, wandb="a-project"), resumed=0, steps=2)
+    track = Tracker(tmp_path / "a-run", TrackConfig(tensorboard=False, wandb="a-project"), resumed=0, steps=2)
     for step in (1, 2):
         track.log(step, {"loss": 1.0 / step})
     track.close()
     begun, *logged, finished = calls
-    assert (begun["project"], begun["id"], begun["resume"]) == ("a-project", "a-lineage", "allow")
+    assert (begun["project"], begun["id"], begun["resume"]) == ("a-project", "a-run", "allow")
     assert logged == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     assert finished == "finished"
-    assert [row["step"] for row in read_metrics(tmp_path / "a-lineage" / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_metrics(tmp_path / "a-run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_without_the_package_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

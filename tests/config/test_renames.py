@@ -203,7 +203,8 @@ def test_each_file_is_named(here):
         ("algo.ratio=answer", "algo.ratio  answer is now sample"),
         ("algo.mean_over=sequences", "algo.mean_over  sequences is now samples"),
         ("algo.ratio=sequence", "algo.ratio  sequence is now sample"),
-        ("publish.metric=test/pass@1", "publish.metric  test/pass@1 is now pass@1/test"),
+        ("publish.metric=test/pass@1", "publish.metric  test/pass@1 is now greedy_accuracy/test"),
+        ("publish.metric=pass@1/test", "publish.metric  pass@1/test is now greedy_accuracy/test"),
         ("publish.metric=next/all/ndcg@10", "publish.metric  next/all/ndcg@10 is now all/ndcg@10/next"),
     ],
 )
@@ -238,7 +239,7 @@ def test_names_of_the_users_own_are_left_alone():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("test/pass@1", "pass@1/test"),
+        ("test/pass@1", "greedy_accuracy/test"),
         ("test/pass@8", "pass@8/test"),
         ("test/reward", "reward/test"),
         ("test/no_result", "no_result/test"),

@@ -220,7 +220,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     directory = root / json.loads((root / "latest.json").read_text())["version"]
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest["logprob_difference"] <= 1e-4
-    assert "pass@1/test" in manifest["metrics"]
+    assert "greedy_accuracy/test" in manifest["metrics"]
     ours = answers_of(run_directory(place.home / "sft"))
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     prompts = [
@@ -301,7 +301,7 @@ def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
         *overrides,
     ]
     place.env["TMPDIR"] = str(place.home)  # torchrun leaves a directory there
-    done = place.do([*command, "--lineage", "a"])
+    done = place.do([*command, "--run-name", "a"])
     assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(facts(on_the_fly), facts(place.home / "torchrun" / "a"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)

@@ -191,14 +191,14 @@ def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
 def test_why_nothing_was_published_is_on_the_page(job):
     def refuse() -> None:
         try:
-            raise UserError("not published: pass@1/test is 0.1, the published version has 0.5")
+            raise UserError("not published: greedy_accuracy/test is 0.1, the published version has 0.5")
         except UserError:
             sys.exit(1)
 
     card = Page()
     with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run"), lambda _: ""):
         refuse()
-    assert "pass@1/test is 0.1" in card[1].render()["data"][0][0]
+    assert "greedy_accuracy/test is 0.1" in card[1].render()["data"][0][0]
     assert card.rendered
 
 

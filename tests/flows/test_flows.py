@@ -167,30 +167,30 @@ def test_sigterm_unwinds_the_task_and_ends_the_run(story):
 def test_a_resume_of_a_resume_is_the_same_training_run(story):
     assert story["finished"].returncode == 0, story["finished"].stderr
     first, *others = story["toy"].trained()[:3]
-    assert first["lineage"].startswith("toy-")
-    assert [line["lineage"] for line in others] == [first["lineage"]] * 2
+    assert first["run_name"].startswith("toy-")
+    assert [line["run_name"] for line in others] == [first["run_name"]] * 2
     assert {line["lr"] for line in others} == {0.5}  # the config is the first run's, overrides and all
-    assert first["lineage"] in story["finished"].stdout.splitlines()[-5]
+    assert first["run_name"] in story["finished"].stdout.splitlines()[-5]
 
 
 def test_a_spin_keeps_out_of_the_runs_checkpoints(story):
     assert story["spun"].returncode == 0, story["spun"].stderr
     first, *_, last = story["toy"].trained()
-    assert last["lineage"] == first["lineage"] + "-spin"
+    assert last["run_name"] == first["run_name"] + "-spin"
 
 
 @pytest.fixture(scope="module")
 def unpublished(tmp_path_factory):
-    """A run that goes on with a lineage, is preempted in training, is retried, and does not pass the gate."""
+    """A run that goes on with a name, is preempted in training, is retried, and does not pass the gate."""
     toy = Toy(tmp_path_factory.mktemp("unpublished"))
-    words = ["--continue", "a-lineage", "--set", "train.lr=0.25", "--with", "retry:times=1,minutes_between_retries=0"]
+    words = ["--continue", "a-run", "--set", "train.lr=0.25", "--with", "retry:times=1,minutes_between_retries=0"]
     return toy, toy("run", *words, act="preempt unpublished")
 
 
-def test_a_run_may_go_on_with_a_lineage_and_what_was_preempted_is_retried(unpublished):
+def test_a_run_may_go_on_with_a_name_and_what_was_preempted_is_retried(unpublished):
     toy, done = unpublished
     assert "stopped after step 2 of 5, as requested" in done.stdout + done.stderr
-    assert toy.trained() == [{"lineage": "a-lineage", "lr": 0.25, "pid": ANY}] * 2
+    assert toy.trained() == [{"run_name": "a-run", "lr": 0.25, "pid": ANY}] * 2
     assert len({line["pid"] for line in toy.trained()}) == 2
     assert re.search(r"/train/4 .*Task finished successfully", done.stdout)
 

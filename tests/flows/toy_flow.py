@@ -17,11 +17,11 @@ def nothing(job: Job, artifact: Artifact) -> Artifact:
 
 
 def train(job: Job, artifact: Artifact) -> Artifact:
-    run = Path(job.output) / artifact.lineage
+    run = Path(job.output) / artifact.run_name
     run.mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in (1, 2, 3)))
     with open("trained.jsonl", "a") as file:
-        print(json.dumps({"lineage": artifact.lineage, "lr": job.train.lr, "pid": os.getpid()}), file=file)
+        print(json.dumps({"run_name": artifact.run_name, "lr": job.train.lr, "pid": os.getpid()}), file=file)
     acts = os.environ.get("TOY", "").split()
     if "preempt" in acts and not Path("preempted").exists():
         Path("preempted").touch()

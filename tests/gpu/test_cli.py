@@ -33,7 +33,7 @@ def test_a_job_trains_and_writes_a_model(tmp_path, device, recipe):
         prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
         raw["data"] = {**raw["data"], "sources": prompts, "validation": {}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), "--lineage", "a"]
+    command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), "--run-name", "a"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     run = Path(raw["output"]) / "a"

@@ -188,21 +188,25 @@ def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path
     old = {"test/pass@1": 0.1, "test/pass@8": 0.2, "test/reward": 0.3, "test/longest": 0.4, "start/test/pass@1": 0.5}
     old |= {"next/all/ndcg@5": 0.6, "start/next/new/hr@5": 0.7, "loss/test": 0.8, "train/reward": 0.9}
     found = with_current_names(job := loads(yaml.safe_dump(raw)), old)
-    assert found == {"pass@1/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
-        "start/pass@1/test": 0.5,
+    assert found == {"greedy_accuracy/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
+        "start/greedy_accuracy/test": 0.5,
         "all/ndcg@5/next": 0.6,
         "start/new/hr@5/next": 0.7,
         "loss/test": 0.8,
         "train/reward": 0.9,
     }
     assert with_current_names(job, found) == found
+    assert with_current_names(job, {"pass@1/test": 0.1, "start/pass@1/test": 0.2}) == {
+        "greedy_accuracy/test": 0.1,
+        "start/greedy_accuracy/test": 0.2,
+    }
 
 
 def test_a_published_version_whose_metrics_have_their_old_names_is_compared_with(tmp_path):
-    job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "pass@1/test"}}))
-    artifact = Artifact("a", metrics={"pass@1/test": 0.5})
+    job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "greedy_accuracy/test"}}))
+    artifact = Artifact("a", metrics={"greedy_accuracy/test": 0.5})
     _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.5}})
-    with pytest.raises(Worse, match=r"pass@1/test is 0\.5, the published version has 0\.6"):
+    with pytest.raises(Worse, match=r"greedy_accuracy/test is 0\.5, the published version has 0\.6"):
         _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.6}})
 
 
@@ -227,7 +231,7 @@ def test_a_metric_that_fails_is_named(name, message):
     [
         (
             {"publish": {"metric": "pas@1/test"}},
-            r"publish.metric: the evaluation will have no 'pas@1/test'; it will have pass@1/test",
+            r"publish.metric: the evaluation will have no 'pas@1/test'; it will have greedy_accuracy/test",
         ),
         (
             {"publish": {"metric": "test/m"}, "evaluate": {"metrics": {"m": {"use": f"{HERE}:longest"}}}},

@@ -25,7 +25,7 @@ from tests.reliability.ends import result
 from tests.reliability.traps import Trap, arm
 
 DEADLINE_S = 240.0
-LINEAGE = "run"
+RUN_NAME = "run"
 
 
 def nothing() -> None: ...
@@ -33,7 +33,7 @@ def nothing() -> None: ...
 
 def attempt(
     raw: dict[str, Any],
-    lineage: str,
+    run_name: str,
     trap: Trap | None,
     log: Path,
     before: Callable[[], object] = nothing,
@@ -54,7 +54,7 @@ def attempt(
             before()
             if trap:
                 arm(trap, raw["output"], note_of(log))
-            run(loads(yaml.safe_dump(raw)), lineage)
+            run(loads(yaml.safe_dump(raw)), run_name)
             after()
             status = 0
         except BaseException as e:
@@ -99,10 +99,10 @@ def warm(raw: dict[str, Any], log: Path) -> dict[str, Any]:
     def after():
         return note.write_text("\n".join(name for name in sys.modules if name not in known))
 
-    assert attempt(raw, LINEAGE, None, log, after=after) == 0, log.read_text()[-3000:]
+    assert attempt(raw, RUN_NAME, None, log, after=after) == 0, log.read_text()[-3000:]
     for name in note.read_text().splitlines():
         with contextlib.suppress(Exception):  # names that are no modules of files
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collecting does not copy the pages of all that was imported
-    return result(Path(raw["output"]) / LINEAGE)
+    return result(Path(raw["output"]) / RUN_NAME)

@@ -130,7 +130,7 @@ def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
     return raw
 
 
-def attempt(raw: Mapping[str, Any], lineage: str) -> tuple[int, list[tuple[float, str]]]:
+def attempt(raw: Mapping[str, Any], run_name: str) -> tuple[int, list[tuple[float, str]]]:
     """Run it in a fork, and how that ended (0; 1 for an error that its last line names; minus a signal), with the
     moment that each line was said at."""
     heard, says = os.pipe()
@@ -142,7 +142,7 @@ def attempt(raw: Mapping[str, Any], lineage: str) -> tuple[int, list[tuple[float
                 os.dup2(says, number)
             os.close(heard)
             sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # whatever it was
-            run(loads(yaml.safe_dump(dict(raw))), lineage)
+            run(loads(yaml.safe_dump(dict(raw))), run_name)
             status = 0
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode())

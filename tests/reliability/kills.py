@@ -24,7 +24,7 @@ import yaml
 
 from ptf.training_run import DATA
 from tests.reliability import exactly_once
-from tests.reliability.attempts import DEADLINE_S, LINEAGE, attempt, note_of, nothing, places, warm
+from tests.reliability.attempts import DEADLINE_S, RUN_NAME, attempt, note_of, nothing, places, warm
 from tests.reliability.ends import differences, names, result, tensors
 from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
 from tests.reliability.planted_faults import FAULTS
@@ -61,10 +61,10 @@ class Trials:
     def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
         """A run from its beginning to its end."""
         log = self.log(name)
-        assert attempt(self.raw | {"output": str(log.parent / "out")}, LINEAGE, None, log, before, after) == 0, (
+        assert attempt(self.raw | {"output": str(log.parent / "out")}, RUN_NAME, None, log, before, after) == 0, (
             log.read_text()[-3000:]
         )
-        return result(log.parent / "out" / LINEAGE)
+        return result(log.parent / "out" / RUN_NAME)
 
     @cached_property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -101,7 +101,7 @@ class Trials:
         raw, shared, kills, status = self.raw | {"output": str(log.parent / "out")}, in_shared_memory(), [], 1
         for trap in [*traps, None]:
             note_of(log).unlink(missing_ok=True)
-            status = attempt(raw, LINEAGE, trap, log, self.prepared(log, len(kills)))
+            status = attempt(raw, RUN_NAME, trap, log, self.prepared(log, len(kills)))
             if trap:
                 kills.append(self.died(trap, status, log))
             if status >= 0:
@@ -119,7 +119,7 @@ class Trials:
 
     def died(self, trap: Trap, status: int, log: Path) -> dict[str, Any]:
         """What is written down of a kill."""
-        rows = log.parent / "out" / LINEAGE / "metrics.jsonl"
+        rows = log.parent / "out" / RUN_NAME / "metrics.jsonl"
         where = note_of(log).read_text() if note_of(log).exists() else None
         done = {"where": where} if where else {"rows": rows.read_bytes().count(b"\n") if rows.exists() else 0}
         return {
@@ -137,7 +137,7 @@ class Trials:
         if status:
             outcome = [f"the run that continued ended with {status}: {log.read_text()[-500:]}"]
         else:
-            outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / LINEAGE), self.whole)]
+            outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / RUN_NAME), self.whole)]
             outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - expected)]
             outcome += [f"missing: {name}" for name in sorted(expected - names(log.parent / "out"))]
         kept = places(log)
@@ -169,7 +169,7 @@ class Command:
         config.write_text(yaml.safe_dump(self.trials.raw | {"output": str(out)}))
         step = rng.randrange(json.loads(self.trials.whole["metrics"])[-1]["step"])
         delay = round(rng.uniform(0, 1.5 * self.trials.seconds / (step + 2)), 4)
-        rows = out / LINEAGE / "metrics.jsonl"
+        rows = out / RUN_NAME / "metrics.jsonl"
         process = self._started(config, log)
 
         def there():
@@ -187,11 +187,11 @@ class Command:
         kills = [self.trials.died(trap, status, log)]
         if status:
             status = self._started(config, log).wait(DEADLINE_S)
-        also = frozenset({f"{LINEAGE}/{DATA}"})  # `ptf train` keeps the stamps of the data
+        also = frozenset({f"{RUN_NAME}/{DATA}"})  # `ptf train` keeps the stamps of the data
         return {"kills": kills, **self.trials.judged(log, status, shared, also)}
 
     def _started(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--lineage", LINEAGE]
+        command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--run-name", RUN_NAME]
         with log.open("a") as out:
             return subprocess.Popen(
                 command, env={**os.environ, **places(log)}, stdout=out, stderr=out, start_new_session=True

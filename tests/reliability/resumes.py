@@ -61,10 +61,10 @@ def object_store(bucket: str) -> Iterator[str]:
 
 
 class Attempt:
-    """A process that trains `raw` under a lineage, and what it prints."""
+    """A process that trains `raw` under a name, and what it prints."""
 
-    def __init__(self, raw: dict[str, Any], lineage: str, log: Path, delay: float = 0.0) -> None:
-        self.log, self.directory, self.status = log, Path(raw["output"]) / lineage, None
+    def __init__(self, raw: dict[str, Any], run_name: str, log: Path, delay: float = 0.0) -> None:
+        self.log, self.directory, self.status = log, Path(raw["output"]) / run_name, None
         self.pid = os.fork()
         if self.pid:
             return
@@ -74,7 +74,7 @@ class Attempt:
             os.dup2(out, 1)
             os.dup2(out, 2)
             time.sleep(delay)
-            run(loads(yaml.safe_dump(raw)), lineage)
+            run(loads(yaml.safe_dump(raw)), run_name)
             status = 0
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)
@@ -149,16 +149,16 @@ class Trials:
 
     def trial(self, number: int, rng: Random, kill_holder: bool) -> dict[str, Any]:
         """How it went: `wrong` says what should not have been."""
-        lineage, place = f"run-{number}", self.directory / f"trial-{number}"
+        run_name, place = f"run-{number}", self.directory / f"trial-{number}"
         place.mkdir()
         places = [self.raw["output"], self.raw["output"] if self.bucket is None else str(place / "elsewhere")]
-        first = Attempt(self.raw, lineage, place / "first.log")
+        first = Attempt(self.raw, run_name, place / "first.log")
         until(lambda: "step " in first.said or first.poll() is not None)
         time.sleep(rng.uniform(0, 0.5 * self.seconds))
         first.kill()
         delay = rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.5)])
         two = [
-            Attempt(self.raw | {"output": output}, lineage, place / f"{n}.log", n * delay)
+            Attempt(self.raw | {"output": output}, run_name, place / f"{n}.log", n * delay)
             for n, output in enumerate(places)
         ]
         killed = False
@@ -169,7 +169,7 @@ class Trials:
                 holder.kill()
                 killed = holder.status == -signal.SIGKILL
                 two = [one for one in two if one is not holder]
-                two.append(Attempt(self.raw | {"output": str(holder.directory.parent)}, lineage, place / "third.log"))
+                two.append(Attempt(self.raw | {"output": str(holder.directory.parent)}, run_name, place / "third.log"))
         for one in two:
             one.wait()
         return {"delay": delay, "killed": killed, **self.judged(two)}

@@ -125,7 +125,7 @@ class Made:
         return self.trained(at(self.online, seed=2), "d")
 
     def of_run(self, kind: str, run: Path, other: Path, *names: str) -> tuple[Path, Path]:
-        """Copies of a few files of two runs: a scene's directory, which keeps the lineage's name,
+        """Copies of a few files of two runs: a scene's directory, which keeps the run's name,
         and the counterpart."""
         for source, place in (
             (run, self.place("scenes", kind, run.name)),

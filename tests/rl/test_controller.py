@@ -49,8 +49,8 @@ def raw(tmp_path):
     return raw
 
 
-def train(raw: dict, lineage: str = "a") -> Path:
-    return run(loads(yaml.safe_dump(raw)), lineage)
+def train(raw: dict, run_name: str = "a") -> Path:
+    return run(loads(yaml.safe_dump(raw)), run_name)
 
 
 def intercept(monkeypatch, method: str, wrapper) -> None:
@@ -84,7 +84,7 @@ def test_it_runs_and_agrees_with_its_engine(raw):
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
     assert all(r["sync_tensors"] == 24 for r in rows)
-    assert [r["step"] for r in rows if "pass@1/dev" in r] == [3, 6]
+    assert [r["step"] for r in rows if "greedy_accuracy/dev" in r] == [3, 6]
     assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]
     assert {
         "seconds/rollout",

@@ -62,7 +62,7 @@ def stage(tmp_path: Path) -> Any:
     }
     job = loads(yaml.safe_dump(raw))
     directory = run(job, "a")
-    yield lambda: evaluate(job, Artifact(lineage="a", run=str(directory)))
+    yield lambda: evaluate(job, Artifact(run_name="a", run=str(directory)))
     WRONG.clear()
     while TAKEN:
         TAKEN.pop().close()
@@ -71,7 +71,7 @@ def stage(tmp_path: Path) -> Any:
 def test_a_port_that_was_taken_is_tried_again(stage: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(TRIES - 1):
         take()
-    assert "pass@1/sums" in stage().metrics
+    assert "greedy_accuracy/sums" in stage().metrics
     out = capfd.readouterr().out
     assert out.count("the evaluation is tried again") == TRIES - 1
     assert "Address already in use" in out

@@ -1,6 +1,7 @@
 """The prepare step makes the models that a job takes from other jobs: each once,
-and each under a lineage of its own."""
+and each under a name of its own."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -28,30 +29,30 @@ def raw(tmp_path, monkeypatch) -> dict:
     return {**raw, "recipe": "kd", "algo": {"teachers": teachers}, "model": {"path": f"job:{tmp_path / 'second.yaml'}"}}
 
 
-def publish(job: Job, lineage: str) -> None:
+def publish(job: Job, run_name: str) -> None:
     place = Path(str(job.publish.to))
-    (place / lineage).mkdir(parents=True)
-    storage.commit(place / lineage, {"version": lineage})
-    (place / "latest.json").write_text(f'{{"version": "{lineage}"}}')
+    (place / run_name).mkdir(parents=True)
+    storage.commit(place / run_name, {"version": run_name})
+    (place / "latest.json").write_text(f'{{"version": "{run_name}"}}')
 
 
 def test_each_is_made_once_under_a_name_of_its_own(raw, tmp_path, monkeypatch):
     made: list[str] = []
 
-    def stages(job: Job, lineage: str) -> None:
+    def stages(job: Job, run_name: str) -> None:
         if job.model.path.startswith("job:") and not any("first" in name for name in made):
-            stages(load(job.model.path.removeprefix("job:")), f"{lineage}-first")  # its own prepare step
-        made.append(lineage)
-        publish(job, lineage)
+            stages(load(job.model.path.removeprefix("job:")), f"{run_name}-first")  # its own prepare step
+        made.append(run_name)
+        publish(job, run_name)
 
     monkeypatch.setattr(module, "_run_stages", stages)
     job = loads(yaml.safe_dump(raw))
-    artifact = module.prepare(job, Artifact(lineage="kd-1"))
+    artifact = module.prepare(job, Artifact(run_name="kd-1"))
     assert sorted(made) == ["kd-1-second", "kd-1-second-first"]
     done = artifact.resolve(job)
     assert done.model.path == str(tmp_path / "published" / "second" / "kd-1-second")
     assert done.algo.teachers["first"].path == str(tmp_path / "published" / "first" / "kd-1-second-first")
-    assert module.prepare(job, Artifact(lineage="kd-2")).models == artifact.models
+    assert module.prepare(job, Artifact(run_name="kd-2")).models == artifact.models
     assert len(made) == 2
 
 
@@ -59,9 +60,17 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
     for name in ("first", "second"):
         publish(load(str(tmp_path / f"{name}.yaml")), "v1")
     job = loads(yaml.safe_dump(raw))
-    begun = module.prepare(job, Artifact(lineage="kd-1")).resolve(job)
+    begun = module.prepare(job, Artifact(run_name="kd-1")).resolve(job)
     write_job_file(begun, Path(job.output) / "kd-1")
     for name in ("first", "second"):
         publish(load(str(tmp_path / f"{name}.yaml")), "v2")
-    assert module.prepare(job, Artifact(lineage="kd-1")).resolve(job) == begun
-    assert module.prepare(job, Artifact(lineage="kd-2")).resolve(job) != begun
+    assert module.prepare(job, Artifact(run_name="kd-1")).resolve(job) == begun
+    assert module.prepare(job, Artifact(run_name="kd-2")).resolve(job) != begun
+
+
+def test_an_artifact_that_an_earlier_version_stored_is_read():
+    artifact = Artifact("a", run="runs/a", metrics={"train/loss": 1.0})
+    assert pickle.loads(pickle.dumps(artifact)) == artifact
+    earlier = Artifact.__new__(Artifact)
+    earlier.__setstate__({"lineage" if name == "run_name" else name: value for name, value in vars(artifact).items()})
+    assert earlier == artifact

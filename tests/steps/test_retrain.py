@@ -48,9 +48,9 @@ def sums(directory: Path, first: int, last: int, wrong: bool = False) -> None:
     write_jsonl(directory / "data" / f"{first}{wrong}.jsonl", rows)
 
 
-def again(raw: dict, lineage: str) -> Artifact | None:
+def again(raw: dict, run_name: str) -> Artifact | None:
     """As the flow does it; None where nothing was new."""
-    job, artifact = loads(yaml.safe_dump(raw)), Artifact(lineage)
+    job, artifact = loads(yaml.safe_dump(raw)), Artifact(run_name)
     artifact = retrain.prepare(job, artifact)
     if not retrain.has_new_data(job, artifact):
         return None
@@ -89,8 +89,8 @@ def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, cap
     """As a retry does, or the resume of a run after which others have published."""
     root, job = f"{raw['output']}/published", loads(yaml.safe_dump(raw | {"publish": {}}))
     made = []
-    for lineage in ("first", "second"):
-        made.append(Artifact(lineage))
+    for run_name in ("first", "second"):
+        made.append(Artifact(run_name))
         for stage in (prepare, tokenize, train, evaluate, publish):
             made[-1] = stage(job, made[-1])
     first, second = made
@@ -102,7 +102,7 @@ def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, cap
     capsys.readouterr()
     assert publish(job, second).published == f"{root}/second"
     assert publish(job, first).published == f"{root}/first"
-    assert "first was published before, and second after it; the pointer stays there" in capsys.readouterr().out
+    assert "first was published before, and second after it; the pointer stays" in capsys.readouterr().out
     assert published.pointer(root) == published.Pointer("second", ("first",))
     assert {file: file.stat().st_mtime_ns for file in held} == held
 

@@ -172,9 +172,9 @@ def test_saving_goes_on_beside_training(raw: dict[str, Any], monkeypatch: pytest
     train(raw, "slow")
     assert at_write[0][1] > 5  # rows of metrics when step 5's was begun to be written
     monkeypatch.undo()
-    for lineage in ("whole", "slow"):  # from the one of step 10 again
-        (Path(raw["output"]) / lineage / "checkpoints" / "step_00000012" / "manifest.json").unlink()
-        assert same(weights(train(raw, lineage)), weights(whole))
+    for run_name in ("whole", "slow"):  # from the one of step 10 again
+        (Path(raw["output"]) / run_name / "checkpoints" / "step_00000012" / "manifest.json").unlink()
+        assert same(weights(train(raw, run_name)), weights(whole))
 
 
 def test_other_code_is_refused_unless_accepted(

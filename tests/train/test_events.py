@@ -101,9 +101,9 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return histories(tmp_path, **FORMS[request.param])
 
 
-def trained(raw: dict[str, Any], lineage: str) -> tuple[dict[str, float], Path]:
+def trained(raw: dict[str, Any], run_name: str) -> tuple[dict[str, float], Path]:
     job = loads(yaml.safe_dump(raw))
-    directory = run(job, lineage)
+    directory = run(job, run_name)
     return measure_run(job, directory), directory
 
 

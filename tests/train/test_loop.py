@@ -25,11 +25,11 @@ class Stopped(Exception):
     pass
 
 
-def train(raw: dict, lineage: str, **changes) -> Path:
+def train(raw: dict, run_name: str, **changes) -> Path:
     for key, value in changes.items():
         section, name = key.split("__")
         raw = {**raw, section: {**raw[section], name: value}}
-    return run(loads(yaml.safe_dump(raw)), lineage)
+    return run(loads(yaml.safe_dump(raw)), run_name)
 
 
 def facts(directory: Path) -> list[dict]:

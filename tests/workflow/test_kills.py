@@ -86,20 +86,20 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
     assert "resumed from" in done.stdout
     assert "published " in done.stdout
     assert steps(tmp_path) == list(range(1, 151))
-    lineage = next(tmp_path.glob("runs/*/metrics.jsonl")).parent
+    run_name = next(tmp_path.glob("runs/*/metrics.jsonl")).parent
     again = [
         sys.executable,
         "-m",
         "ptf.cli",
         "train",
-        str(lineage / "job.yaml"),
+        str(run_name / "job.yaml"),
         "--set",
         f"output={tmp_path / 'other'}",
-        "--lineage",
+        "--run-name",
         "b",
     ]
     subprocess.run(again, env=toy.env, check=True, capture_output=True, timeout=900)
-    one, other = (place / "model" / "model.safetensors" for place in (lineage, tmp_path / "other" / "b"))
+    one, other = (place / "model" / "model.safetensors" for place in (run_name, tmp_path / "other" / "b"))
     assert one.read_bytes() == other.read_bytes()
 
 

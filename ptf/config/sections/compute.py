@@ -50,7 +50,7 @@ class ComputeConfig(Section):
     address: str | None = free(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
     to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
-    run's lineage. By default a cluster is started for the run and stopped after it. If the cluster requires a
+    run's name. By default a cluster is started for the run and stopped after it. If the cluster requires a
     token, the token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is used."""
     timeout_s: PositiveFloat = free(1800.0)
     """Deadline of every single wait: a collective, a phase of a step, the start of a worker. If Ray does not start or

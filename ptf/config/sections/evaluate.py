@@ -26,8 +26,8 @@ class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; the metrics are `pass@1/NAME`, `reward/NAME` and so on. Without any, only the held-out
-    loss is measured."""
+    """Held-out prompts by name; the metrics are `greedy_accuracy/NAME`, `reward/NAME` and so on. Without any, only the
+    held-out loss is measured."""
     reward: Plugin | None = free(None)
     """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
     metrics: dict[str, Plugin] = free({})
@@ -44,8 +44,8 @@ class EvaluateConfig(Section):
     limit: Positive = free(512)
     """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = free(8)
-    """k of pass@k: the number of answers that are sampled at `temperature` for each prompt. The answer of pass@1 is
-    greedy."""
+    """k of pass@k, the share of prompts for which any of k sampled answers passes; `greedy_accuracy` is the share that
+    the one greedy answer passes."""
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = free(256)

@@ -9,7 +9,7 @@ class TrackConfig(Section):
     tensorboard: bool = free(True)
     """Write TensorBoard event files beside metrics.jsonl."""
     wandb: str | None = free(None)
-    """A project of Weights & Biases; the package must be installed and logged in. Runs are named by their lineage."""
+    """A project of Weights & Biases; the package must be installed and logged in. Runs keep their names there."""
     samples_every: Count = free(20)
     """Online recipes: write answers token by token, with log-probs and advantages, to `RUN/samples.jsonl` in the first
     step and in every step that is a multiple of this number; 0: never."""

@@ -211,7 +211,7 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
     # the second asks for a branch, which has moved
     assert dataset_commits(job, "one") == {"data.sources.a": old, "data.validation.v": new}
     with pytest.raises(UserError, match=rf'data\.validation\.v\.revision: "{old}" → "{new}"'):
-        write_job_file(resolved(job, lineage="one"), tmp_path / "runs" / "one")
+        write_job_file(resolved(job, run_name="one"), tmp_path / "runs" / "one")
 
 
 @pytest.mark.parametrize(
