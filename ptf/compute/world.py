@@ -114,7 +114,11 @@ class World:
         ptf draws from generators that it creates; recipes and components of a user may draw from torch's (dropout
         does), and repeat what they drew if the key is that of a step.
         """
-        torch.manual_seed(int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0]))
+        seed = int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0])
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # torch would keep each seed, and the stack, for a GPU that is never used
+            torch.default_generator.manual_seed(seed)
 
 
 def alone(world: World) -> World:

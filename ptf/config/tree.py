@@ -63,7 +63,7 @@ class Loader(yaml.SafeLoader):
         return node
 
 
-class Dumper(yaml.SafeDumper):
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # libyaml writes several times as fast
     """A writer of YAML that uses the loader's resolvers, so that it quotes exactly the texts that would not be read as
     text."""
 

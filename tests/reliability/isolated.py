@@ -71,7 +71,10 @@ class Progress:
 
 def prepare(root: Path, scratch: Path) -> None:
     """A copy of the last commit in `scratch`, compiled, and the libraries in this process. Bytecode is checked by the
-    hash of its source: a mutated file may have the size and the second of the original."""
+    hash of its source: a mutated file may have the size and the second of the original. Raises SystemExit where the
+    checkout lies under /tmp, which a run does not see."""
+    if root.resolve().is_relative_to("/tmp"):
+        raise SystemExit(f"{root} lies under /tmp, and each run has a /tmp of its own: use a checkout elsewhere")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=root, capture_output=True, check=True).stdout
