@@ -61,8 +61,8 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
         "train": {
             "steps": steps,
             "lr": 1e-5,
-            "sequences": given.rows,
-            "micro_sequences": given.rows,
+            "global_batch_size": given.rows,
+            "micro_batch_size": given.rows,
             "precision": "bf16",
             "activation_checkpointing": given.checkpointing,
         },
@@ -89,11 +89,11 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
         "rows": given.rows,
         "checkpointing": given.checkpointing,
         "steps": len(rows),
-        "tok_s": round(median(row["tok_s"] for row in rows)),
+        "tokens_per_s": round(median(row["tokens_per_s"] for row in rows)),
         "mfu": round(median(row["mfu"] for row in rows), 4),
         "step_s": round(median(row["step_s"] for row in rows), 4),
         "spread_s": [round(pick(row["step_s"] for row in rows), 4) for pick in (min, max)],
-        "peak_gib": round(max(row["mem_gib"] for row in rows), 2),
+        "peak_gib": round(max(row["memory_gib"] for row in rows), 2),
     }
 
 
@@ -123,7 +123,10 @@ def main() -> None:
         print(json.dumps(found[-1]), flush=True)
     print("\n| shape | tokens/s | MFU | step, s | peak, GiB |\n|---|---|---|---|---|")
     for row in found:
-        print(f"| {row['shape']} | {row['tok_s']:,} | {row['mfu']:.1%} | {row['step_s']:.3f} | {row['peak_gib']:.1f} |")
+        print(
+            f"| {row['shape']} | {row['tokens_per_s']:,} | {row['mfu']:.1%} | {row['step_s']:.3f} "
+            f"| {row['peak_gib']:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def ours(given: dict[str, Any]) -> None:
             "output": out,
             "seed": given["seed"],
             "model": {"path": given["model"]},
-            "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle": 0},
+            "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle_buffer": 0},
             "rollout": {
                 "engine": "native",
                 "prompts": PROMPTS,
@@ -100,7 +100,7 @@ def ours(given: dict[str, Any]) -> None:
                 "steps": given["steps"] + given["warmup"],
                 "lr": LR,
                 "schedule": "constant",
-                "micro_sequences": 1,
+                "micro_batch_size": 1,
                 "precision": given["dtype"],
                 "betas": [0.9, 0.999],
             },

@@ -60,7 +60,7 @@ def main() -> None:
         before, after = passes(ROOT / grpo["run"], "start_test"), passes(ROOT / grpo["run"], "test")
         gain, half = paired(before, after)
         for name, run, spent in (("SFT", sft, minutes[0]), ("GRPO", grpo, minutes[1])):
-            p, n = run["metrics"]["greedy_accuracy/test"], len(after)
+            p, n = run["metrics"]["greedy_pass_rate/test"], len(after)
             low, high = wilson(p, n)
             more = f"{100 * gain:+.1f} ± {100 * half:.1f}" if name == "GRPO" else ""
             row = (

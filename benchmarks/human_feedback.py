@@ -127,7 +127,7 @@ def job(
         "seed": seed,
         "model": dict(model),
         "data": {"sources": dict(sources), "validation": dict(validation), "seq_len": WIDTH, **more.pop("data", {})},
-        "train": {"sequences": 2, "micro_sequences": 2, "schedule": "linear", "precision": "fp32", **train},
+        "train": {"global_batch_size": 2, "micro_batch_size": 2, "schedule": "linear", "precision": "fp32", **train},
         "compute": {"launcher": "local", "device": "cpu", "threads": 1},
         "track": {"tensorboard": False},
         "checkpoint": {"every": 10_000},
@@ -169,7 +169,9 @@ def chatty() -> Path:
     model = {"path": str(place), "init": "random", "tokenizer": str(DATA / "tokenizers" / "minimind")}
     more = {"data": {"train_on": "all", "too_long": "truncate"}}
     return (
-        trained(job("sft", 0, model, chats, {}, {"steps": FIRST_STEPS, "lr": 2e-3, "warmup": 20}, **more), "chatty")
+        trained(
+            job("sft", 0, model, chats, {}, {"steps": FIRST_STEPS, "lr": 2e-3, "warmup_steps": 20}, **more), "chatty"
+        )
         / "model"
     )
 
@@ -238,7 +240,7 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     train, held_out = split(every, on, encode_scored)
     sources = {"ratings": written(f"ratings-{on}", conversations(train)) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", conversations(held_out)) | {"kind": "scored"}}
-    settings = {"epochs": 3, "lr": 1e-3, "warmup": 20, "weight_decay": 0.1}
+    settings = {"epochs": 3, "lr": 1e-3, "warmup_steps": 20, "weight_decay": 0.1}
     one = job("rm", seed, {"path": str(base)}, sources, validation, settings, algo={"loss": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
     found = measure_run(one, made)
@@ -256,7 +258,7 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
         "accuracy": found[f"accuracy/{on}"],
         "majority, accuracy": max(truth.mean(), 1 - truth.mean()),
         "majority, AUC": 0.5,
-        "length of the turn, AUC": longer(found[f"auc_by_length/{on}"]),
+        "length of the turn, AUC": longer(found[f"length_baseline_auc/{on}"]),
         "length of what came before, AUC": longer(
             auc(np.array([len(str(row["prompt"])) for row in held_out], float), truth)
         ),
@@ -326,11 +328,11 @@ def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
         ("reward model", "rm", {"epochs": 2, "lr": 2e-4}, {}),
         ("DPO", "dpo", {"epochs": 2, "lr": 1e-4}, {"beta": 0.1}),
     ):
-        one = job(recipe, seed, {"path": str(base)}, sources, validation, {**settings, "warmup": 5}, algo=algo)
+        one = job(recipe, seed, {"path": str(base)}, sources, validation, {**settings, "warmup_steps": 5}, algo=algo)
         measured = measure_run(one, trained(one, f"{recipe}-{on}-{seed}"))
         found |= {
             f"{name}, accuracy": measured[f"accuracy/{on}"],
-            "the longer answer, accuracy": measured[f"accuracy_by_length/{on}"],
+            "the longer answer, accuracy": measured[f"length_baseline_accuracy/{on}"],
         }
     return found
 

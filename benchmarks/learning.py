@@ -145,8 +145,8 @@ class Seed:
         train = {
             "steps": steps,
             "lr": lr,
-            "sequences": rows,
-            "warmup": 20,
+            "global_batch_size": rows,
+            "warmup_steps": 20,
             "schedule": "linear",
             "precision": "fp32",
             "validate_every": steps,
@@ -265,7 +265,7 @@ class Seed:
             metrics = measure_run(judged, made)
             if teacher == base:
                 found = {
-                    "KD: KL to the teacher, before": metrics["start/kl/held_out"],
+                    "KD: KL to the teacher, before": metrics["baseline/kl/held_out"],
                     "KD: KL to the teacher, after": metrics["kl/held_out"],
                 }
             else:

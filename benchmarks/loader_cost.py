@@ -3,11 +3,11 @@
     python benchmarks/loader_cost.py [--documents 400000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern)
-and measures, with the defaults of `data.shuffle` and `data.lookahead`: what is read before the first sequence at 8, 64
-and 512 lanes that one rank serves; documents per CPU-second from the files to batches (reading, decompressing, order,
-shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is compared once before,
-is not in it), and by stage; memory and the size of a lane's state; and how a set that is sorted by a binary label is
-mixed. What a rank spends on a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
+and measures, with the defaults of `data.shuffle_buffer` and `data.packing_lookahead`: what is read before the
+first sequence at 8, 64 and 512 lanes that one rank serves; documents per CPU-second from the files to batches
+(reading, decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files,
+which is compared once before, is not in it), and by stage; memory and the size of a lane's state; and how a set that is
+sorted by a binary label is mixed. What a rank spends on a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
     time, and what is loaded when it is needed is loaded. Garbage of the imports and of writing the data is collected
     before."""
     reader = Loader(
-        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_sequences=8, seq_len=SEQ_LEN
+        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_batch_size=8, seq_len=SEQ_LEN
     )
     rates, step = [], 0
     gc.collect()
@@ -172,7 +172,8 @@ def main() -> None:
             f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, "
             f"in row groups of {ROWS_IN_GROUP:,},"
         ),
-        f"packed into sequences of {SEQ_LEN:,} tokens; `data.shuffle: {SHUFFLE}`, `data.lookahead: {LOOKAHEAD}`. "
+        f"packed into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, "
+        f"`data.packing_lookahead: {LOOKAHEAD}`. "
         "Times are CPU time of the process, "
         f"with other work beside it on the machine (load average {os.getloadavg()[1]:.0f}).",
         "",

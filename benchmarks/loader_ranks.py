@@ -91,7 +91,7 @@ def rank_of_group(
         sequences=SEQUENCES_A_RANK * ranks,
         rank=rank,
         world_size=ranks,
-        micro_sequences=SEQUENCES_A_RANK,
+        micro_batch_size=SEQUENCES_A_RANK,
         seq_len=SEQ_LEN,
         peers=peers,
     )
@@ -176,8 +176,8 @@ def main() -> None:
             f"Every rank has {LANES_A_RANK} lanes and {given.documents:,} tokenized documents"
         ),
         (
-            f"of {mean:.0f} tokens on the average (links to one file), `data.shuffle: {SHUFFLE}`, `data.lookahead: "
-            f"{LOOKAHEAD}`, and makes {given.steps:,}"
+            f"of {mean:.0f} tokens on the average (links to one file), `data.shuffle_buffer: {SHUFFLE}`, "
+            f"`data.packing_lookahead: {LOOKAHEAD}`, and makes {given.steps:,}"
         ),
         (
             "steps of an epoch, the filling of its windows included. A rank is a process, "

@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "main_job.md"
 
 
 def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> str:
-    return f"{name:<28}{metrics[f'{prefix}greedy_accuracy/test']:>10.3f}{metrics[f'{prefix}pass@8/test']:>10.3f}{more}"
+    return f"{name:<28}{metrics[f'{prefix}greedy_pass_rate/test']:>10.3f}{metrics[f'{prefix}pass@8/test']:>10.3f}{more}"
 
 
 def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -> dict[str, dict[str, Any]]:
@@ -55,7 +55,7 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
         steps = max(100, round(found["GRPO"]["train_s"] / found["SFT"]["step_s"]))
         further = [
             f"train.steps={steps}",
-            "train.decay_at_loss=null",
+            "train.lr_decay_at_loss=null",
             "train.validate_every=0",
             "checkpoint.every=1000",
             f"model.path={base}/sft/published",
@@ -68,8 +68,8 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
 def table(found: dict[str, dict[str, Any]]) -> str:
     sft = found["SFT"]["metrics"]
     lines = [
-        f"{'held-out exact match':<28}{'greedy_accuracy':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
-        line("untrained", sft, "start/"),
+        f"{'held-out exact match':<28}{'greedy_pass_rate':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
+        line("untrained", sft, "baseline/"),
     ]
     lines += [
         line(n, r["metrics"], "", f"{r['steps']:>8}{r['step_s']:>9.3f}{r['wall_s']:>8.0f}") for n, r in found.items()
@@ -84,14 +84,14 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
     rows, gains = [], []
     names = list(max(every.values(), key=len))
     for seed, found in every.items():
-        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["start/greedy_accuracy/test"]
+        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["baseline/greedy_pass_rate/test"]
         cells = [
-            f"{found[n]['metrics']['greedy_accuracy/test']:.3f} / {found[n]['metrics']['pass@8/test']:.3f}"
+            f"{found[n]['metrics']['greedy_pass_rate/test']:.3f} / {found[n]['metrics']['pass@8/test']:.3f}"
             if n in found
             else "–"
             for n in names
         ]
-        gain = found["GRPO"]["metrics"]["greedy_accuracy/test"] - sft["greedy_accuracy/test"]
+        gain = found["GRPO"]["metrics"]["greedy_pass_rate/test"] - sft["greedy_pass_rate/test"]
         gains.append(gain)
         rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
     diffs = [row["logprob_diff_max"] for found in every.values() for row in found["GRPO"]["rows"]]

@@ -65,7 +65,7 @@ def mixture(directory: Path) -> dict[str, Any]:
         "sources": {"a": {**sums, "sampling_weight": 3}, "b": {"path": held_out, "sampling_weight": 1}},
         "validation": {},
     }
-    raw["train"] |= {"validate_every": 0, "schedule": "linear", "warmup": 2, "decay": 5}
+    raw["train"] |= {"validate_every": 0, "schedule": "linear", "warmup_steps": 2, "lr_decay_steps": 5}
     return raw
 
 
@@ -83,7 +83,9 @@ JOBS: dict[str, Make] = {
     "SFT, LoRA": changed("model", lora={"rank": 4}),
     "SFT, experts": experts,
     "SFT, two ranks": changed("compute", workers=2, launcher="torchrun"),
-    "SFT, two ranks, tensor parallel": changed("compute", workers=2, launcher="torchrun", mesh={"tensor": 2}),
+    "SFT, two ranks, tensor parallel": changed(
+        "compute", workers=2, launcher="torchrun", mesh={"tensor_parallel_size": 2}
+    ),
     "SFT, bf16": changed("train", precision="bf16"),
     "SFT, deterministic": changed("train", deterministic=True),
     "SFT, mixture": mixture,

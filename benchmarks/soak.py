@@ -52,7 +52,7 @@ def job(kind: str, directory: Path, steps: int, seed: int) -> dict[str, Any]:
         prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
         raw |= {
             "recipe": "grpo",
-            "algo": {"minibatches": 2, "kl": 0.01},
+            "algo": {"minibatches": 2, "kl_coef": 0.01},
             "evaluate": {"sources": {"dev": prompts}, "limit": 20},
         }
         raw["rollout"] = {

@@ -10,8 +10,9 @@ HEAD = """# Command line
 
 Written from `ptf/cli.py` by `python docs/cli_reference.py`; do not edit.
 
-`ptf COMMAND --help` prints the same. Exit status 2 means that the command was refused with one message that says what
-to do.
+`ptf COMMAND --help` prints the same. Exit status 0: success. 1: the command ran and found a problem (`verify`,
+`inspect`, `check-engine`), or the job does not fit (`plan`). 2: it stopped with one message that says what to do: an
+invalid input, or a run that was asked to stop and has written its checkpoint.
 """
 
 
@@ -25,7 +26,8 @@ def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     purposes = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     for name, command in commands.choices.items():
-        rows = [row(action) for action in command._actions if not isinstance(action, argparse._HelpAction)]
+        hidden = argparse._HelpAction, cli._Renamed
+        rows = [row(action) for action in command._actions if not isinstance(action, hidden)]
         table = "\n".join(["| argument | |", "|---|---|", *rows])
         yield f"## ptf {name}\n\n{purposes[name][:1].upper()}{purposes[name][1:]}.\n" + (f"\n{table}\n" if rows else "")
 

@@ -24,7 +24,7 @@ data:
   validation:
     held_out: {{path: {output}/held_out.jsonl}}
   seq_len: 128
-train: {{steps: 300, lr: {lr}, sequences: 8, micro_sequences: 8, precision: {precision}, validate_every: 100}}
+train: {{steps: 300, lr: {lr}, global_batch_size: 8, micro_batch_size: 8, precision: {precision}, validate_every: 100}}
 evaluate:
   sources:
     questions: {{path: {output}/questions.jsonl, kind: prompt}}
@@ -86,7 +86,7 @@ def main() -> None:
     metrics = ptf.evaluate(run)
     version = ptf.publish(run)
 
-    print(f"right answers to held-out questions: {metrics['greedy_accuracy/questions']:.0%}")
+    print(f"right answers to held-out questions: {metrics['greedy_pass_rate/questions']:.0%}")
     chat = ptf.chat(version, max_new_tokens=8, temperature=0.0)
     for question in ("12+30=", "7+8="):
         print(question, chat.answer(question))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REFRESH_S = 10
 SAMPLES = 8  # most samples on one page
 TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's answers
-KPIS = ("loss", "reward", "kl_reference", "tok_s", "mfu")  # metrics of the last step in the header
+KPIS = ("loss", "reward", "kl_reference", "tokens_per_s", "mfu")  # metrics of the last step in the header
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     For a trial of a sweep that failed, it shows the error, `failed`.
     """
     metrics = artifact.metrics
-    names = sorted(name for name in metrics if not name.startswith(("start/", "train/")))
+    names = sorted(name for name in metrics if not name.startswith(("baseline/", "train/")))
 
     def shown(name):
         return f"{metrics[name]:.4g}" if name in metrics else ""
@@ -249,7 +249,8 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
         return
     card.append(
         Table(
-            [[name, shown(f"start/{name}"), shown(name)] for name in names], headers=["metric", "at the start", "now"]
+            [[name, shown(f"baseline/{name}"), shown(name)] for name in names],
+            headers=["metric", "at the start", "now"],
         )
     )
     try:

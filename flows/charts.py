@@ -10,7 +10,7 @@ POINTS = 500  # most points in one chart, since the page contains the data
 # column → chart; the chart of any other column is its name up to the first slash
 SHARES = {
     "reward_std": "reward",
-    "kl_old": "kl",
+    "approx_kl": "kl",
     "kl_reference": "kl",
     "kl_teacher": "kl",
     **dict.fromkeys(("logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"), "logprob_diff"),
@@ -25,7 +25,7 @@ FIRST = (  # charts that come first, in this order
     "response_length",
     "grad_norm",
     "lr",
-    "tok_s",
+    "tokens_per_s",
     "mfu",
     "seconds",
 )

@@ -70,8 +70,8 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
 
 def train(job: Job, run_name: str | None = None) -> "Run":
     """Train a job and return its run. A run called `run_name` that exists goes on from its newest checkpoint; None
-    makes a new one. The launcher of the config (`compute`) decides which processes train. Raises UserError, and Held
-    where another process is training this run."""
+    makes a new one. The launcher of the config (`compute`) decides which processes train. Raises UserError, and
+    RunInUse where another process is training this run."""
     from ptf.training_run import train as train_run
 
     return train_run(job, run_name)
@@ -81,9 +81,9 @@ def evaluate(
     run: "Run | str | PathLike[str]", job: Job | None = None, *, overrides: Sequence[str] = ()
 ) -> dict[str, float]:
     """Measure a trained run by what its job holds out, print a table, keep the metrics in the run, and return them by
-    name; `start/…` is of the model that training started from. `overrides` change keys that are free to change, such as
-    `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face id), which is
-    measured by that job. Raises UserError, and Held where another process works in the run."""
+    name; `baseline/…` is of the model that training started from. `overrides` change keys that are free to change, such
+    as `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face id), which is
+    measured by that job. Raises UserError, and RunInUse where another process works in the run."""
     from ptf.evaluation import evaluate_model, evaluate_run
 
     if job is not None:
@@ -96,8 +96,8 @@ def evaluate(
 def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) -> str:
     """Publish a run's model as a version below `publish.to`, and return its directory or URI. It must give the trained
     model's log-probs when it is loaded again, and must not be worse than what training started from. `overrides` change
-    keys that are free to change, such as `publish.gate`. Raises UserError, and Held where another process works in the
-    run."""
+    keys that are free to change, such as `publish.gate`. Raises UserError, and RunInUse where another process works in
+    the run."""
     from ptf.publishing import publish as publish_version
 
     training_run = _run(run, overrides)

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 done, 1 verified and found to differ, or planned and found not to
-    fit, 2 refused with one message."""
+    """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (verify, inspect,
+    check-engine), or the job does not fit (plan). 2: it stopped with one message."""
     options = _parser().parse_args(argv)
     try:
         with disk.disk_errors_as_user_errors(getattr(options, "html", None) or "."):
@@ -113,14 +113,14 @@ def train(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Measure a run by its own job, or any model by the job of `--config`."""
+    """Evaluate a run on its own held-out data, or any model on that of `--config`."""
     if options.config:
         job = load(*options.config, overrides=options.set)
         api.evaluate(options.where, job)
     elif not (Path(options.where) / JOB).is_file():
         raise UserError(
-            f"{options.where} is not the directory of a training run: it has no {JOB}. To measure a model, give the "
-            "job that says by what: ptf evaluate MODEL --config CONFIG"
+            f"{options.where} is not the directory of a training run: it has no {JOB}. To evaluate a model, give a "
+            "config with the evaluation data: ptf evaluate MODEL --config CONFIG"
         )
     else:
         api.evaluate(options.where, overrides=options.set)
@@ -134,9 +134,9 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")
-    given, trials = Setting(options.gpus, {}), []
+    given, trials = Setting(options.num_gpus, {}), []
     if options.fit:
-        trials = list(search(_planned_job(options, given), options.gpus, lambda one: _plan(options, one)[0]))
+        trials = list(search(_planned_job(options, given), options.num_gpus, lambda one: _plan(options, one)[0]))
         if trials and trials[-1].fits:
             given = trials[-1].setting
         elif not any(trial.plan for trial in trials):
@@ -168,10 +168,10 @@ def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | On
 
     job = _planned_job(options, setting)
     directory = config_directory(job.model.path, job.model.revision)
-    bound = roofline(job, directory, setting.gpus, options.gpu) if options.roofline else None
+    bound = roofline(job, directory, setting.gpus, options.gpu_type) if options.roofline else None
     mfu = bound.mfu if bound else options.mfu
     counted = online_budget if job.rollout else budget
-    return counted(job, directory, setting.gpus, room_gib=options.memory, mfu=mfu, gpu=options.gpu), bound
+    return counted(job, directory, setting.gpus, room_gib=options.gpu_memory_gib, mfu=mfu, gpu=options.gpu_type), bound
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -285,7 +285,13 @@ def check_engine(options: argparse.Namespace) -> int:
         ).findings():
             wrong += finding.wrong is not None
             mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
-            more = f": {finding.wrong}" if finding.wrong else ": it refuses, and says so" if finding.refused else ""
+            more = (
+                f": {finding.wrong}"
+                if finding.wrong
+                else ": not supported, and refused as it should be"
+                if finding.refused
+                else ""
+            )
             console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
     print(f"{options.engine}: " + ("all checks passed" if not wrong else f"{wrong} checks failed"))
     return 1 if wrong else 0
@@ -322,7 +328,7 @@ def chat(options: argparse.Namespace) -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Publish a run, list what is published, or go back to an earlier version."""
-    from ptf import published
+    from ptf import published_versions
 
     root = options.where.rstrip("/") or "/"
     if not options.list and options.rollback is None:
@@ -336,11 +342,11 @@ def publish(options: argparse.Namespace) -> int:
     if root.endswith((".yaml", ".yml")):
         root = load(root, overrides=options.set).versions
     if options.rollback is not None:
-        pointer = published.roll_back(root, options.rollback or None)
+        pointer = published_versions.roll_back(root, options.rollback or None)
         print(f"{root}: {pointer.version} is what is published now")
         return 0
-    now = published.pointer(root)
-    for version in published.versions(root):
+    now = published_versions.pointer(root)
+    for version in published_versions.versions(root):
         print(f"{'→' if now and version == now.version else ' '} {version}")
     if now is None:
         raise UserError(f"nothing is published in {root}")
@@ -442,14 +448,17 @@ def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    command = commands.add_parser("evaluate", help="measure a trained run, or any model, by what a job holds out")
+    command = commands.add_parser("evaluate", help="evaluate a run, or any model, on a config's held-out data")
     command.add_argument(
         "where",
         metavar="RUN_OR_MODEL",
         help="the directory of a run; with --config a directory, a URI or a Hugging Face id of a model",
     )
     command.add_argument(
-        "--config", nargs="+", metavar="CONFIG", help="the job by which a model is measured; a run has its own"
+        "--config",
+        nargs="+",
+        metavar="CONFIG",
+        help="config whose held-out data is used for a model; a run uses its own",
     )
     command.add_argument(
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
@@ -461,9 +470,15 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone"
     )
-    command.add_argument("--gpus", type=_positive, required=True, metavar="N", help="how many (compute.workers)")
     command.add_argument(
-        "--memory", type=_number(0.001, 1e6), default=80.0, metavar="GIB", help="memory of one (default: 80)"
+        "--num-gpus", type=_positive, required=True, metavar="N", help="number of GPUs (sets compute.workers)"
+    )
+    command.add_argument(
+        "--gpu-memory-gib",
+        type=_number(0.001, 1e6),
+        default=80.0,
+        metavar="GIB",
+        help="memory of each GPU in GiB (default: 80)",
     )
     command.add_argument(
         "--mfu",
@@ -472,7 +487,11 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the peak FLOP/s that is reached (default: 0.4)",
     )
-    command.add_argument("--gpu", default="H100", help="type of GPU, which decides the peak FLOP/s (default: H100)")
+    command.add_argument(
+        "--gpu-type", default="H100", metavar="TYPE", help="type of GPU, which sets the peak FLOP/s (default: H100)"
+    )
+    for old, new in (("--gpus", "--num-gpus"), ("--gpu", "--gpu-type"), ("--memory", "--gpu-memory-gib")):
+        command.add_argument(old, action=_Renamed, const=new, help=argparse.SUPPRESS)
     command.add_argument(
         "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
     )
@@ -517,7 +536,7 @@ def _add_verify(commands: Commands) -> None:
     command.add_argument(
         "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"
     )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="which random configs (default: 0)")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random configs (default: 0)")
     command.add_argument(
         "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
     )

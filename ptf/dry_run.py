@@ -25,8 +25,8 @@ from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
-from ptf.train.companions import located, refuse_other_architecture
 from ptf.train.data_plan import preview_data
+from ptf.train.frozen_models import located, refuse_other_architecture
 from ptf.train.job_tokenizer import rendered
 from ptf.train.trainer import load_model
 
@@ -72,7 +72,7 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision, verify_up_to=None)
         shrink(source, model)
-        small = smaller(with_small_companions(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
+        small = smaller(with_small_frozen_models(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
             f"one step of {job.recipe if isinstance(job.recipe, str) else job.recipe.use} on a model with hidden size "
             f"64, {ROWS} rows of each source:"
@@ -81,11 +81,14 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
     recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
     tell(preview_data(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
-    tell(f"all of it works ({time.monotonic() - began:.0f} s)")
+    tell(
+        f"data, template, reward and one step: no problem found ({time.monotonic() - began:.0f} s); not tested: "
+        "memory, speed, several processes"
+    )
 
 
 def memory(job: Job) -> str:
-    """Return a line on what each GPU will need, as `ptf plan` finds it."""
+    """Return a line on what each GPU will need in an offline job, as `ptf plan` computes it."""
     from ptf.train.budget import budget, config_directory
 
     plan = budget(
@@ -124,13 +127,13 @@ def shrink(source: Path, into: Path) -> None:
     (into / "config.json").write_text(json.dumps(narrow(config)))
 
 
-def with_small_companions(job: Job, model: Path, scratch: Path) -> Job:
+def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
     """Return the job with narrow models of random weights in place of the ones that its recipe looks at.
 
     Raise UserError for one that does not go with the job's model.
     """
     paths = {}
-    for role, one in registry.build(job).companions.items():
+    for role, one in registry.build(job).frozen_models.items():
         if one.path is None:
             continue
         place = located(one, role, None)
@@ -173,7 +176,7 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
                 "sources": few(job.data.sources),
                 "validation": few(job.data.validation),
                 "partitions": 1,
-                "shuffle": min(job.data.shuffle, 8),
+                "shuffle_buffer": min(job.data.shuffle_buffer, 8),
                 "prepare": None,
             }
         ),
@@ -181,11 +184,11 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
             update={
                 "steps": 1,
                 "epochs": None,
-                "sequences": 1,
-                "micro_sequences": 1,
-                "warmup": 0,
-                "decay": None,
-                "decay_at_loss": None,
+                "global_batch_size": 1,
+                "micro_batch_size": 1,
+                "warmup_steps": 0,
+                "lr_decay_steps": None,
+                "lr_decay_at_loss": None,
                 "early_stopping": None,
                 "validate_every": min(job.train.validate_every, 1),
                 "compile": False,

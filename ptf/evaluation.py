@@ -7,7 +7,7 @@ retries, prints a table, and records the metrics in the run's directory, where p
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ptf import disk, gate, published, scratch
+from ptf import disk, gate, published_versions, scratch
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
@@ -24,19 +24,19 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     """Measure the trained model of a resolved job's run, print a table, and record the metrics in the run.
 
     The columns are the model that training started from, the trained model, and the published version. The evaluation
-    is repeated if a process was lost, Ray did not start or a port was taken. Raises Held if another process works in
-    the run.
+    is repeated if a process was lost, Ray did not start or a port was taken. Raises RunInUse if another process
+    works in the run.
     """
-    there = published.manifest(job.versions)
+    there = published_versions.manifest(job.versions)
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease:
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
-    start = {name.removeprefix("start/"): value for name, value in metrics.items() if name.startswith("start/")}
+    start = {name.removeprefix("baseline/"): value for name, value in metrics.items() if name.startswith("baseline/")}
     columns = {"start": start, "trained": metrics}
     if there:
         columns["published"] = with_current_names(job, there.get("metrics", {}))
-    print_table(columns, [name for name in metrics if not name.startswith("start/")])
+    print_table(columns, [name for name in metrics if not name.startswith("baseline/")])
     print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics
 

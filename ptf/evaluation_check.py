@@ -52,12 +52,18 @@ def former_names(job: Job) -> dict[str, str]:
     if ranking:
         measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
         pairs += [(source, measure) for source in ranking.sources for measure in measures]
-    greedy = {old: f"greedy_accuracy/{s}" for s in evaluate_config.sources for old in (f"{s}/pass@1", f"pass@1/{s}")}
+    greedy = {old: f"greedy_pass_rate/{s}" for s in evaluate_config.sources for old in (f"{s}/pass@1", f"pass@1/{s}")}
     return greedy | {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
 
 
 def with_current_names(job: Job, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of an evaluation, which an earlier version may have stored, under the names of today."""
-    current = former_names(job)
-    current |= {f"start/{old}": f"start/{new}" for old, new in current.items()}
-    return {current.get(name, name): value for name, value in metrics.items()}
+    former = former_names(job)
+
+    def current(name: str) -> str:
+        if name.startswith(("start/", "baseline/")):  # of the model that training started from
+            old = name.partition("/")[2]
+            return f"baseline/{former.get(old, old)}"
+        return former.get(name, name)
+
+    return {current(name): value for name, value in metrics.items()}

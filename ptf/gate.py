@@ -59,7 +59,8 @@ class Comparison:
         if math.isinf(self.low):
             return f"{change}; {self.rows} rows are too few for an interval"
         verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no significant difference"
-        return f"{change}; better by {self.low:+.3g} to {self.high:+.3g} (95 %, {self.rows} rows): {verdict}"
+        interval = f"{self.low:+.3g} to {self.high:+.3g}"
+        return f"{change}; improvement {interval} (95 % interval over {self.rows} rows): {verdict}"
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
@@ -71,15 +72,15 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     two models are not the same rows.
     """
     named = job.publish.metric
-    if named is not None and f"start/{named}" in metrics:
+    if named is not None and f"baseline/{named}" in metrics:
         named_values = [(named, job.publish.mode == "max", _paired_values(job, run, named))]
     else:
-        wanted = [names for names in defaults(job) if any(f"start/{name}" in metrics for name in names)]
+        wanted = [names for names in defaults(job) if any(f"baseline/{name}" in metrics for name in names)]
         named_values = [
             (name, not _is_loss(name), _paired_values(job, run, name))
             for names in wanted[:1]
             for name in names
-            if f"start/{name}" in metrics
+            if f"baseline/{name}" in metrics
         ]
     return [_compared(name, more, values, metrics) for name, more, values in named_values]
 
@@ -93,7 +94,7 @@ def commit_rows(run: Path) -> None:
 
 def defaults(job: Job) -> Iterator[list[str]]:
     """Yield groups of metrics that may be compared, in order of preference."""
-    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "greedy_accuracy")]
+    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "greedy_pass_rate")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
     metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
@@ -129,7 +130,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
             None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
         )
     measure, _, source = metric.rpartition("/")
-    if source in job.evaluate.sources and measure in ("reward", "greedy_accuracy"):
+    if source in job.evaluate.sources and measure in ("reward", "greedy_pass_rate"):
         then, now = _read(run / ANSWERS, source)
         value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
         pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
@@ -168,7 +169,7 @@ def _paired(rows: Sequence[tuple[float, float, float]]) -> PairedValues:
 
 
 def _compared(metric: str, more: bool, values: PairedValues | None, metrics: Mapping[str, float]) -> Comparison:
-    start, now, sign = metrics[f"start/{metric}"], metrics[metric], 1.0 if more else -1.0
+    start, now, sign = metrics[f"baseline/{metric}"], metrics[metric], 1.0 if more else -1.0
     if values is None:  # the metric is one number of all rows together
         return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
     then, after, denominators = values

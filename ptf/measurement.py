@@ -37,19 +37,20 @@ from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.rollout_role import evaluation_engine, rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
-from ptf.train.companions import checkpoint_section, load_companions
 from ptf.train.components import parts_of, without_adapters
 from ptf.train.dataloading import held_out_sequences
 from ptf.train.export import refuse_damaged
+from ptf.train.frozen_models import checkpoint_section, load_frozen_models
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_loss, held_out_losses
 
 COMPARED = "compared.json"  # in the run's directory
+METRICS_OF = {"": "", "start/": "baseline/"}  # directory of a model's answers → prefix of its metrics
 
 
 def measure_run(job: Job, run: Path) -> dict[str, float]:
-    """Return the metrics of a run by name; those of the model that training started from begin with `start/`.
+    """Return the metrics of a run by name; those of the model that training started from begin with `baseline/`.
 
     The rows that the gate compares are committed with them. Raises Corrupt if the files of the exported model changed.
     """
@@ -75,7 +76,7 @@ def measure_model(job: Job, run: Path) -> dict[str, float]:
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
-    For pairs, it adds `accuracy_by_length`: the accuracy of always choosing the longer answer. With
+    For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer answer. With
     `evaluate.starting_model`, it adds the metrics of the model that training started from. If the job's workers run on
     Ray, as many of them as in training measure the model; otherwise this process does.
     """
@@ -116,7 +117,7 @@ def measure_on_rank(text: str, directory: str) -> None:
     )
     metrics: dict[str, float] = {}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor)
+    mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor_parallel_size)
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
 
         def load(place):
@@ -131,8 +132,16 @@ def measure_on_rank(text: str, directory: str) -> None:
             )[0]
 
         model = load(run / "model")
-        beside = load_companions(
-            recipe.companions, job, world, world, model, without_adapters(spec), starting.directory, run, tokenizer_path
+        beside = load_frozen_models(
+            recipe.frozen_models,
+            job,
+            world,
+            world,
+            model,
+            without_adapters(spec),
+            starting.directory,
+            run,
+            tokenizer_path,
         )
         metrics |= measure_sequences(model, recipe, sets, job, world, beside)
         with_losses = gate.needs_losses(job)
@@ -142,7 +151,7 @@ def measure_on_rank(text: str, directory: str) -> None:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
-                f"start/{name}": value
+                f"baseline/{name}": value
                 for name, value in measure_sequences(before, recipe, sets, job, world, beside).items()
             }
             if with_losses:
@@ -153,7 +162,7 @@ def measure_on_rank(text: str, directory: str) -> None:
                 longer = np.array(
                     [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units]
                 )
-                metrics[f"accuracy_by_length/{name}"] = float((longer + 1).mean() / 2)  # equal lengths count half
+                metrics[f"length_baseline_accuracy/{name}"] = float((longer + 1).mean() / 2)  # equal lengths count half
         if world.leads:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
 
@@ -171,16 +180,19 @@ def measure_sequences(
     With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
     the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
     """
-    micro_sequences, seq_len = job.train.micro_sequences, job.data.seq_len
-    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_sequences, seq_len, beside))
-    if not getattr(recipe, "is_probability", False):
+    micro_batch_size, seq_len = job.train.micro_batch_size, job.data.seq_len
+    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_batch_size, seq_len, beside))
+    if not getattr(recipe, "scores_are_logits", False):
         return metrics
     recipe = cast(ScoringRecipe, recipe)
     for name, sequences in sets.items():
-        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_sequences, seq_len)
+        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_size, seq_len)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
         if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false answers
-            metrics |= {f"auc/{name}": auc(scores, truth > 0.5), f"auc_by_length/{name}": auc(lengths, truth > 0.5)}
+            metrics |= {
+                f"auc/{name}": auc(scores, truth > 0.5),
+                f"length_baseline_auc/{name}": auc(lengths, truth > 0.5),
+            }
     return metrics
 
 
@@ -215,12 +227,12 @@ def score_answers(
     recipe: ScoringRecipe,
     sequences: Sequence[Sequence[PackUnit]],
     world: World,
-    micro_sequences: int,
+    micro_batch_size: int,
     seq_len: int,
 ) -> np.ndarray:
     """Return scores, labels and lengths of all answers, on every rank: [3, answers]."""
     judgements = []
-    for batch in deal(sequences, world, micro_sequences, seq_len):
+    for batch in deal(sequences, world, micro_batch_size, seq_len):
         batch = batch.to(world.device)
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)
@@ -304,7 +316,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                     for name, source_prompts in prompts.items():
                         file = run / "answers" / f"{prefix}{name}.jsonl"
                         found = measure_answers_to(job, name, source_prompts, group, rewards, file)
-                        metrics |= {f"{prefix}{key}/{name}": value for key, value in found.items()}
+                        metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in found.items()}
     finally:
         if rewards:
             rewards.close()
@@ -362,7 +374,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     parts=parts_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",
                 )
-                metrics |= {f"{prefix}{key}/{name}": value for key, value in ranking.items()}
+                metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in ranking.items()}
     return metrics
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf import disk, gate, published, storage
+from ptf import disk, gate, published_versions, storage
 from ptf.artifact import Artifact
 from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
@@ -27,8 +27,8 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
     The version is named after the run, so publishing again changes nothing. Raises, before anything is written,
     UserError if the exported model does not give the trained model's log-probs or its tokenizer gives different ids;
-    Worse if the model is worse than the one that training started from or than the published one; Held if a different
-    process is writing to the run.
+    Worse if the model is worse than the one that training started from or than the published one; RunInUse if a
+    different process is writing to the run.
     """
     artifact = artifact.but(metrics=with_current_names(job, artifact.metrics))
     assert artifact.run is not None
@@ -44,7 +44,7 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     refuse_damaged(run, job.verify_bytes)
     comparisons = gate.comparisons(job, run, artifact.metrics)
     gate.refuse_worse(job, comparisons)
-    _refuse_worse(job, artifact, published.manifest(root))
+    _refuse_worse(job, artifact, published_versions.manifest(root))
     difference = _loaded_difference(resolved, run, Path(artifact.model))
     staged = _stage_files(job, run, Path(artifact.model))
     verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
@@ -117,16 +117,16 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
     """
     root = job.versions
     for _ in range(ATTEMPTS):
-        seen = published.pointer(root)
+        seen = published_versions.pointer(root)
         if is_there and seen and artifact.run_name in seen.before:
             print(
                 f"{root}/{artifact.run_name} was published before, and {seen.version} after it; the pointer stays",
                 flush=True,
             )
             return
-        _refuse_worse(job, artifact, published.manifest(root))  # again: others may have published meanwhile
+        _refuse_worse(job, artifact, published_versions.manifest(root))  # again: others may have published meanwhile
         with lease.commit():
-            moved = published.point(root, artifact.run_name, seen)
+            moved = published_versions.point(root, artifact.run_name, seen)
         if moved:
             return
     raise Retryable(
@@ -161,7 +161,7 @@ def push(directory: Path, repository: str, version: str) -> None:
 def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
     """Return the manifest of the version that the pointer named before this one, with its metrics under the names of
     today; None if there is none."""
-    seen = published.pointer(job.versions)
+    seen = published_versions.pointer(job.versions)
     counted = [*seen.before, seen.version] if seen else []
     earlier = counted[: counted.index(run_name)] if run_name in counted else counted
     if not earlier:
@@ -182,7 +182,7 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
     """Raise Worse if `publish.metric` is worse than that of the published version by more than
     `publish.max_regression`.
 
-    If training started from the published version, its metric is the `start/` one of this evaluation, which was
+    If training started from the published version, its metric is the `baseline/` one of this evaluation, which was
     measured on the same held-out data as the new model's.
     """
     metric = job.publish.metric
@@ -190,8 +190,8 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
         before = with_current_names(job, manifest["metrics"]) if manifest else {}
         if (
             manifest
-            and f"start/{metric}" in artifact.metrics
+            and f"baseline/{metric}" in artifact.metrics
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
-            before = {metric: artifact.metrics[f"start/{metric}"]}
+            before = {metric: artifact.metrics[f"baseline/{metric}"]}
         refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.mode)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from ptf import entry  # imported first: it records the parent process
 
 # isort: split
-from ptf import disk, published, scratch, storage
+from ptf import disk, published_versions, scratch, storage
 from ptf.compute import launch, shutdown
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
-from ptf.config.renames import SEAL
+from ptf.config.renames import SEAL, sealed
 from ptf.config.sections.data import Source
 from ptf.credentials import redacted
 from ptf.data.prepare import prepare
@@ -83,7 +83,7 @@ def published_models(job: Job) -> dict[str, str]:
         if path.startswith("job:"):
             other = load(path.removeprefix("job:"))
             place = other.versions
-        if not path.startswith("prepare:") and (version := published.latest(place)):
+        if not path.startswith("prepare:") and (version := published_versions.latest(place)):
             versions[path] = version
     return versions
 
@@ -158,8 +158,8 @@ def remove_leftovers(job: Job, run_name: str) -> None:
 def run(job: Job, run_name: str) -> Path:
     """Train a resolved job, from the run's newest checkpoint if there is one, and return the run's directory.
 
-    The directory contains metrics.jsonl, tensorboard/, checkpoints/ and model/, a Hugging Face directory. Raises Held
-    if a different process is training the run.
+    The directory contains metrics.jsonl, tensorboard/, checkpoints/ and model/, a Hugging Face directory. Raises
+    RunInUse if a different process is training the run.
     """
     refuse_run_name(run_name)
     directory, job = Path(job.output) / run_name, shown(job)
@@ -252,12 +252,12 @@ def read_job_file(directory: Path) -> str | None:
     """
     file = directory / JOB
     try:
-        text, _, digest = file.read_bytes().decode().rpartition(SEAL)
+        text, digest = sealed(file.read_bytes().decode())
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
         text, digest = "", "?"
-    if digest != f"{_digest(directory, text)}\n":
+    if digest != _digest(directory, text):
         raise storage.Corrupt(
             f"{file} was changed after this run wrote it; if you are sure that the config is the one that this run "
             "began with, remove the file, and it is written again"
@@ -296,7 +296,7 @@ def world_of(job: Job):
 
     compute = job.compute
     threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
-    return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor)
+    return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor_parallel_size)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from steps.artifact import Artifact
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
     and published first."""
-    from ptf import published, storage
+    from ptf import published_versions, storage
     from ptf.data.sources.rows import stamps
     from ptf.evaluation_check import check_evaluation
     from ptf.run import (
@@ -25,7 +25,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 
     refuse_run_name(artifact.run_name)
     check_evaluation(job)  # checks for the last stages, before the first one runs
-    published.manifest(job.versions)  # raises if the published version cannot be read
+    published_versions.manifest(job.versions)  # raises if the published version cannot be read
     storage.refuse_no_bucket(job.versions)
     remove_leftovers(job, artifact.run_name)
     artifact = artifact.but(prepared=prepared_directory(job))

@@ -26,7 +26,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     Raises UserError if the config does not define when a model is better, or if it publishes only an adapter, from
     which training cannot start.
     """
-    from ptf import published
+    from ptf import published_versions
     from ptf.run import read_job_file
     from steps.prepare import prepare as prepared
 
@@ -50,16 +50,18 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     # an earlier attempt at this run continues with the model that it started from
     begun = read_job_file(Path(job.output) / artifact.run_name)
     from_version = (
-        loads(begun).model.path.startswith(f"{job.versions}/") if begun else published.pointer(job.versions) is not None
+        loads(begun).model.path.startswith(f"{job.versions}/")
+        if begun
+        else published_versions.pointer(job.versions) is not None
     )
     return prepared(_on_published(job) if from_version else job, artifact)
 
 
 def has_new_data(job: Job, artifact: Artifact) -> bool:
     """Return whether there are data that neither the published version nor a training from it has used. Print which."""
-    from ptf import published
+    from ptf import published_versions
 
-    manifest = published.manifest(job.versions)
+    manifest = published_versions.manifest(job.versions)
     if manifest is None:
         print(
             f"retrain: nothing is published in {job.versions}; the first version is trained from {job.model.path}",
@@ -93,7 +95,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
     metric = str(job.publish.metric)
     metrics = with_current_names(job, artifact.metrics)
-    now, before = metrics.get(metric), metrics.get(f"start/{metric}")
+    now, before = metrics.get(metric), metrics.get(f"baseline/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     try:
         if begun and now is not None and now == before and not job.publish.max_regression:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import ptf
-from ptf import cli, published, storage
+from ptf import cli, published_versions, storage
 from ptf.errors import UserError
 from ptf.model.adapter_directory import AdapterDirectory
 from ptf.training_run import EVALUATED
@@ -50,7 +50,7 @@ def test_every_stage_from_a_config_to_an_answer(tmp_path: Path) -> None:
     assert (run.name, run.checkpoints, run.metrics["train/step"]) == ("first", (3,), 3)
     assert run == ptf.Run.at(run.directory)
     metrics = ptf.evaluate(run)
-    assert {"loss/held_out", "start/loss/held_out"} <= metrics.keys()
+    assert {"loss/held_out", "baseline/loss/held_out"} <= metrics.keys()
     assert ptf.Run.at(run.directory).metrics == {**run.metrics, **metrics}
     version = ptf.publish(run)
     assert version == f"{job.versions}/first"
@@ -70,7 +70,7 @@ def test_the_commands_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["evaluate", str(run)]) == 0
     assert re.search(r"evaluation +start +trained\n", capsys.readouterr().out)
     assert cli.main(["publish", str(run), "--set", "publish.gate=off", "--set", "publish.license=mit"]) == 0
-    pointer = published.pointer(str(tmp_path / "runs" / "published"))
+    pointer = published_versions.pointer(str(tmp_path / "runs" / "published"))
     assert pointer is not None
     assert pointer.version == "a"
     assert cli.main(["publish", file, "--list"]) == 0
@@ -92,7 +92,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, command: str, capsys: pytest.
 
 
 def test_a_run_that_has_not_ended_and_one_that_is_held_are_refused(tmp_path: Path) -> None:
-    from ptf.compute.lease import Held, hold_lease
+    from ptf.compute.lease import RunInUse, hold_lease
     from ptf.run import write_job_file
 
     job = ptf.load(config(tmp_path))
@@ -103,7 +103,7 @@ def test_a_run_that_has_not_ended_and_one_that_is_held_are_refused(tmp_path: Pat
     run = ptf.train(job, "a")
     with hold_lease(job, run.directory):
         for stage in (ptf.evaluate, ptf.publish):
-            with pytest.raises(Held):
+            with pytest.raises(RunInUse):
                 stage(run)
 
 
@@ -210,7 +210,7 @@ def test_a_damaged_adapter_is_not_published(adapted: "ptf.Run", tmp_path: Path) 
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     with pytest.raises(UserError, match=r"adapter differs from the trained model"):
         ptf.publish(copy, overrides=["publish.what=both"])
-    assert published.pointer(str(tmp_path / "runs" / "published")) is None
+    assert published_versions.pointer(str(tmp_path / "runs" / "published")) is None
     ptf.publish(copy)  # the control: the merged model is whole
 
 

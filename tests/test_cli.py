@@ -22,9 +22,11 @@ def files(tmp_path, monkeypatch):
 
 
 def test_check_prints_the_whole_job(capsys):
-    assert cli.main(["check", "--skip-paths", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup=2"]) == 0
+    assert (
+        cli.main(["check", "--skip-paths", "a.yaml", "b.yaml", "--set", "seed=3", "--set", "train.warmup_steps=2"]) == 0
+    )
     out, err = capsys.readouterr()
-    assert loads(out) == load("a.yaml", "b.yaml", overrides=["seed=3", "train.warmup=2"])
+    assert loads(out) == load("a.yaml", "b.yaml", overrides=["seed=3", "train.warmup_steps=2"])
     # no data and no network: still a line, at once
     assert err.startswith("check: data.sources.chat: a.jsonl is not on this machine; `ptf inspect`")
 

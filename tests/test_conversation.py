@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ptf import cli, published, storage
+from ptf import cli, published_versions, storage
 from ptf.conversation import Chat
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def test_lines_of_a_pipe_are_answered_by_the_published_version(model, tmp_path, 
     root = str(tmp_path / "published")
     storage.upload(model, f"{root}/v1")
     storage.commit(f"{root}/v1", {"version": "v1"})
-    assert published.point(root, "v1", None)
+    assert published_versions.point(root, "v1", None)
     told = []
     for where in (root, model):
         monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n/new\n1+1=\n"))

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from ptf import published
+from ptf import published_versions
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
 SMALL = [
     "train.steps=2",
-    "train.sequences=1",
-    "train.micro_sequences=1",
+    "train.global_batch_size=1",
+    "train.micro_batch_size=1",
     "data.validation.held_out.limit=4",
     "train.validate_every=1",
     "evaluate.limit=4",
@@ -84,8 +84,8 @@ def test_script_and_notebook_go_from_rows_to_a_published_model(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"right answers to held-out questions: \d+%\n12\+30= .*\n7\+8= .*\n", done.stdout)
-    assert published.latest(str(tmp_path / "script" / "runs" / "published"))
-    assert published.latest(str(tmp_path / "runs" / "first_sft" / "runs" / "published"))
+    assert published_versions.latest(str(tmp_path / "script" / "runs" / "published"))
+    assert published_versions.latest(str(tmp_path / "runs" / "first_sft" / "runs" / "published"))
     outputs = json.loads((tmp_path / "outputs.json").read_text())
     assert outputs["curves"].count("<polyline") == 2
     assert "loss/held_out" in outputs["curves"]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from scipy import stats
 
-from ptf import gate, published, storage
+from ptf import gate, published_versions, storage
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.gate import Comparison, Worse, interval, quantile
@@ -65,11 +65,11 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
     def mean(values):
         return float(np.mean([v for v in values if not isinstance(v, str)]))
 
-    both = {"start/": then, "": now}
+    both = {"baseline/": then, "": now}
     return {
         f"{p}{rate}/{source}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
         for p, v in both.items()
-        for rate in ("reward", "greedy_accuracy")
+        for rate in ("reward", "greedy_pass_rate")
     }
 
 
@@ -99,13 +99,13 @@ def test_what_is_worse_beyond_its_interval_is_named(
 ) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     compared = gate.comparisons(job, tmp_path, metrics)
-    assert [one.metric for one in compared] == ["reward/test", "greedy_accuracy/test"]
+    assert [one.metric for one in compared] == ["reward/test", "greedy_pass_rate/test"]
     assert [one.is_worse() for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
             Worse,
-            match=r"greedy_accuracy/test 0\.08008 at the start, 0\.01758 now; better by -0\.0\d+ to -0\.0\d+ "
+            match=r"greedy_pass_rate/test 0\.08008 at the start, 0\.01758 now; improvement -0\.0\d+ to -0\.0\d+ "
             r".*512 rows\): worse.*publish\.gate: off",
         ):
             gate.refuse_worse(job, compared)
@@ -117,9 +117,9 @@ def test_what_is_worse_beyond_its_interval_is_named(
 
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_accuracy/test"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_pass_rate/test"}}))
     gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
-    assert [one.metric for one in compared] == ["greedy_accuracy/test"]
+    assert [one.metric for one in compared] == ["greedy_pass_rate/test"]
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test"}}))
     with pytest.raises(Worse, match="reward/test"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
@@ -130,7 +130,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
     with pytest.raises(Worse, match=r"pass@8/test 0\.5 at the start, 0\.4 now; not a mean over rows"):
         gate.refuse_worse(
-            job, gate.comparisons(job, tmp_path, metrics | {"start/pass@8/test": 0.5, "pass@8/test": 0.4})
+            job, gate.comparisons(job, tmp_path, metrics | {"baseline/pass@8/test": 0.5, "pass@8/test": 0.4})
         )
 
 
@@ -155,7 +155,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
             [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)],
         )
     gate.commit_rows(tmp_path)
-    metrics = {"start/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
+    metrics = {"baseline/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
     with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 at the start"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
@@ -191,7 +191,7 @@ def test_a_training_that_made_it_worse_is_not_published(tmp_path: Path, capsys: 
     assert middle == pytest.approx(one.start - one.now, rel=1e-4), "the rows are those of the metric"
     with pytest.raises(Worse, match=r"not published: worse than what training started from: loss/held_out"):
         publish(job, artifact)
-    assert published.pointer(job.versions) is None
+    assert published_versions.pointer(job.versions) is None
     assert not storage.exists(f"{job.versions}/a/manifest.json")
 
     job = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
@@ -235,7 +235,7 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
         "max_new_tokens": 6,
     }
     job, artifact = staged(rl_raw)
-    assert artifact.metrics["reward/dev"] < artifact.metrics["start/reward/dev"]
+    assert artifact.metrics["reward/dev"] < artifact.metrics["baseline/reward/dev"]
     with pytest.raises(Worse, match=r"worse than what training started from: reward/dev"):
         publish(job, artifact)
-    assert published.pointer(job.versions) is None
+    assert published_versions.pointer(job.versions) is None

@@ -28,9 +28,9 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "storage": BASE,
     "gate": BASE | {"config", "storage", "verified"},
     "verified": BASE | {"storage"},
-    "published": BASE | {"storage", "verified"},
+    "published_versions": BASE | {"storage", "verified"},
     "data": BASE | {"config", "storage", "verified"},
-    "model": BASE | {"config", "storage", "published", "verified"},
+    "model": BASE | {"config", "storage", "published_versions", "verified"},
     "compute": BASE | {"config", "storage"},
     "events": TRAIN | {"rl"},
     "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugins: found by name, imported by nobody
@@ -39,14 +39,15 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "rl": TRAIN | {"train", "events"},
     "evaluation_check": BASE | {"config", "events", "recipes"},  # torch-free
     "measurement": TRAIN | {"train", "rl", "gate", "events"},
-    "run": TRAIN | {"train", "rl", "measurement", "published"},
+    "run": TRAIN | {"train", "rl", "measurement", "published_versions"},
     "dry_run": TRAIN | {"train", "run"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
-    "evaluation": TRAIN | {"published", "gate", "evaluation_check", "measurement", "training_run"},
+    "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN
-    | {"published", "gate", "evaluation_check", "measurement", "train", "artifact", "load_check", "model_card"},
+    | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "load_check"}
+    | {"model_card"},
     "conversation": DATA | {"rl"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "rl", "run"},
@@ -61,7 +62,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
         "publishing",
         "conversation",
     },
-    "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published", "inspection", "dry_run"},
+    "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
 FLOWS = {"config", "errors", "credentials", "disk"}

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 import yaml
 
-from ptf import cli, published, storage
+from ptf import cli, published_versions, storage
 from ptf.compute.checkpoint import Checkpoints
 from ptf.config import loads
 from ptf.config.load import ConfigError
@@ -97,9 +97,9 @@ def test_what_is_copied_from_a_store_stays_in_the_copy(tmp_path):
 
 def test_a_version_is_a_name(tmp_path):
     for name in ("..", "../x", "a/b", ""):
-        (tmp_path / published.POINTER).write_text(json.dumps({"version": name}))
+        (tmp_path / published_versions.POINTER).write_text(json.dumps({"version": name}))
         with pytest.raises(storage.Corrupt, match="is not a pointer"):
-            published.latest(str(tmp_path))
+            published_versions.latest(str(tmp_path))
 
 
 def test_a_stray_directory_beside_checkpoints_is_left_alone_and_said(tmp_path, capsys):

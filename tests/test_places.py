@@ -92,7 +92,7 @@ rollout: {reward_model: {path: "job:latest"}}
 def test_what_is_there_is_not_reported() -> None:
     write_jsonl(Path("rows-0.jsonl"), [{"text": "a"}])
     Path("m").mkdir()
-    text = "recipe: sft\nmodel: {path: m}\ntrain: {steps: 3, lr: 1e-4, warmup: 0}\n"
+    text = "recipe: sft\nmodel: {path: m}\ntrain: {steps: 3, lr: 1e-4, warmup_steps: 0}\n"
     text += "data: {sources: {a: {path: 'rows-*.jsonl', kind: text}}}\n"
     assert not found(text)
     job = api.load("job.yaml")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import cli, disk, published, storage
+from ptf import cli, disk, published_versions, storage
 from ptf.config import Plugin, loads
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
@@ -79,10 +79,10 @@ def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path, capsys, outp
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{}", b"", None])
 def test_a_pointer_that_cannot_be_read_is_one_sentence(tmp_path, content, capsys):
-    pointer = tmp_path / published.POINTER
+    pointer = tmp_path / published_versions.POINTER
     pointer.mkdir() if content is None else pointer.write_bytes(content)
     with pytest.raises(storage.Corrupt, match=r"latest\.json .*--rollback VERSION writes it anew"):
-        published.latest(str(tmp_path))
+        published_versions.latest(str(tmp_path))
     assert cli.main(["publish", str(tmp_path), "--list"]) == 2
     assert "latest.json" in capsys.readouterr().err
 
@@ -95,7 +95,7 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
         ).read_text()
     )
     storage.finish(f"{job.versions}/one", {"version": "one", "data": {"sums": "then"}}, {})
-    published.point(job.versions, "one", None)
+    published_versions.point(job.versions, "one", None)
     file = Path(job.versions) / "retrained.json"
     assert has_new_data(job, Artifact("a", data={"sums": "now"}))  # the control: there is none
     file.mkdir() if content is None else file.write_bytes(content)
@@ -108,11 +108,18 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--mfu", "2"), ("--mfu", "nan"), ("--mfu", "0"), ("--memory", "-1"), ("--memory", "inf"), ("--gpus", "0")],
+    [
+        ("--mfu", "2"),
+        ("--mfu", "nan"),
+        ("--mfu", "0"),
+        ("--gpu-memory-gib", "-1"),
+        ("--gpu-memory-gib", "inf"),
+        ("--num-gpus", "0"),
+    ],
 )
 def test_a_number_that_makes_no_sense_is_refused(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", str(short(tmp_path)), "--gpus", "8", option, value])
+        cli.main(["plan", str(short(tmp_path)), "--num-gpus", "8", option, value])
     assert left.value.code == 2
     assert option in capsys.readouterr().err
 

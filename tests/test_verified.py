@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import yaml
 
-from ptf import published, storage, verified
+from ptf import published_versions, storage, verified
 from ptf.config import loads
 from ptf.data import prepare as preparing
 from ptf.data import tokenized
@@ -82,7 +82,7 @@ def version(tmp_path: Path, root: str, name: str) -> None:
 def published_model(tmp_path: Path) -> tuple[Path, Open]:
     root = str(tmp_path / "versions")
     version(tmp_path, root, "one")
-    published.point(root, "one", None)
+    published_versions.point(root, "one", None)
     return Path(root) / "one", lambda: bridge.locate(root)
 
 
@@ -95,8 +95,8 @@ def rollback_target(tmp_path: Path) -> tuple[Path, Open]:
     root = str(tmp_path / "versions")
     for name in ("one", "second"):
         version(tmp_path, root, name)
-        published.point(root, name, published.pointer(root))
-    return Path(root) / "one", lambda: published.roll_back(root, "one")
+        published_versions.point(root, name, published_versions.pointer(root))
+    return Path(root) / "one", lambda: published_versions.roll_back(root, "one")
 
 
 def localised_model(tmp_path: Path) -> tuple[Path, Open]:
@@ -113,7 +113,7 @@ def localised_model(tmp_path: Path) -> tuple[Path, Open]:
 def localised_version(tmp_path: Path) -> tuple[Path, Open]:
     fsspec.filesystem("memory").store.clear()
     version(tmp_path, "memory://published", "one")
-    published.point("memory://published", "one", None)
+    published_versions.point("memory://published", "one", None)
 
     def open_it():
         return bridge.locate("memory://published", cache=str(tmp_path / "copies"))
@@ -235,22 +235,22 @@ def test_objects_are_known_by_their_entity_tags(
     root = f"s3://{server.bucket}/versions"
     for name in ("one", "second"):
         version(tmp_path, root, name)
-        published.point(root, name, published.pointer(root))
-    published.roll_back(root)
+        published_versions.point(root, name, published_versions.pointer(root))
+    published_versions.roll_back(root)
     with monkeypatch.context() as patch:
         patch.setattr(verified, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
-        published.roll_back(root, "one")
+        published_versions.roll_back(root, "one")
     config = storage.read_text(f"{root}/one/config.json")
     storage.write_text(f"{root}/one/config.json", config.replace("2", "3", 1))
     with pytest.raises(Corrupt, match=r"one/config\.json has changed"):
-        published.roll_back(root, "one")
+        published_versions.roll_back(root, "one")
 
 
 def test_above_verify_gib_the_run_says_what_was_not_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = arithmetic(tmp_path)
-    job = loads(yaml.safe_dump(raw | {"checkpoint": {"every": 5, "verify_gib": 1e-6}}))
+    job = loads(yaml.safe_dump(raw | {"checkpoint": {"every": 5, "max_hash_gib": 1e-6}}))
     from ptf.train.tokenize import tokenize
 
     found = tokenize(job, Tokenizer.load(job.model.path), 1)
@@ -271,12 +271,12 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
     root = str(tmp_path / "versions")
     for name in ("one", "second"):
         version(tmp_path, root, name)
-        published.point(root, name, published.pointer(root))
+        published_versions.point(root, name, published_versions.pointer(root))
     swap(Path(root) / "one", Path(root) / "second")
     for open_it in (
         lambda: bridge.locate(root),
         lambda: bridge.locate(f"{root}/one"),
-        lambda: published.roll_back(root),
+        lambda: published_versions.roll_back(root),
     ):
         with pytest.raises(Corrupt, match="holds another version"):
             open_it()

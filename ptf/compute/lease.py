@@ -28,7 +28,7 @@ SILENT_S = 30.0  # without a heartbeat, after which the lease may be taken over
 POLL_S = 1.0  # between two reads of a lease that another machine holds
 
 
-class Held(UserError):
+class RunInUse(UserError):
     """Another process holds the lease; the message names it, since when, and how to take over."""
 
 
@@ -208,7 +208,7 @@ UNSHARED = Lease()  # of a directory that no other process knows
 def hold_lease(job: Job, run: Path) -> Iterator[Lease]:
     """Hold the lease of the run in this directory, and of its checkpoints if those are elsewhere.
 
-    Raises Held if another process holds it.
+    Raises RunInUse if another process holds it.
     """
     uris = [f"{run}/{FILE}", *([f"{job.checkpoint.to.rstrip('/')}/{run.name}/{FILE}"] if job.checkpoint.to else [])]
     process, tokens = Process.this(), dict[str, int]()
@@ -243,7 +243,7 @@ def _beat(lease: Lease, done: threading.Event) -> None:
 
 
 def _take(uri: str, process: Process) -> int:
-    """Take the lease and return its token. Raises Held if another process holds it and is alive."""
+    """Take the lease and return its token. Raises RunInUse if another process holds it and is alive."""
     watched, ends = None, 0.0
     while True:
         text = _text(uri)
@@ -266,7 +266,7 @@ def _take(uri: str, process: Process) -> int:
                 return record.token
             continue
         if before.holder.is_here or watched not in (None, text):
-            raise Held(
+            raise RunInUse(
                 f"{uri.rsplit('/', 1)[0]} is being written by {before.holder_text()}. Wait for it, "
                 f"or end it (kill {before.holder.pid} on "
                 f"{before.holder.host}) and run this again: it takes over at once there, "
@@ -312,7 +312,7 @@ def _swap(uri: str, text: str, expected: str | None) -> bool:
 def _locked(uri: str) -> Iterator[None]:
     """Hold the file's lock, one process at a time; it ends with its holder.
 
-    Raises Held if another process keeps it for longer than any commit takes.
+    Raises RunInUse if another process keeps it for longer than any commit takes.
     """
     file = storage.local_path(uri)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +327,7 @@ def _locked(uri: str) -> Iterator[None]:
                 if time.monotonic() > ends:
                     text = _text(uri)
                     holder = Record.read(text, uri).holder_text() if text else "another process"
-                    raise Held(
+                    raise RunInUse(
                         f"{uri} is locked by {holder}, in the middle of a write for {SILENT_S:g} s: if it is stopped, "
                         "end it"
                     ) from None

@@ -30,6 +30,7 @@ EXPECTED = {
     "dict_type": "a section",
     "model_type": "a section",
 }
+OFFLINE_ONLY = ("data.validation", "train.epochs", "train.global_batch_size")  # no use in online recipes
 LIMITS = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -155,8 +156,9 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     names = list(section.model_fields) if section else []
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
     where = f"in {'.'.join(map(str, path))}" if path else "at the top"
-    known = (
-        f"  (did you mean {elsewhere[0]}?)" if elsewhere else foreign_names.hint(name, {key for key, _ in keys(job)})
-    )
+    algo = section_at(job, ["algo"])
+    unfit = OFFLINE_ONLY if algo and getattr(algo, "online", False) else ()
+    known = f"  (did you mean {elsewhere[0]}?)" if elsewhere else ""
+    known = known or foreign_names.hint(name, {key for key, _ in keys(job) if key not in unfit})
     hint = _not_here(name, path) or known or near(name, names)
     return f"unknown key {where}" + (hint or (f"; known: {', '.join(names)}" if names else "; it has no keys"))

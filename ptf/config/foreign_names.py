@@ -20,8 +20,8 @@ def at(*keys: str, note: str = "") -> Here:
     return Here(keys, note)
 
 
-BATCH = at("rollout.prompts", "train.sequences", note="of a whole step, over all workers")
-PASS = at("train.micro_sequences", note="packed, of data.seq_len tokens, in one pass of a worker")
+BATCH = at("train.global_batch_size", "rollout.prompts", note="of a whole step, over all workers")
+PASS = at("train.micro_batch_size", note="packed, of data.seq_len tokens, in one pass of a worker")
 PARTS = at("algo.minibatches", note="how many optimizer steps a pass over the rollouts has")
 LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and answer together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
@@ -30,7 +30,7 @@ SOURCES = at("data.sources", note="a section by name, each with a `path`")
 HELD_OUT = at("data.validation", "evaluate.sources", note="a section by name, each with a `path`")
 ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
 GROUP = at("rollout.group_size")
-KL = at("algo.kl", "algo.beta")
+KL = at("algo.kl_coef", "algo.beta")
 KL_IN = at("algo.kl_in", note="loss or reward")
 ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
 WORKERS = at("compute.workers", note="all GPUs of all machines together")
@@ -43,9 +43,9 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("learning_rate", "peak_lr"), at("train.lr")),
     **dict.fromkeys(("max_steps", "total_training_steps", "num_training_steps", "train_steps"), at("train.steps")),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs"), at("train.epochs", "train.steps")),
-    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), at("train.warmup")),
+    **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps"), at("train.warmup_steps")),
     **dict.fromkeys(
-        ("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup", note="below 1 it is a share of the run")
+        ("warmup_ratio", "lr_warmup_steps_ratio"), at("train.warmup_steps", note="below 1 it is a share of the run")
     ),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule"), at("train.schedule")),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.max_grad_norm")),
@@ -58,13 +58,13 @@ FOREIGN: dict[str, Here] = {
     ),
     "torch_compile": at("train.compile"),
     # batches
-    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),
+    **dict.fromkeys(("batch_size", "train_batch_size"), BATCH),
     **dict.fromkeys(
-        ("per_device_train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
+        ("per_device_train_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
         PASS,
     ),
     "gradient_accumulation_steps": at(
-        "train.micro_sequences", note="passes follow from train.sequences and train.micro_sequences"
+        "train.micro_batch_size", note="passes follow from it and train.global_batch_size"
     ),
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size", "num_mini_batches"), PARTS),
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.epochs")),
@@ -95,27 +95,30 @@ FOREIGN: dict[str, Here] = {
     "reward_model_path": at("rollout.reward_model.path"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
     "vllm_gpu_memory_utilization": at("rollout.gpu_memory_utilization"),
-    **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), at("rollout.tensor")),
+    **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), at("rollout.tensor_parallel_size")),
     # algorithms
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_coeff"), KL),
+    **dict.fromkeys(("kl_loss_coef", "init_kl_coef", "kl_coeff"), KL),
     "beta": KL,
     **dict.fromkeys(("kl_penalty", "kl_loss_type"), at("algo.kl_estimator")),
     **dict.fromkeys(("use_kl_in_reward", "use_kl_loss"), KL_IN),
     **dict.fromkeys(("epsilon", "cliprange", "clip_ratio", "clip_ratio_low", "eps_clip"), at("algo.clip_low")),
     **dict.fromkeys(("epsilon_high", "clip_ratio_high"), at("algo.clip_high")),
-    **dict.fromkeys(("entropy_coeff", "ent_coef", "entropy_coef"), at("algo.entropy")),
+    **dict.fromkeys(("entropy_coeff", "ent_coef"), at("algo.entropy_coef")),
     **dict.fromkeys(("cliprange_value", "vf_clip"), at("algo.value_clip")),
     **dict.fromkeys(("scale_rewards", "norm_adv_by_std_in_grpo"), at("algo.scale_by_std")),
-    "loss_agg_mode": at("algo.mean_over"),
-    "loss_type": at("algo.mean_over", "algo.loss"),
-    "importance_sampling_level": at("algo.ratio"),
-    **dict.fromkeys(("ref_model", "reference_model", "ref_model_path"), at("algo.reference", "algo.kl")),
+    "loss_agg_mode": at("algo.loss_aggregation"),
+    "loss_type": at("algo.loss_aggregation", "algo.loss"),
+    **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
+    **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
+    "center_rewards_coefficient": at("algo.center_coef"),
+    "precompute_ref_log_probs": at("algo.precomputed"),
+    **dict.fromkeys(("ref_model", "reference_model", "ref_model_path"), at("algo.reference", "algo.kl_coef")),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), at("algo.teacher", "algo.teachers")),
     **dict.fromkeys(("adv_estimator", "algorithm", "stage", "rl"), RECIPE),
     # machines
     **dict.fromkeys(("num_gpus", "n_gpus_per_node", "num_processes", "nproc_per_node", "nnodes"), WORKERS),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "zero_stage"), SHARDED),
-    "tensor_parallel_size": at("compute.mesh.tensor"),
+    "tp_size": at("compute.mesh.tensor_parallel_size"),
     # files, checkpoints, logs
     **dict.fromkeys(("output_dir", "default_local_dir", "save_dir"), at("output")),
     **dict.fromkeys(("save_steps", "save_freq", "save_interval"), at("checkpoint.every")),
@@ -128,7 +131,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("hub_model_id", "push_to_hub"), at("publish.hub")),
     **dict.fromkeys(
         ("resume_from_checkpoint", "run_name"),
-        at("output", note="a run is named and continued by `ptf train CONFIG --run-name NAME`"),
+        Here((), "no key: a run is named and continued by `ptf train CONFIG --run-name NAME`"),
     ),
 }
 
@@ -139,5 +142,9 @@ def hint(name: str, keys: Container[str]) -> str:
     Return an empty text where there is none.
     """
     here = FOREIGN.get(name.lower())
-    key = next((key for key in here.keys if key in keys), None) if here else None
-    return f"  (here it is {key}{f': {here.note}' if here and here.note else ''})" if key else ""
+    if here is None:
+        return ""
+    if not here.keys:
+        return f"  ({here.note})"
+    key = next((key for key in here.keys if key in keys), None)
+    return f"  (here it is {key}{f': {here.note}' if here.note else ''})" if key else ""

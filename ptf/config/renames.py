@@ -11,33 +11,57 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-# old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section
+# old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section. If two
+# old keys have one new key, the last one listed is the oldest, and is used for fingerprints.
 KEYS = {
+    "train.decay_at_loss": "train.lr_decay_at_loss",
+    "train.micro_sequences": "train.micro_batch_size",
+    "train.sequences": "train.global_batch_size",
+    "algo.ce": "algo.ce_coef",
+    "algo.centring": "algo.center_coef",
+    "algo.entropy": "algo.entropy_coef",
+    "algo.kl": "algo.kl_coef",
+    "algo.max_importance": "algo.tis_cap",
+    "algo.mean_over": "algo.loss_aggregation",
+    "algo.overlong": "algo.overlong_buffer_tokens",
+    "algo.ratio": "algo.importance_sampling_level",
+    "checkpoint.verify_gib": "checkpoint.max_hash_gib",
+    "compute.mesh.tensor": "compute.mesh.tensor_parallel_size",
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
+    "data.lookahead": "data.packing_lookahead",
+    "data.render": "data.answer_text",
+    "data.share_beginnings": "data.share_prefixes",
+    "data.shuffle": "data.shuffle_buffer",
     "data.sources.NAME.weight": "data.sources.NAME.sampling_weight",
     "data.validation.NAME.weight": "data.validation.NAME.sampling_weight",
-    "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
-    "data.share_beginnings": "data.share_prefixes",
-    "evaluate.start": "evaluate.starting_model",
     "evaluate.samples": "evaluate.samples_per_prompt",
+    "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
+    "evaluate.start": "evaluate.starting_model",
     "model.train": "model.trainable",
     "publish.max_drop": "publish.max_regression",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
+    "rollout.kv_cache_gib": "rollout.cpu_kv_cache_gib",
+    "rollout.lora": "rollout.lora_sync",
     "rollout.max_logprob_diff": "rollout.logprob_diff_bound",
     "rollout.processes": "rollout.reward_processes",
     "rollout.retries": "rollout.reward_retries",
+    "rollout.tensor": "rollout.tensor_parallel_size",
+    "rollout.workers": "rollout.replicas",
     "track.samples": "track.sample_prompts",
     "train.checkpointing": "train.activation_checkpointing",
     "train.clip": "train.max_grad_norm",
-    "train.decay_at": "train.decay_at_loss",
-    "train.micro_rows": "train.micro_sequences",
+    "train.decay": "train.lr_decay_steps",
+    "train.decay_at": "train.lr_decay_at_loss",
+    "train.lr_groups": "train.lr_multipliers",
+    "train.micro_rows": "train.micro_batch_size",
     "train.min_lr": "train.min_lr_ratio",
-    "train.rows": "train.sequences",
+    "train.rows": "train.global_batch_size",
     "train.stop": "train.early_stopping",
+    "train.warmup": "train.warmup_steps",
 }
 # old module → new module, for the addresses `use: module:name`
 MODULES = {
@@ -62,10 +86,18 @@ MODULES = {
     "ptf.rl.sandbox": "ptf.rl.rewards.sandbox",
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
-# dotted key → old value → new value; the keys are not in KEYS
+# dotted key → old value → new value; a key that was renamed stands here with each name under which it had old values.
+# If two old values have one new value, the last one listed is the oldest, and is used for fingerprints.
 VALUES = {
-    "algo.mean_over": {"sequences": "samples", "answers": "samples", "length": "constant_length"},
-    "algo.ratio": {"sequence": "sample", "answer": "sample"},
+    "algo.mean_over": {
+        "tokens": "token_mean",
+        "samples": "sequence_mean",
+        "sequences": "sequence_mean",
+        "answers": "sequence_mean",
+        "length": "constant_length",
+    },
+    "algo.ratio": {"sample": "sequence", "answer": "sequence"},
+    "data.render": {"served": "generation_prompt"},
     "publish.gate": {"start": "starting_model"},
 }
 # dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of answers
@@ -75,21 +107,30 @@ ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
 PATTERNS = {
     "publish.metric": (
         (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1"),
-        (r"pass@1/([^/]+)", r"greedy_accuracy/\1"),
+        (r"pass@1/([^/]+)", r"greedy_pass_rate/\1"),
     )
 }
 FIRST_PATTERNS = {
     "publish.metric": (
-        (r"greedy_accuracy/([^/]+)", r"pass@1/\1"),
+        (r"greedy_pass_rate/([^/]+)", r"pass@1/\1"),
         (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
     )
 }
 FIRST_KEYS = {new: old for old, new in KEYS.items()}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
-# of two old values with one new one, the last is the first that there was
-FIRST_VALUES = {key: {new: old for old, new in values.items()} for key, values in VALUES.items()}
+FIRST_VALUES = {KEYS.get(key, key): {new: old for old, new in values.items()} for key, values in VALUES.items()}
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
-SEAL = "# SHA-256 of the lineage and of what is above: "
+SEAL = "# SHA-256 of the run name and of what is above: "
+FORMER_SEAL = "# SHA-256 of the lineage and of what is above: "
+
+
+def sealed(text: str) -> tuple[str, str]:
+    """Return what is above the seal of a job.yaml that a run wrote, and the digest; the text and "" if it has none."""
+    above, newline, last = text.rstrip().rpartition("\n")
+    for seal in (SEAL, FORMER_SEAL):
+        if last.startswith(seal):
+            return above + newline, last.removeprefix(seal)
+    return text, ""
 
 
 class Names(NamedTuple):

@@ -18,27 +18,33 @@ def rollouts(job: Job) -> list[str]:
         faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
     if job.data.too_long in ("truncate", "split"):
         faults.append("data.too_long: a prompt cannot be cut; use error or drop")
-    if rollout_config.top_p < 1 and job.compute.mesh.tensor > 1:
+    if rollout_config.top_p < 1 and job.compute.mesh.tensor_parallel_size > 1:
         faults.append(
-            "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor above 1, "
+            "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor_parallel_size above 1, "
             "where no process has the whole distribution"
         )
     if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.lines_per_answer == 1:
         faults.append(
             "rollout.allowed.distinct has no effect with lines_per_answer: 1; raise lines_per_answer or remove distinct"
         )
-    if rollout_config.lora == "adapter" and job.model.lora is None:
-        faults.append("rollout.lora: adapter needs model.lora")
-    if rollout_config.lora == "adapter" and rollout_config.engine not in ("native", "vllm"):
-        faults.append("rollout.lora: adapter is for the engines native and vllm; give merged")
-    if rollout_config.tensor > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
-        faults.append("rollout.tensor: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
+    if rollout_config.lora_sync == "adapter" and job.model.lora is None:
+        faults.append("rollout.lora_sync: adapter needs model.lora")
+    if rollout_config.lora_sync == "adapter" and rollout_config.engine not in ("native", "vllm"):
+        faults.append("rollout.lora_sync: adapter is for the engines native and vllm; give merged")
+    if rollout_config.tensor_parallel_size > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
+        faults.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
     faults += transport(job)
-    if job.compute.launcher == "local" and rollout_config.workers > 1:
-        faults.append("rollout.workers must be 1 with compute.launcher: local; use compute.launcher: ray for more")
+    if job.compute.launcher == "local" and rollout_config.replicas > 1:
+        faults.append("rollout.replicas must be 1 with compute.launcher: local; use compute.launcher: ray for more")
     if job.compute.launcher == "torchrun":
         faults.append(
             "compute.launcher: torchrun does not support rollouts; use ray, or local with rollout.engine: native"
+        )
+    default = type(rollout_config).model_fields["cpu_kv_cache_gib"].default
+    if job.compute.device == "cuda" and rollout_config.cpu_kv_cache_gib != default:
+        faults.append(
+            "rollout.cpu_kv_cache_gib is for engines on a CPU; on a GPU the cache takes what "
+            "rollout.gpu_memory_utilization leaves beside the weights"
         )
     if rollout_config.max_new_tokens >= job.data.seq_len:
         faults.append(

@@ -60,10 +60,19 @@ def shares(job: Job) -> list[str]:
     """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
     workers, mesh = job.compute.workers, job.compute.mesh
     data_ranks, of = (
-        (workers // mesh.tensor or 1),
-        f"compute.workers ({workers})" + (f" / compute.mesh.tensor ({mesh.tensor})" if mesh.tensor > 1 else ""),
+        (workers // mesh.tensor_parallel_size or 1),
+        f"compute.workers ({workers})"
+        + (
+            f" / compute.mesh.tensor_parallel_size ({mesh.tensor_parallel_size})"
+            if mesh.tensor_parallel_size > 1
+            else ""
+        ),
     )
-    dealt = {} if job.rollout else {"data.partitions": job.data.partitions, "train.sequences": job.train.sequences}
+    dealt = (
+        {}
+        if job.rollout
+        else {"data.partitions": job.data.partitions, "train.global_batch_size": job.train.global_batch_size}
+    )
     return [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
 
 
@@ -72,9 +81,9 @@ def launch(job: Job) -> list[str]:
     workers, mesh, faults = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
         faults.append("output must be a directory on this machine; publish.to may be a URI")
-    if workers % (mesh.replicate * mesh.tensor):
+    if workers % (mesh.replicate * mesh.tensor_parallel_size):
         faults.append(
-            f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor}) "
+            f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor_parallel_size}) "
             f"must divide compute.workers ({workers})"
         )
     if job.compute.launcher == "local" and workers > 1:
@@ -96,7 +105,7 @@ def held_out(job: Job) -> list[str]:
         faults.append(
             "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
         )
-    taken = {"greedy_accuracy", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
+    taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
     faults += [
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
         "choose another"
@@ -136,20 +145,22 @@ def deployment(job: Job) -> list[str]:
 def schedule_of(job: Job) -> list[str]:
     """Warm-up and decay must fit into the run."""
     train, faults = job.train, []
-    parts = [part or 0 for part in (train.warmup, train.decay)]
+    parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
     steps = sum(part for part in parts if isinstance(part, int))
     shares = sum(part for part in parts if isinstance(part, float))
     if shares > 1 or (train.steps and steps + shares * train.steps > train.steps):
         faults.append(
-            "train.warmup and train.decay together are longer than the run; shares of it (0.1) fit any number of steps"
+            "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
+            "number of steps"
         )
-    if train.decay == 0:
-        faults.append("train.decay must be greater than 0; without it all steps after the warm-up decay")
-    if train.decay_at_loss and not (train.decay and train.validate_every and job.data.validation):
-        faults.append("train.decay_at_loss needs train.decay, train.validate_every and data.validation")
-    if train.decay_at_loss and train.epochs and isinstance(train.decay, float):
+    if train.lr_decay_steps == 0:
+        faults.append("train.lr_decay_steps must be greater than 0; without it all steps after the warm-up decay")
+    if train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation):
+        faults.append("train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation")
+    if train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float):
         faults.append(
-            "train.decay_at_loss needs train.decay as a number of steps where train.epochs says how long the run is"
+            "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long "
+            "the run is"
         )
     return faults
 
@@ -224,7 +235,7 @@ def foreign_model(job: Job) -> list[str]:
         "model.replace": bool(job.model.replace),
         "model.head": job.model.head is not None,
         "model.lora": job.model.lora is not None,
-        "compute.mesh.tensor": job.compute.mesh.tensor > 1,
+        "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
         "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
         "evaluate.engine: native": bool(job.evaluate.sources)
         and (job.evaluate.engine == "native" or (job.evaluate.engine == "auto" and job.compute.launcher != "ray")),
@@ -239,12 +250,12 @@ def packed_weights(job: Job) -> list[str]:
     rules = {
         "model.quantization needs model.lora, which trains adapters beside the rounded weights": job.model.lora
         is not None,
-        "model.quantization needs compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
+        "model.quantization needs compute.mesh.tensor_parallel_size: 1": job.compute.mesh.tensor_parallel_size == 1,
         "model.quantization does not work with model.replace": not job.model.replace,
         "model.quantization works with model.trainable in recipes sft, kd and rm only (the reference of others would "
         "have weights that are not rounded)": not job.model.trainable or job.recipe in ("sft", "kd", "rm"),
-        "model.quantization needs rollout.lora: merged (an engine would apply the adapter alone to weights that are "
-        "not rounded)": job.rollout is None or job.rollout.lora == "merged",
+        "model.quantization needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights that "
+        "are not rounded)": job.rollout is None or job.rollout.lora_sync == "merged",
     }
     return [fault for fault, kept in rules.items() if not kept]
 
@@ -253,14 +264,14 @@ def deterministic(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
         return []
-    on_cpu = job.compute.device == "cpu"
+    on_cpu, whole = job.compute.device == "cpu", job.compute.mesh.tensor_parallel_size == 1
     rules = {
         "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
         "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": on_cpu,
         "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None
         or job.rollout.engine != "vllm",
         "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
-        "train.deterministic needs a whole model on every worker: compute.mesh.tensor: 1": job.compute.mesh.tensor == 1,
+        "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
     }
     return [fault for fault, kept in rules.items() if not kept]
 

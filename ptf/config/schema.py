@@ -26,7 +26,7 @@ from ptf.config.sections.train import TrainConfig
 
 
 class Job(Section):
-    """One run, from data to a published model. `job_class` picks the subclass that types `algo` by `recipe`."""
+    """One run, from data to a published model. The keys that `algo` may have depend on `recipe`."""
 
     recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
@@ -55,7 +55,7 @@ class Job(Section):
     @property
     def verify_bytes(self) -> float:
         """How much is hashed of one directory before it is used."""
-        return self.checkpoint.verify_gib * 2**30
+        return self.checkpoint.max_hash_gib * 2**30
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

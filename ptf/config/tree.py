@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ptf.config.renames import SEAL, outdated
+from ptf.config.renames import outdated, sealed
 from ptf.credentials import HIDDEN, is_secret
 
 RESOLVERS = [  # (tag, pattern of the text, first characters)
@@ -63,7 +63,7 @@ class Loader(yaml.SafeLoader):
         return node
 
 
-class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # libyaml writes several times as fast
+class Dumper(yaml.CSafeDumper):
     """A writer of YAML that uses the loader's resolvers, so that it quotes exactly the texts that would not be read as
     text."""
 
@@ -238,7 +238,7 @@ def _file(file: str, extended_at: Place, above: tuple[str, ...], tree: Tree) -> 
         )
         tree.unread = True
         return Node({}, extended_at)
-    stored = text.rstrip().rpartition("\n")[2].startswith(SEAL)
+    stored = sealed(text)[1] != ""
     return _top(text, file, (*above, file), stored, tree)
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from ptf import scratch
 from ptf.config.load import ConfigError, Problems
-from ptf.config.renames import SEAL, Rename, holder_of, outdated, renamed
+from ptf.config.renames import Rename, holder_of, outdated, renamed, sealed
 from ptf.config.tree import Loader, Problem, read
 
 
@@ -36,7 +36,7 @@ def upgraded(text: str, source: str) -> tuple[str, list[str]]:
 
     Raise ConfigError for a text that cannot be read, or in which a name cannot be replaced.
     """
-    if text.rstrip().rpartition("\n")[2].startswith(SEAL):
+    if sealed(text)[1]:
         raise ConfigError(f"{source} was written by a run, which reads it in every version; it is not to be changed")
     tree = read(text, source)
     if tree.problems:

@@ -205,9 +205,9 @@ def served_turn(
 ) -> tuple[str, str]:
     """Return the text that a server shows the model before message i (an assistant's), and the answer's text.
 
-    The answer is as the template writes it. With `data.render: served`, where the template does not show the answer
-    after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not shown as it would
-    be served.
+    The answer is as the template writes it. With `data.answer_text: generation_prompt`, where the template does not
+    show the answer after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not
+    shown as it would be served.
     """
 
     def fail(what: str) -> UserError:

@@ -211,7 +211,7 @@ def plan_prompts(prompts: Prompts, in_step: int, steps: int) -> DataPlan:
 def describe_order(ordered: Ordered) -> str:
     """Describe the order in which a source is read."""
     if not ordered.shuffled:
-        return "in the order of the files (data.shuffle: 0)"
+        return "in the order of the files (data.shuffle_buffer: 0)"
     if ordered.by_block:
         return BLOCKS
     return (

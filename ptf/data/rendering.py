@@ -39,7 +39,7 @@ RESERVED = {
 WAYS_OUT = (
     "give model.chat_template a template that does, the template's own arguments in model.template_args "
     "(enable_thinking, …), "
-    "or set data.render: served, which trains the answer after the served prompt"
+    "or set data.answer_text: generation_prompt, which trains the answer after the served prompt"
 )
 
 
@@ -48,7 +48,7 @@ class Rendering:
     """Rendering settings of a run.
 
     `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
-    `data.render: served` and `data.unseen_context: allow`.
+    `data.answer_text: generation_prompt` and `data.unseen_context: allow`.
     """
 
     date: str | None = None

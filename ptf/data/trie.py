@@ -46,9 +46,15 @@ class Trie:
             raise UserError("allowed answers need a stop token that ends them; the tokenizer has none")
         nodes, ends = _prefix_tree(answers, stop)
         if repeat > 1 and any(nodes[node] for node in ends):
-            raise UserError("an allowed answer begins with another one, so repeated ones cannot be told apart")
+            raise UserError(
+                "rollout.allowed: one line begins with another one; with lines_per_answer above 1 it would be unclear "
+                "where a line ends. Remove or change one of them"
+            )
         if distinct and len(ends) < repeat:
-            raise UserError(f"there are {len(ends)} allowed answers, too few for {repeat} that are distinct")
+            raise UserError(
+                f"rollout.allowed has {len(ends)} different lines; distinct: true with lines_per_answer: {repeat} "
+                f"needs at least {repeat}"
+            )
         leaves = [0] * len(nodes)  # node → number of answers that end there or below
         for node in reversed(range(len(nodes))):
             leaves[node] = (node in ends) + sum(leaves[child] for child in nodes[node].values())

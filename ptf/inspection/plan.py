@@ -42,7 +42,7 @@ def trial_lines(trials: Sequence[Trial]) -> list[RenderableType]:
     texts = [f"{trial.setting}: {'fits' if trial.fits else why_not(trial)}" for trial in trials]
     if trials and trials[-1].fits:
         setting = trials[-1].setting
-        arguments = [f"--gpus {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
+        arguments = [f"--num-gpus {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
         texts.append(f"Give {' '.join(arguments)}")
     elif trials:
         texts.append("nothing that was tried fits")
@@ -153,7 +153,7 @@ def _budget_table(step: Budget) -> Table:
         "gradients (fp32 shard)": memory.gradients,
         "optimizer (AdamW), on the GPU": memory.optimizer,
         "gathered blocks": memory.gathered,
-        f"activations ({step.micro_sequences} sequences at a time)": memory.activations,
+        f"activations ({step.micro_batch_size} sequences at a time)": memory.activations,
         "logits and head": memory.logits,
     }
     table = Table("GiB on each GPU", "", box=SIMPLE)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import published, storage, verified
+from ptf import published_versions, storage, verified
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.checkpoint_mapping import PaddedRows, Rename, Slices, TensorMapping
@@ -74,17 +74,17 @@ def local_directory(
     URI (copied into `cache`), or a Hugging Face id, through its cache. A published version and a copy are verified
     first (ptf.verified), up to `verify_up_to` bytes; None is for callers that read no weights, and verifies nothing.
     Raises UserError if there is no such model."""
-    path = published.latest(path) or path
+    path = published_versions.latest(path) or path
     if "://" in path:
         into = cache or os.path.join("runs", "models")
         if verify_up_to is None:
             return Path(storage.localize(path, into, without=hub.COPIES))
         local = Path(verified.localized(path, into, verify_up_to, without=hub.COPIES))
-        published.refuse_damaged(local, path, verify_up_to, without=hub.COPIES)
+        published_versions.refuse_damaged(local, path, verify_up_to, without=hub.COPIES)
         return local
     if os.path.isdir(path):
         if verify_up_to is not None:
-            published.refuse_damaged(Path(path), path, verify_up_to)
+            published_versions.refuse_damaged(Path(path), path, verify_up_to)
         return Path(path)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return hub.fetch(path, revision)

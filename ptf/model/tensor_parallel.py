@@ -87,7 +87,8 @@ def own_experts(
     """Return the outputs of the rows of x that go to this rank's experts, and zeros for the other rows.
 
     The rank's own rows come first. How many they are is known on the device alone: slicing would make the host wait for
-    it in every layer. The products skip the other rows, and what lies between the products computes them in vain.
+    it in every layer. Grouped products skip the rows of other ranks; elementwise operations between them process these
+    rows too, and the results are discarded.
     """
     count = len(ends) // group.size()
     ends = ends[:count]
@@ -134,7 +135,7 @@ def refuse(c: DecoderConfig, ranks: int) -> None:
     if wrong := [f"{n} {what}" for what, n in sizes.items() if n % ranks]:
         fitting = [n for n in range(1, ranks) if not any(size % n for size in sizes.values())]
         raise UserError(
-            f"compute.mesh.tensor: {ranks} does not divide the model's {', '.join(wrong)}; "
+            f"compute.mesh.tensor_parallel_size: {ranks} does not divide the model's {', '.join(wrong)}; "
             f"set it to one of {', '.join(map(str, fitting))}"
         )
 
@@ -164,7 +165,7 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
         _wire(module, style, group)
     if unknown:
         raise UserError(
-            f"compute.mesh.tensor: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
+            f"compute.mesh.tensor_parallel_size: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
             "train the model with tensor: 1"
         )
     model.group, model.first = group, 0

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `max_importance: auto` is; 2 as in Yao et al. 2025
+IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `tis_cap: auto` is; 2 as in Yao et al. 2025
 
 
 class OnlineConfig(AlgoConfig):
@@ -20,10 +20,11 @@ class OnlineConfig(AlgoConfig):
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    max_importance: PositiveFloat | Literal["auto"] | None = "auto"
-    """Weigh each token by the ratio of the trainer's to the engine's probability, up to this value; null weighs all
-    tokens equally. `auto`: 2 in bf16, where the two probabilities differ by rounding, and null in fp32."""
-    entropy: Annotated[float, Field(ge=0)] = 0.0
+    tis_cap: PositiveFloat | Literal["auto"] | None = "auto"
+    """Truncated importance sampling (TIS): multiply each token's loss by the ratio of the trainer's to the engine's
+    probability of it before the update, at most by this cap. null: no such factor. `auto`: 2 in bf16, where the two
+    probabilities differ by rounding, and null in fp32."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     epochs: Positive = 1
     """Number of passes over the rollouts of a step."""
@@ -33,10 +34,10 @@ class OnlineConfig(AlgoConfig):
     online: ClassVar[bool] = True
 
     def in_force(self, job: "Job") -> "OnlineConfig":
-        """Return these keys with the value of `max_importance` at the job's precision."""
-        if self.max_importance != "auto":
+        """Return these keys with the value of `tis_cap` at the job's precision."""
+        if self.tis_cap != "auto":
             return self
-        return self.model_copy(update={"max_importance": IMPORTANCE[job.train.precision]})
+        return self.model_copy(update={"tis_cap": IMPORTANCE[job.train.precision]})
 
     def faults(self, job: "Job") -> list[str]:
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
@@ -55,9 +56,9 @@ class OnlineConfig(AlgoConfig):
 class RewardedConfig(OnlineConfig):
     """What GRPO and PPO share beyond the clipped objective."""
 
-    kl: Annotated[float, Field(ge=0)] = 0.0
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
-    overlong: Count = 0
+    overlong_buffer_tokens: Count = 0
     """Answers within this many tokens of `rollout.max_new_tokens` lose reward, linearly down to -1."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
@@ -68,22 +69,23 @@ class RewardedConfig(OnlineConfig):
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
         faults = super().faults(job)
-        if self.kl and self.kl_estimator == "k1" and self.kl_in == "loss":
+        if self.kl_coef and self.kl_estimator == "k1" and self.kl_in == "loss":
             faults.append(
                 "algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it has no effect; "
                 "use k2 or k3, or kl_in: reward"
             )
-        if self.overlong and job.rollout.environment:
+        if self.overlong_buffer_tokens and job.rollout.environment:
             faults.append(
-                "algo.overlong applies to single answers; an environment gives the rewards of its episodes; set "
-                "algo.overlong: 0"
+                "algo.overlong_buffer_tokens applies to single answers; an environment gives the rewards of its "
+                "episodes; set algo.overlong_buffer_tokens: 0"
             )
-        if self.overlong > job.rollout.max_new_tokens:
+        if self.overlong_buffer_tokens > job.rollout.max_new_tokens:
             faults.append(
-                f"algo.overlong ({self.overlong}) is more than rollout.max_new_tokens ({job.rollout.max_new_tokens})"
+                f"algo.overlong_buffer_tokens ({self.overlong_buffer_tokens}) is more than "
+                f"rollout.max_new_tokens ({job.rollout.max_new_tokens})"
             )
         return faults
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""
-        return super().excluded_by_top_p() | {"algo.kl; give 0": self.kl > 0}
+        return super().excluded_by_top_p() | {"algo.kl_coef; give 0": self.kl_coef > 0}

@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]  # each is a sum, which the step divides by the deno
 
 
 @dataclass(frozen=True)
-class Companion:
+class FrozenModel:
     """A frozen model that a loss uses."""
 
     path: str | None = None  # directory, Hugging Face id or URI; None: the model that training starts from
@@ -28,14 +28,15 @@ class Companion:
 
 
 class Recipe(Protocol):
-    """An algorithm: how rows are encoded, what the loss is, and what it is averaged over."""
+    """One training algorithm: how rows are encoded, which frozen models it uses, what the loss is, and what it is
+    averaged over."""
 
     # False: an SPMD gang. True: a controller and role groups. A built-in recipe has the value of its config class.
     online: ClassVar[bool]
     head: ClassVar[Literal["lm", "scalar"]]
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Frozen models by role name."""
         ...
 
@@ -47,18 +48,18 @@ class Recipe(Protocol):
         """Return what this batch adds to the denominator (documents, pairs or tokens), a float64 scalar."""
         ...
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics as sums, which the step divides by the denominator of all workers."""
         ...
 
 
 class AnnotatingRecipe(Recipe, Protocol):
-    """A recipe whose companions' contribution can be computed once, before training; they are then not in memory during
-    training."""
+    """A recipe whose frozen models' contribution can be computed once, before training; they are then not in memory
+    during training."""
 
     @property
     def precomputed(self) -> bool:
-        """Whether it is computed before training."""
+        """Whether the outputs of the frozen models are computed once, before training."""
         ...
 
     @property
@@ -66,7 +67,7 @@ class AnnotatingRecipe(Recipe, Protocol):
         """The settings of the recipe that decide the annotations."""
         ...
 
-    def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
+    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
         """Return columns aligned with the targets, [B, T] or [B, T, k]; losses read them from `Batch.token_columns`."""
         ...
 
@@ -75,7 +76,7 @@ class ScoringRecipe(Recipe, Protocol):
     """A recipe whose models score answers."""
 
     @property
-    def is_probability(self) -> bool:
+    def scores_are_logits(self) -> bool:
         """Whether a score is the log-odds of a probability, so that its calibration is measured."""
         ...
 
@@ -98,13 +99,13 @@ class Critic(Recipe, Protocol):
         ...
 
 
-class Online(Recipe, Protocol):
+class OnlineRecipe(Recipe, Protocol):
     """A recipe that trains on rollouts."""
 
     @property
     def critic(self) -> "Critic | None":
         """The recipe of the critic, a role of its own, or None. Its values are the column `values` of the trajectories
-        that `credit` gets."""
+        that `compute_advantages` gets."""
         ...
 
     @property
@@ -118,15 +119,15 @@ class Online(Recipe, Protocol):
         ...
 
     @property
-    def needs_old(self) -> bool:
-        """Whether `credit` and `loss` need the column `old_logprobs`.
+    def needs_old_logprobs(self) -> bool:
+        """Whether `compute_advantages` and `loss` need the column `old_logprobs`.
 
         If not, the loss reports how far the engine's log-probs are from those that it computes, by the metrics
         `logprob_diff_mean`, `logprob_diff_share` (of tokens beyond `logprob_diff_bound`) and `logprob_diff_max`.
         """
         ...
 
-    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+    def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Turn scored episodes into samples with per-token advantages, on the driver, in numpy."""
         ...
 

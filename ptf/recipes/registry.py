@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """The location of an algorithm: `config.py` and `recipe.py` of `package`, with the classes `NAMEConfig` and
+    """The location of a recipe: `config.py` and `recipe.py` of `package`, with the classes `NAMEConfig` and
     `NAME`."""
 
     package: str
@@ -84,6 +84,14 @@ def online_fault(recipe: type) -> str | None:
     return f"has `on_policy`, which is not read: give `online`, {recipe.on_policy}"
 
 
+RENAMED_METHODS = {
+    "companions": "frozen_models",
+    "credit": "compute_advantages",
+    "is_probability": "scores_are_logits",
+    "needs_old": "needs_old_logprobs",
+}
+
+
 def _refuse_incomplete(made: Any, job: "Job") -> None:
     """Raise UserError for a recipe without `denominator` or `online`, or whose `online` is not that of its config."""
     from ptf.errors import UserError
@@ -94,6 +102,9 @@ def _refuse_incomplete(made: Any, job: "Job") -> None:
         raise UserError(f"{name} has no method `denominator(batch)`{renamed}")
     if fault := online_fault(type(made)):
         raise UserError(f"{name} {fault}")
+    for old, new in RENAMED_METHODS.items():
+        if hasattr(made, old):
+            raise UserError(f"{name} has `{old}`, which is not read: rename it `{new}`")
     if not hasattr(made, "online"):
         raise UserError(f"{name} has no `online`: True if it trains on rollouts, else False")
     if not isinstance(job.recipe, Plugin) and made.online != (declared := algo_config_of(job.recipe).online):

@@ -24,7 +24,7 @@ from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
 from ptf.errors import Stopped, UserError
-from ptf.recipes.protocol import Online
+from ptf.recipes.protocol import OnlineRecipe
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.rewards.functions import RewardWorkers, score_groups
@@ -51,7 +51,7 @@ class Controller:
     def __init__(
         self,
         job: Job,
-        recipe: Online,
+        recipe: OnlineRecipe,
         prompts: Stream[Prompt],
         held_out: dict[str, list[Prompt]],
         cluster: Cluster,
@@ -85,7 +85,7 @@ class Controller:
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
         # whether the trainer computes the log-probs of the sampled tokens before the update
-        self.needs_old_logprobs = recipe.needs_old or self.warmup > 0
+        self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0
         self.canary: list[np.ndarray] = []
         self.step, manifest = self._restore()
         self.track = Tracker(
@@ -107,7 +107,7 @@ class Controller:
             self.cluster.table.clear()
             groups, metrics, reward_s = self.rollouts()
             groups, difference = self.logprobs_and_values(groups)
-            units = self.recipe.credit(groups)
+            units = self.recipe.compute_advantages(groups)
             self.samples.log(self.step + 1, groups, units)
             metrics |= difference | self.update(units)
             self.step += 1
@@ -163,7 +163,7 @@ class Controller:
     def _report_equal_rewards(self, groups: int, reward: float) -> None:
         """Print that no group has different rewards. Raises UserError in the first step."""
         message = (
-            f"step {self.step}: in each of {groups} groups all answers have the same reward, "
+            f"step {self.step + 1}: in each of {groups} groups all answers have the same reward, "
             f"in {self.rollout_config.max_rounds} rounds (rollout.max_rounds): "
             f"there is nothing to learn from. The mean reward is {reward:.3g}"
         )
@@ -185,12 +185,13 @@ class Controller:
         first_reason = f"the first reason, from {self.reward_source()}: {reasons[0] if reasons else 'none is known'}"
         if reasons:
             print(
-                f"step {self.step}: {len(reasons)} of {len(answers)} answers have no result; {first_reason}", flush=True
+                f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no result; {first_reason}",
+                flush=True,
             )
         if len(reasons) > self.rollout_config.max_no_result * len(answers) or not len(values):
             raise UserError(
-                f"step {self.step}: {len(reasons)} of {len(answers)} answers have no reward (rollout.max_no_result is "
-                f"{self.rollout_config.max_no_result:g}); {first_reason}"
+                f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no reward "
+                f"(rollout.max_no_result is {self.rollout_config.max_no_result:g}); {first_reason}"
             )
         versions = np.concatenate([generation.versions for t in answers for generation in t.generations])
         return {
@@ -239,7 +240,7 @@ class Controller:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, differences = self.annotate(groups, self.policy, "old_logprobs")
             difference = LogprobDifference.of(differences, self.limits.bound)
-            what = f"step {self.step}: the engine's and the trainer's log-probs of the sampled tokens"
+            what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
             difference.refuse(self.limits, what)
             metrics = difference.metrics()
         for name, model in self.logprob_models.items():
@@ -287,7 +288,7 @@ class Controller:
         epoch)."""
         if not units:
             raise UserError(
-                f"step {self.step}: no group has as many answers with a reward as the recipe needs; "
+                f"step {self.step + 1}: no group has as many answers with a reward as the recipe needs; "
                 "there is nothing to train on"
             )
         out = []
@@ -308,14 +309,14 @@ class Controller:
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
             expected = self.policy.call("prompt_logprobs", self.canary)
             if transport.streams:
-                engines = self.rollout_config.workers * self.rollout_config.tensor
+                engines = self.rollout_config.replicas * self.rollout_config.tensor_parallel_size
                 arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)
                 weights, manifest = self.policy.call("open_transfer", *arguments)
             else:
                 arguments = (
                     self.step,
                     directory if transport.in_files else None,
-                    self.rollout_config.lora == "adapter",
+                    self.rollout_config.lora_sync == "adapter",
                 )
                 weights, manifest = self.policy.call("collect_weights", *arguments)
         if transport.streams:
@@ -365,8 +366,10 @@ class Controller:
         phases = self.cluster.seconds | {"reward": reward_s}
         seconds = {f"seconds/{name}": value for name, value in phases.items()}
         # sorted by memory, so that the largest value of each role is written last and remains
-        memory = {f"mem/{phase.role}": phase.gib for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)}
-        speed = {"tok_s": metrics["generated"] / step_s, "step_s": step_s}
+        memory = {
+            f"memory_gib/{phase.role}": phase.gib for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
+        }
+        speed = {"generated_tokens_per_s": metrics["generated"] / step_s, "step_s": step_s}
         self.track.log(self.step, metrics | speed | seconds | memory)
 
     def save(self) -> None:

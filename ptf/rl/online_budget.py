@@ -19,7 +19,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig
 from ptf.recipes import registry
-from ptf.recipes.protocol import Online, Recipe
+from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import Pool
 from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
@@ -89,7 +89,7 @@ def online_budget(
     Raises UserError for an unknown GPU, a model that cannot be sharded as the job says, or an engine of the user's own.
     """
     assert job.rollout is not None
-    recipe, room = cast("Online", registry.build(job)), room_gib * GIB
+    recipe, room = cast("OnlineRecipe", registry.build(job)), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
     engine = _engine(job, directory, room)
     transport = chosen(job, gpu=True)
@@ -99,7 +99,7 @@ def online_budget(
         trained.append(budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={}))
         roles["critic"] = _trained(trained[1], gpus, "update critic", "values")
     roles["rollout"] = engine.memory
-    sent = update.trained if job.rollout.lora == "adapter" else update.parameters
+    sent = update.trained if job.rollout.lora_sync == "adapter" else update.parameters
     shared = pools_of(job.compute.pools, roles)
     pools = [_pool(pool, roles, engine, transport) for pool in shared]
     host = max(_offloaded(job, pool, roles, engine) for pool in shared)
@@ -118,27 +118,31 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
     return RoleMemory(workers, held, phases)
 
 
-def _policy(job: Job, recipe: Online, update: Budget, gpus: int) -> RoleMemory:
+def _policy(job: Job, recipe: OnlineRecipe, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
-    memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old else None)
-    own = {role for role in recipe.companions if not _has_own_role(job, recipe, role)}
+    memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
+    own = {role for role in recipe.frozen_models if not _has_own_role(job, recipe, role)}
     forward = update.forward.total - memory.held
     return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
 
 
-def _has_own_role(job: Job, recipe: Online, role: str) -> bool:
-    return recipe.companions[role].path is not None or not is_own_reference(job.model)
+def _has_own_role(job: Job, recipe: OnlineRecipe, role: str) -> bool:
+    return recipe.frozen_models[role].path is not None or not is_own_reference(job.model)
 
 
-def _frozen(job: Job, directory: Path, recipe: Online, gpus: int) -> dict[str, RoleMemory]:
+def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[str, RoleMemory]:
     """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
     assert job.rollout is not None
     found: dict[str, RoleMemory] = {}
     models: dict[str, tuple[Path, Any, int | None]] = {}
-    for role, companion in recipe.companions.items():
+    for role, frozen_model in recipe.frozen_models.items():
         if _has_own_role(job, recipe, role):
-            path = companion.path
-            models[role] = (directory if path is None else config_directory(str(path), companion.revision), "lm", None)
+            path = frozen_model.path
+            models[role] = (
+                directory if path is None else config_directory(str(path), frozen_model.revision),
+                "lm",
+                None,
+            )
     if reward := job.rollout.reward_model:
         models["reward"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
     for role, (place, head, length) in models.items():
@@ -155,21 +159,21 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
         raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
     model, _ = bridge.build(directory)
     size = WIDTH[job.train.precision]
-    weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor
+    weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor_parallel_size
     # bytes of a token; devices beyond the number of key-value heads repeat them
-    each = size * cache_elements(model.config) / min(rollout.tensor, model.config.kv_heads)
+    each = size * cache_elements(model.config) / min(rollout.tensor_parallel_size, model.config.kv_heads)
     if rollout.engine == "vllm":
         held = rollout.gpu_memory_utilization * room
         cache = max(0.0, held - weights)
-        answers = rollout.workers * cache / (each * job.data.seq_len)
-        memory = RoleMemory(rollout.workers * rollout.tensor, held, {"rollout": 0.0})
+        answers = rollout.replicas * cache / (each * job.data.seq_len)
+        memory = RoleMemory(rollout.replicas * rollout.tensor_parallel_size, held, {"rollout": 0.0})
         return Engine(memory, weights, cache, answers)
-    share = -(-rollout.prompts // rollout.workers)  # prompts of one engine
+    share = -(-rollout.prompts // rollout.replicas)  # prompts of one engine
     answered = min(BATCH, share * rollout.group_size)
     contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
     cache = each * (contexts + answered * rollout.max_new_tokens)
-    memory = RoleMemory(rollout.workers, weights, {"rollout": cache})
-    return Engine(memory, weights, cache, float(answered * rollout.workers))
+    memory = RoleMemory(rollout.replicas, weights, {"rollout": cache})
+    return Engine(memory, weights, cache, float(answered * rollout.replicas))
 
 
 def cache_elements(config: DecoderConfig) -> int:
@@ -186,7 +190,7 @@ def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: En
     assert job.rollout is not None
     if len(pool.roles) < 2 or pool.disk:
         return 0.0
-    discards = job.rollout.engine == "vllm" and job.rollout.lora == "merged"
+    discards = job.rollout.engine == "vllm" and job.rollout.lora_sync == "merged"
     rollout = 0.0 if discards else engine.weights
     return sum(rollout if role == "rollout" else roles[role].held for role in pool.roles)
 
@@ -222,11 +226,12 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
         for phase in pool.phases:
             if (total := pool.total(phase)) > room:
                 needed = f"{total / GIB:.1f} of {room / GIB:.1f} GiB"
-                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--gpus) or {_advice(phase)}"
+                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--num-gpus) or {_advice(phase)}"
     if engine.answers < 1:
         yield (
             f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no answer of data.seq_len "
-            f"({job.data.seq_len}) tokens fits beside them; raise rollout.gpu_memory_utilization or rollout.tensor"
+            f"({job.data.seq_len}) tokens fits beside them; raise rollout.gpu_memory_utilization or "
+            "rollout.tensor_parallel_size"
         )
 
 
@@ -234,8 +239,8 @@ def _advice(phase: str) -> str:
     """Return the keys that lower the memory of a phase."""
     if phase.startswith("update"):
         return (
-            "train.activation_checkpointing: block or offload, train.micro_sequences: 1, train.optimizer_offload, or "
-            "compute.mesh.tensor"
+            "train.activation_checkpointing: block or offload, train.micro_batch_size: 1, train.optimizer_offload, or "
+            "compute.mesh.tensor_parallel_size"
         )
     if phase == "sync policy and rollout":
         return "another pool for rollout (rollout.transport: nccl)"

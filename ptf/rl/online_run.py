@@ -24,7 +24,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes import registry
-from ptf.recipes.protocol import Companion, Online, Recipe
+from ptf.recipes.protocol import FrozenModel, OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleGroup, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
@@ -33,8 +33,8 @@ from ptf.rl.rewards.model import RewardModel, RewardModelClient, refuse_without_
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.weights.verification import SyncError
-from ptf.train.companions import located, refuse_other_tokenizer
 from ptf.train.components import without_adapters
+from ptf.train.frozen_models import located, refuse_other_tokenizer
 from ptf.train.job_tokenizer import with_run_rendering
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel, is_own_reference
@@ -107,16 +107,16 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
         engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plugin) else rollout_config.engine
-        print(f"rollout: engine={engine} workers={rollout_config.workers} {', '.join(rollout.where())}", flush=True)
+        print(f"rollout: engine={engine} workers={rollout_config.replicas} {', '.join(rollout.where())}", flush=True)
         controller = Controller(
             job,
-            cast("Online", recipe),
+            cast("OnlineRecipe", recipe),
             prompts,
             held_out,
             cluster,
             policy=policy,
             rollout=rollout,
-            logprob_models={role: groups.get(role, policy) for role in recipe.companions},
+            logprob_models={role: groups.get(role, policy) for role in recipe.frozen_models},
             critic=groups.get("critic"),
             rewards=rewards_of(job, rollout_config.reward),
             reward_model=_reward_model_client(job, run, plans, groups),
@@ -167,7 +167,7 @@ def role_specs(
     """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward and rollout."""
     rollout_config, workers = job.rollout, job.compute.workers
     assert rollout_config is not None
-    mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor}
+    mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor_parallel_size}
     common: dict[str, Any] = {
         "directory": str(start.directory),
         "spec": start.model.model_copy(update={"init": "pretrained"}),
@@ -183,15 +183,15 @@ def role_specs(
         "spec": without_adapters(common["spec"]),
         "precision": job.train.precision,
         "compiled": job.train.compile,
-        "micro_sequences": job.train.micro_sequences,
+        "micro_batch_size": job.train.micro_batch_size,
     }
     if job.train.deterministic:
         frozen["seq_len"] = 0
-    for role, companion in recipe.companions.items():
-        own = _companion_model(job, companion, role, start)
+    for role, frozen_model in recipe.frozen_models.items():
+        own = _frozen_model_model(job, frozen_model, role, start)
         if own or not is_own_reference(start.model):
             plans[role] = RoleSpec(role, LogprobModel, {**common, **frozen, **own}, workers, **mesh)
-    if (critic := cast("Online", recipe).critic) is not None:
+    if (critic := cast("OnlineRecipe", recipe).critic) is not None:
         train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**learner, "train": train, "recipe": critic}, workers, **mesh)
     if rollout_config.reward_model:
@@ -203,24 +203,24 @@ def role_specs(
         run,
         engine=rollout_config.engine,
         version=-1,
-        workers=rollout_config.workers,
+        workers=rollout_config.replicas,
         length=job.data.seq_len,
         trie=trie,
-        adapter=rollout_config.lora == "adapter",
-        tensor=rollout_config.tensor,
+        adapter=rollout_config.lora_sync == "adapter",
+        tensor=rollout_config.tensor_parallel_size,
     )
     return plans
 
 
-def _companion_model(job: Job, companion: Companion, role: str, start: Start) -> dict[str, Any]:
+def _frozen_model_model(job: Job, frozen_model: FrozenModel, role: str, start: Start) -> dict[str, Any]:
     """Return the directory and config of a frozen model; an empty dict if it is the starting model.
 
     Raises UserError if its directory is missing, or its tokenizer is not the policy's.
     """
-    if companion.path is None:
+    if frozen_model.path is None:
         return {}
-    directory = located(companion, role, job.verify_bytes)
-    refuse_other_tokenizer(directory, start.tokenizer_path, role, companion, start.directory)
+    directory = located(frozen_model, role, job.verify_bytes)
+    refuse_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
     return {"directory": str(directory), "spec": ModelConfig(path=str(directory))}
 
 
@@ -229,7 +229,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
     reward_model = job.rollout and job.rollout.reward_model
     assert reward_model is not None
     directory = located(
-        Companion(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
+        FrozenModel(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
     )
     refuse_without_score(directory)
     return {
@@ -239,7 +239,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
         "precision": job.train.precision,
         "compiled": job.train.compile,
         "seq_len": 0 if job.train.deterministic else _reward_model_length(job, directory),
-        "micro_sequences": job.train.micro_sequences,
+        "micro_batch_size": job.train.micro_batch_size,
     }
 
 

@@ -25,7 +25,11 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
     assert job.train.steps is not None, "online jobs have no train.epochs"
     sources = specs(job.data.sources)
     stream = prompts_stream(
-        sources, tokenizer=tokenizer, seed=job.seed, shuffle=job.data.shuffle, temperature=job.data.mix.temperature
+        sources,
+        tokenizer=tokenizer,
+        seed=job.seed,
+        shuffle=job.data.shuffle_buffer,
+        temperature=job.data.mix.temperature,
     )
     mixing = "in proportion to weights" if stream.mixture.weighted else "every prompt once before any is repeated"
     print(f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts, job.train.steps).describe()}", flush=True)

@@ -13,7 +13,7 @@ from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
-from ptf.recipes.protocol import Online, Recipe
+from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
 from ptf.rl.rewards.functions import RewardWorkers
@@ -63,7 +63,7 @@ def sampler_spec(
         )
     if shape.heads % tensor:
         raise UserError(
-            f"rollout.tensor: {shape.heads} attention heads cannot be divided among {tensor} processes; "
+            f"rollout.tensor_parallel_size: {shape.heads} attention heads cannot be divided among {tensor} processes; "
             f"use a divisor of {shape.heads}"
         )
     env: dict[str, str] = {}
@@ -93,7 +93,10 @@ def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: 
     if engine == "vllm":
         options["tensor"] = tensor
         if job.rollout:
-            options |= {"kv_cache_gib": job.rollout.kv_cache_gib, "gpu_share": job.rollout.gpu_memory_utilization}
+            options |= {
+                "cpu_kv_cache_gib": job.rollout.cpu_kv_cache_gib,
+                "gpu_share": job.rollout.gpu_memory_utilization,
+            }
         if trie is not None:
             options["restricted"] = True
         if adapter and job.model.lora:
@@ -173,7 +176,7 @@ def with_logits_processing(
     processing = LogitsProcessing(
         rollout_config.temperature, rollout_config.top_p, None if trie is None else edges_of(trie)
     )
-    if processing.top_p < 1 and cast("Online", recipe).needs_old:
+    if processing.top_p < 1 and cast("OnlineRecipe", recipe).needs_old_logprobs:
         raise UserError(
             "rollout.top_p must be 1: the recipe needs the old policy's log-probs, "
             "and the nucleus of one policy is not that of another"

@@ -25,7 +25,7 @@ def pass_rates(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
 
-    The rates are `greedy_accuracy` (the one greedy answer passes), `reward` (its mean reward), and with samples > 1
+    The rates are `greedy_pass_rate` (the one greedy answer passes), `reward` (its mean reward), and with samples > 1
     `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more.
     Answers without a result are counted in `no_result` and left out. Raises UserError if their share exceeds
     `max_no_result`, because the remaining answers would be a biased sample.
@@ -45,7 +45,7 @@ def pass_rates(
             f"{failed[0] if failed else 'there are no prompts'}"
         )
     rates = {
-        "greedy_accuracy": float((values >= 1).mean()),
+        "greedy_pass_rate": float((values >= 1).mean()),
         "reward": float(values.mean()),
         "no_result": len(failed) / len(greedy),
     }

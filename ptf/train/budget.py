@@ -33,9 +33,9 @@ from ptf.model.packed_weights import packed_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
-from ptf.recipes.protocol import Companion, Recipe
-from ptf.train.companions import forward_flops, needs_weights
+from ptf.recipes.protocol import FrozenModel, Recipe
 from ptf.train.components import parts_of
+from ptf.train.frozen_models import forward_flops, needs_weights
 from ptf.train.optimizer_offload import BUCKET_BYTES
 from ptf.train.trainable import freeze, frozen_dtype
 
@@ -77,7 +77,7 @@ class Budget:
     trained: int
     memory: Memory  # at the fullest moment
     forward: Memory  # in a forward pass alone, of log-probs or values
-    micro_sequences: int
+    micro_batch_size: int
     flops: float  # of a global step
     tokens: int  # of a global step
     seconds: float
@@ -116,8 +116,8 @@ class _Run:
     seq_len: int
     element: int  # bytes
     frozen: int  # bytes of an element that does not train
-    companions: float = 0.0  # weights of the frozen models, as a multiple of this model's
-    companion_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
+    frozen_models: float = 0.0  # weights of the frozen models, as a multiple of this model's
+    frozen_model_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
     offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
 
@@ -147,10 +147,10 @@ class _Run:
             4.0 * sizes.trained
             + self.frozen * float(sizes.here - sizes.trained)
             + sizes.packed
-            + self.element * sizes.here * self.companions,
+            + self.element * sizes.here * self.frozen_models,
             4.0 * sizes.trained,
             min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest)) if self.offloaded else 8.0 * sizes.trained,
-            gathered + self.element * self.companion_gathered,
+            gathered + self.element * self.frozen_model_gathered,
             activations,
             logits,
         )
@@ -212,7 +212,7 @@ def budget(
     mfu: float = 0.4,
     gpu: str = "H100",
     recipe: Recipe | None = None,
-    beside: Mapping[str, Companion] | None = None,
+    beside: Mapping[str, FrozenModel] | None = None,
 ) -> Budget:
     """Return the budget of an offline job on `gpus` GPUs; `directory` needs only a config.json.
 
@@ -223,7 +223,7 @@ def budget(
         raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
     if job.model.backend == "hf":
         raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
-    tensor, precision = job.compute.mesh.tensor, job.train.precision
+    tensor, precision = job.compute.mesh.tensor_parallel_size, job.train.precision
     data = gpus // tensor
     in_step = _sequences_of_step(job, data)
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
@@ -234,14 +234,16 @@ def budget(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
-        by_role = beside if beside is not None else {} if getattr(recipe, "precomputed", False) else recipe.companions
-        others = [_companion(companion, role, model, mesh, precision) for role, companion in by_role.items()]
+        by_role = (
+            beside if beside is not None else {} if getattr(recipe, "precomputed", False) else recipe.frozen_models
+        )
+        others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
-        companions, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
-    sequences = min(job.train.micro_sequences, -(-in_step // data))
+        frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
+    sequences = min(job.train.micro_batch_size, -(-in_step // data))
     held = frozen_dtype(directory, precision, exported=True).itemsize
     run = _Run(
         job.train.activation_checkpointing,
@@ -249,7 +251,7 @@ def budget(
         job.data.seq_len,
         dtype.itemsize,
         held,
-        companions,
+        frozen_models,
         gathered,
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer_offload,
@@ -271,12 +273,12 @@ def _sequences_of_step(job: Job, ranks: int) -> int:
     it. Raises UserError unless each data-parallel rank trains as many."""
     if job.rollout:
         return job.rollout.prompts * job.rollout.group_size
-    if job.train.sequences % ranks:
+    if job.train.global_batch_size % ranks:
         raise UserError(
-            f"train.sequences ({job.train.sequences}) must be a multiple of the {ranks} data-parallel ranks: "
-            "each trains at least one sequence"
+            f"train.global_batch_size ({job.train.global_batch_size}) must be a multiple of the {ranks} "
+            "data-parallel ranks: each trains at least one sequence"
         )
-    return job.train.sequences
+    return job.train.global_batch_size
 
 
 def _beside(
@@ -285,7 +287,7 @@ def _beside(
     recipe: Recipe,
     mesh: DeviceMesh,
     sizes: _Sizes,
-    by_role: Mapping[str, Companion],
+    by_role: Mapping[str, FrozenModel],
     others: Sequence[tuple[_Sizes | None, Flops]],
 ) -> tuple[float, int]:
     """Return the weights of the frozen models on the same GPUs, as a multiple of the elements of `sizes`, and the most
@@ -296,8 +298,8 @@ def _beside(
         unrounded = _sizes(parallelize(plain, mesh, job.train.precision))
     own = [
         other or unrounded
-        for companion, (other, _) in zip(by_role.values(), others, strict=True)
-        if needs_weights(companion, job.model)
+        for frozen_model, (other, _) in zip(by_role.values(), others, strict=True)
+        if needs_weights(frozen_model, job.model)
     ]
     gathered = max((2 * other.block + other.root for other in own), default=0)
     return sum(other.here for other in own) / sizes.here, gathered
@@ -314,26 +316,26 @@ def frozen_memory(
     precision = job.train.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     mesh = job.compute.mesh
-    with fake_mesh(workers, mesh.replicate, mesh.tensor) as device_mesh:
+    with fake_mesh(workers, mesh.replicate, mesh.tensor_parallel_size) as device_mesh:
         model, _ = bridge.build(directory, head=head)
         model.requires_grad_(False)
-        layers = _layers(model, dtype, mesh.tensor)
+        layers = _layers(model, dtype, mesh.tensor_parallel_size)
         parallelize(model, device_mesh, precision)
         sizes = _sizes(model)
     length = min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
-    run = _Run("none", job.train.micro_sequences, length, dtype.itemsize, held)
+    run = _Run("none", job.train.micro_batch_size, length, dtype.itemsize, held)
     return run.forward(sizes, layers, model.config.dim)
 
 
-def _companion(
-    companion: Companion, role: str, model: Decoder, mesh: DeviceMesh, precision: str
+def _frozen_model(
+    frozen_model: FrozenModel, role: str, model: Decoder, mesh: DeviceMesh, precision: str
 ) -> tuple[_Sizes | None, Flops]:
-    """Return a companion's sizes (None if they are the model's) and the FLOPs of its forward pass."""
-    if companion.same_architecture:
+    """Return a frozen model's sizes (None if they are the model's) and the FLOPs of its forward pass."""
+    if frozen_model.same_architecture:
         return None, forward_flops(model)
     try:
-        other, _ = bridge.build(config_directory(str(companion.path), companion.revision))
+        other, _ = bridge.build(config_directory(str(frozen_model.path), frozen_model.revision))
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(other)

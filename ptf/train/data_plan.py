@@ -25,7 +25,7 @@ def preview_data(
             specs(job.data.sources),
             tokenizer=tokenizer,
             seed=job.seed,
-            shuffle=job.data.shuffle,
+            shuffle=job.data.shuffle_buffer,
             temperature=job.data.mix.temperature,
         )
         return plan_prompts(prompts, job.rollout.prompts, job.train.steps), {
@@ -33,6 +33,6 @@ def preview_data(
         }
     with tempfile.TemporaryDirectory() as aside:
         lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad=1.0)
-        return planned(lanes, job.train.sequences, job.train.steps, exact=is_cheap(lanes, few)), {
+        return planned(lanes, job.train.global_batch_size, job.train.steps, exact=is_cheap(lanes, few)), {
             name: describe_order(lanes.opened(name)[0]) for name in lanes.sources
         }

@@ -32,9 +32,9 @@ def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None 
         lambda row, source: recipe.encode(row, tokenizer, source),
         lanes=data.partitions,
         seed=job.seed,
-        shuffle=data.shuffle,
+        shuffle=data.shuffle_buffer,
         seq_len=data.seq_len,
-        lookahead=data.lookahead,
+        lookahead=data.packing_lookahead,
         too_long=data.too_long,
         temperature=data.mix.temperature,
         by=data.mix.by,
@@ -55,10 +55,10 @@ def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
     return Loader(
         lanes,
         lanes=data.partitions,
-        sequences=job.train.sequences,
+        sequences=job.train.global_batch_size,
         rank=world.data_rank,
         world_size=world.data_size,
-        micro_sequences=1 if job.train.deterministic else job.train.micro_sequences,
+        micro_batch_size=1 if job.train.deterministic else job.train.micro_batch_size,
         seq_len=data.seq_len,
         prefetch=data.prefetch,
         timeout_s=job.compute.timeout_s,
@@ -82,7 +82,7 @@ def planned_steps(job: Job, lanes: Lanes, loader: Loader, world: World) -> DataP
 
     plan = planned(
         lanes,
-        job.train.sequences,
+        job.train.global_batch_size,
         job.train.steps,
         served=loader.served,
         total=total,

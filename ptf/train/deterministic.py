@@ -44,7 +44,7 @@ class DeterministicTrainer(Trainer):
             raise UserError(
                 f"train.deterministic keeps a gradient for each sequence, {size / 2**30:.1f} GiB on every worker here, "
                 f"and allows at most {MAX_GRADIENT_BYTES / 2**30:g}: "
-                "lower train.sequences, or turn train.deterministic off"
+                "lower train.global_batch_size, or turn train.deterministic off"
             )
 
     def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
@@ -97,7 +97,7 @@ class DeterministicTrainer(Trainer):
 
 
 def trainer_of(
-    train: TrainConfig, model: Decoder, world: World, companions: Mapping[str, Decoder] | None = None
+    train: TrainConfig, model: Decoder, world: World, frozen_models: Mapping[str, Decoder] | None = None
 ) -> Trainer:
     """Build the trainer of the job: the deterministic one if `train.deterministic` is set."""
-    return (DeterministicTrainer if train.deterministic else Trainer)(model, world, train, companions)
+    return (DeterministicTrainer if train.deterministic else Trainer)(model, world, train, frozen_models)

@@ -26,14 +26,14 @@ from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.sharding import compilation
 from ptf.recipes import registry
-from ptf.recipes.protocol import Companion
+from ptf.recipes.protocol import FrozenModel
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
-from ptf.train.companions import forward_flops, load_companions
 from ptf.train.dataloading import held_out_sequences, make_lanes, make_loader, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
+from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.optim import Schedule
 from ptf.train.precompute import annotate_sources
 from ptf.train.resume import refuse_frozen_changes
@@ -70,9 +70,9 @@ class OfflineAttempt:
         self.job, self.world, self.run, self.lease = job, world, run, lease
         self.recipe = registry.build(job)
         self._load_model()
-        data_job = self._prepare_companions()
-        self.trainer = trainer_of(job.train, self.model, world, self.companions)
-        self.trainer.refuse_large(job.train.sequences)
+        data_job = self._prepare_frozen_models()
+        self.trainer = trainer_of(job.train, self.model, world, self.frozen_models)
+        self.trainer.refuse_large(job.train.global_batch_size)
         lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
         self.loader = make_loader(data_job, lanes, world)
         self.held_out = held_out_sequences(
@@ -89,7 +89,7 @@ class OfflineAttempt:
             "dict[str, Any]",
             world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint())),
         )
-        self.flops = [Flops.of(self.model), *map(forward_flops, self.companions.values())]
+        self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
         self.clock = world.clock
         self._begin(lanes)
@@ -115,18 +115,18 @@ class OfflineAttempt:
             compiled=job.train.compile,
         )
 
-    def _prepare_companions(self) -> Job:
+    def _prepare_frozen_models(self) -> Job:
         """Load the frozen models that the recipe needs, or precompute their outputs.
 
         Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
         """
-        self.companions: dict[str, Decoder] = {}
+        self.frozen_models: dict[str, Decoder] = {}
         if getattr(self.recipe, "precomputed", False):
             recipe: Any = self.recipe
             return annotate_sources(
                 self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_by_role
             )
-        self.companions = self.load_by_role(self.recipe.companions)
+        self.frozen_models = self.load_by_role(self.recipe.frozen_models)
         return self.job
 
     def _begin(self, lanes: Lanes) -> None:
@@ -146,9 +146,9 @@ class OfflineAttempt:
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
-    def load_by_role(self, by_role: Mapping[str, Companion]) -> dict[str, Decoder]:
+    def load_by_role(self, by_role: Mapping[str, FrozenModel]) -> dict[str, Decoder]:
         """Load frozen models by role."""
-        return load_companions(
+        return load_frozen_models(
             by_role,
             self.job,
             self.world,
@@ -235,7 +235,11 @@ class OfflineAttempt:
         metrics["unused_rows_share"] = without_samples / max(1.0, rows)
         metrics |= dict(zip(reported, counts, strict=True))
         spent = time.perf_counter() - began
-        metrics |= {"tok_s": tokens / spent, "mfu": work / spent / self.peak, "mem_gib": memory_gib(world.device)}
+        metrics |= {
+            "tokens_per_s": tokens / spent,
+            "mfu": work / spent / self.peak,
+            "memory_gib": memory_gib(world.device),
+        }
         # the maximum is over all ranks, including those of one tensor-parallel group
         is_stopping = world.max(float(self.stop_signal.is_set)) > 0
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
@@ -246,7 +250,7 @@ class OfflineAttempt:
         Raises UserError if `train.on_nonfinite` is `stop`, or after too many consecutive steps.
         """
         self.skipped += 1
-        directory = nonfinite.write_documents(self.run, self.step, micro, self.tokenizer, self.world)
+        directory = nonfinite.write_documents(self.run, self.step + 1, micro, self.tokenizer, self.world)
         if self.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
             repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
             advice = (
@@ -259,22 +263,23 @@ class OfflineAttempt:
         return {"skipped": 1.0}
 
     def validate(self) -> dict[str, float]:
-        """Measure the held-out losses. Early stopping and `train.decay_at_loss` may move the end of the run nearer."""
+        """Measure the held-out losses. Early stopping and `train.lr_decay_at_loss` may move the end of the run
+        nearer."""
         train = self.job.train
-        micro_sequences = 1 if train.deterministic else train.micro_sequences
+        micro_batch_size = 1 if train.deterministic else train.micro_batch_size
         losses = held_out_loss(
             self.model,
             self.recipe,
             self.held_out,
             self.model_world,
-            micro_sequences,
+            micro_batch_size,
             self.job.data.seq_len,
-            self.companions,
+            self.frozen_models,
         )
         if (
             self.ends == self.planned
-            and train.decay_at_loss
-            and losses[f"loss/{next(iter(self.held_out))}"] <= train.decay_at_loss
+            and train.lr_decay_at_loss
+            and losses[f"loss/{next(iter(self.held_out))}"] <= train.lr_decay_at_loss
         ):
             self.end_at(min(self.ends, self.step + 1 + (self.trainer.schedule.decay or 0)))
         if self.early_stopping and train.early_stopping and self.early_stopping(losses):
@@ -374,12 +379,16 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     """Return the error for a GPU that ran out of memory, with the settings that lower its use."""
     train = job.train
     advice: list[str] = []
-    if train.micro_sequences > 1:
-        advice.append(f"lower train.micro_sequences (now {train.micro_sequences}; the loss stays the same)")
+    if train.micro_batch_size > 1:
+        advice.append(f"lower train.micro_batch_size (now {train.micro_batch_size}; the loss stays the same)")
     if train.activation_checkpointing != "offload":
         stronger = "offload" if train.activation_checkpointing == "block" else "block"
         advice.append(f"set train.activation_checkpointing: {stronger}")
-    advice += ["lower data.seq_len", "raise compute.workers or compute.mesh.tensor", "train adapters (model.lora)"]
+    advice += [
+        "lower data.seq_len",
+        "raise compute.workers or compute.mesh.tensor_parallel_size",
+        "train adapters (model.lora)",
+    ]
     return UserError(
         f"out of memory ({str(error).splitlines()[0]}). {', or '.join(advice)}; `ptf plan` shows what a job needs"
     )
@@ -409,7 +418,7 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
         if job.model.backend == "hf":
             attention = "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
         print(
-            f"train: {steps} steps of {job.train.sequences} sequences × {job.data.seq_len} tokens, "
+            f"train: {steps} steps of {job.train.global_batch_size} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device)}, "

@@ -66,12 +66,12 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
         except UserError as error:
             return Trial(setting, None, str(error).strip().splitlines()[0])
 
-    factor, own = 1, job.compute.mesh.tensor
+    factor, own = 1, job.compute.mesh.tensor_parallel_size
     while factor <= MOST_FACTOR:
         for tensor in [own, *(size for size in TENSOR if size > own)]:
             if gpus * factor % tensor:
                 continue
-            mesh = {} if tensor == own else {"compute.mesh.tensor": str(tensor)}
+            mesh = {} if tensor == own else {"compute.mesh.tensor_parallel_size": str(tensor)}
             *others, smallest = _within(job)
             least = tried(Setting(gpus * factor, {**mesh, **smallest}))
             if not least.fits:
@@ -94,9 +94,9 @@ def _within(job: Job) -> list[dict[str, str]]:
     for mode in MODES[MODES.index(job.train.activation_checkpointing) :]:
         same = {} if mode == job.train.activation_checkpointing else {"train.activation_checkpointing": mode}
         changes.append(same)
-        sequences = job.train.micro_sequences // 2
+        sequences = job.train.micro_batch_size // 2
         while sequences:
-            changes.append({**same, "train.micro_sequences": str(sequences)})
+            changes.append({**same, "train.micro_batch_size": str(sequences)})
             sequences //= 2
     if not job.train.optimizer_offload:
         changes.append({**changes[-1], "train.optimizer_offload": "true"})

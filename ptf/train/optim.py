@@ -30,10 +30,12 @@ class Schedule:
 
     @classmethod
     def of(cls, config: TrainConfig, steps: int) -> "Schedule":
-        """Build the schedule of a run of that many steps. `train.warmup` and `train.decay` below 1 are shares of it, at
-        least one step."""
-        decay = None if config.decay is None else steps_of_share(config.decay, steps)
-        return cls(config.lr, steps, config.schedule, steps_of_share(config.warmup, steps), decay, config.min_lr_ratio)
+        """Build the schedule of a run of that many steps. `train.warmup_steps` and `train.lr_decay_steps` below 1 are
+        shares of it, at least one step."""
+        decay = None if config.lr_decay_steps is None else steps_of_share(config.lr_decay_steps, steps)
+        return cls(
+            config.lr, steps, config.schedule, steps_of_share(config.warmup_steps, steps), decay, config.min_lr_ratio
+        )
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step with this number, from 0."""
@@ -62,7 +64,7 @@ def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) 
     Raises UserError if a pattern matches no parameter that trains.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    refuse_unmatched("train.lr_groups", factors, list(named))
+    refuse_unmatched("train.lr_multipliers", factors, list(named))
     by_key: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         factor = next((factor for pattern, factor in factors.items() if matches(name, pattern)), 1.0)

@@ -1,4 +1,4 @@
-"""Precomputed data: what companions contribute to the loss (reference log-probs, a teacher's likeliest tokens),
+"""Precomputed data: what frozen models contribute to the loss (reference log-probs, a teacher's likeliest tokens),
 computed once before training and stored beside the tokens.
 
 Rows keep their order and their row groups, so a run reads annotated data exactly as it would read the tokenized data
@@ -36,17 +36,17 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import AnnotatingRecipe, Companion
+from ptf.recipes.protocol import AnnotatingRecipe, FrozenModel
 from ptf.train.batch_sharding import deal
-from ptf.train.companions import located
 from ptf.train.components import without_adapters
+from ptf.train.frozen_models import located
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
 
 ROUND = 4  # micro-batches of each rank that are annotated at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group
 
-Load = Callable[[Mapping[str, Companion]], dict[str, Decoder]]
+Load = Callable[[Mapping[str, FrozenModel]], dict[str, Decoder]]
 
 
 def annotate_sources(
@@ -54,7 +54,7 @@ def annotate_sources(
 ) -> Job:
     """Return the job with its sources replaced by annotated ones, which are written where they do not exist yet.
 
-    All ranks call it, before training. `model`, just loaded from `directory`, is itself the companion that training
+    All ranks call it, before training. `model`, just loaded from `directory`, is itself the frozen model that training
     starts from; `load` loads the others.
     """
     tokenized_data = cast(
@@ -68,15 +68,15 @@ def annotate_sources(
         missing = [name for name, path in directories.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
     directories, missing = cast("tuple[dict[str, str], list[str]]", world.broadcast_object((directories, missing)))
     if missing:
-        companions = load(
-            {role: companion for role, companion in recipe.companions.items() if companion.path is not None}
+        frozen_models = load(
+            {role: frozen_model for role, frozen_model in recipe.frozen_models.items() if frozen_model.path is not None}
         )
-        companions |= dict.fromkeys(recipe.companions.keys() - companions.keys(), model)
+        frozen_models |= dict.fromkeys(recipe.frozen_models.keys() - frozen_models.keys(), model)
         for name in missing:
             source = {**job.data.sources, **job.data.validation}[name]
-            _Annotating(job, recipe, tokenizer, world, model, companions).write(name, source, directories[name])
-        del companions
-        gc.collect()  # modules have reference cycles, which would keep the companions in memory
+            _Annotating(job, recipe, tokenizer, world, model, frozen_models).write(name, source, directories[name])
+        del frozen_models
+        gc.collect()  # modules have reference cycles, which would keep the frozen models in memory
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     return resolve(job, tokenized=directories)
@@ -85,10 +85,12 @@ def annotate_sources(
 def _named(job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
     """Return the directory of each source; its key covers all that decides what is written there, and nothing else."""
     models = {
-        role: _start(job, directory) if companion.path is None else _digest(located(companion, role, job.verify_bytes))
-        for role, companion in recipe.companions.items()
+        role: _start(job, directory)
+        if frozen_model.path is None
+        else _digest(located(frozen_model, role, job.verify_bytes))
+        for role, frozen_model in recipe.frozen_models.items()
     }
-    vocabulary = model.config.vocab if any(companion.path for companion in recipe.companions.values()) else 0
+    vocabulary = model.config.vocab if any(frozen_model.path for frozen_model in recipe.frozen_models.values()) else 0
     made_by = (
         models,
         vocabulary,
@@ -125,7 +127,7 @@ def _digest(directory: Path) -> str:
 
 
 class _Annotating:
-    """The annotation of one job's sources with its companions."""
+    """The annotation of one job's sources with its frozen models."""
 
     def __init__(
         self,
@@ -134,10 +136,10 @@ class _Annotating:
         tokenizer: Tokenizer,
         world: World,
         model: Decoder,
-        companions: Mapping[str, Decoder],
+        frozen_models: Mapping[str, Decoder],
     ) -> None:
         self.job, self.recipe, self.tokenizer = job, recipe, tokenizer
-        self.world, self.model, self.companions = world, model, companions
+        self.world, self.model, self.frozen_models = world, model, frozen_models
 
     def write(self, name: str, source: Source, directory: str) -> None:
         """Annotate a source and write it, from rank 0; the directory appears when it is complete."""
@@ -166,7 +168,7 @@ class _Annotating:
 
     def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[PackUnit]], bool]]:
         """Yield as many rows at a time as keep all ranks busy, and whether a row group ends with them."""
-        size = ROUND * self.job.train.micro_sequences * self.world.data_size * self.job.data.seq_len
+        size = ROUND * self.job.train.micro_batch_size * self.world.data_size * self.job.data.seq_len
         left = limit
         for block, *_ in blocks_once(reader):
             rows: list[list[PackUnit]] = []
@@ -183,16 +185,16 @@ class _Annotating:
                 return
 
     def annotate(self, rows: Sequence[Sequence[PackUnit]]) -> list[list[PackUnit]]:
-        """Return the same rows, their samples with the companions' columns, on every rank."""
+        """Return the same rows, their samples with the frozen models' columns, on every rank."""
         number = itertools.count()
         numbered = [tuple(replace(sample, source=str(next(number))) for sample in unit) for row in rows for unit in row]
         own: dict[str, dict[str, np.ndarray]] = {}
         seq_len = self.job.data.seq_len
-        for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_sequences, seq_len):
+        for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_batch_size, seq_len):
             batch = batch.to(self.world.device)
-            own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.companions))
-            for companion in self.companions.values():
-                forget_forwards(companion)
+            own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.frozen_models))
+            for frozen_model in self.frozen_models.values():
+                forget_forwards(frozen_model)
         columns: dict[str, dict[str, np.ndarray]] = {}
         for part in self.world.all_gather_object(own):
             columns |= part

@@ -303,10 +303,13 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     """
     refuse_uncounted(job, gpu)
     speeds, data = GPUS[gpu], gpus
-    if job.train.sequences % data:
-        raise UserError(f"train.sequences ({job.train.sequences}) must be a multiple of the {data} data-parallel ranks")
-    sequences = min(job.train.micro_sequences, job.train.sequences // data)
-    passes = math.ceil(job.train.sequences / (data * sequences))
+    if job.train.global_batch_size % data:
+        raise UserError(
+            f"train.global_batch_size ({job.train.global_batch_size}) must be a multiple of the {data} "
+            "data-parallel ranks"
+        )
+    sequences = min(job.train.micro_batch_size, job.train.global_batch_size // data)
+    passes = math.ceil(job.train.global_batch_size / (data * sequences))
     model, family = bridge.build(directory, parts=parts_of(job.model, adapted=True))
     freeze(model, family, job.model.trainable)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -353,7 +356,7 @@ def refuse_uncounted(job: Job, gpu: str) -> None:
         "recipes other than sft": job.recipe != "sft",
         "model.backend: hf": job.model.backend == "hf",
         "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
-        "compute.mesh.tensor": job.compute.mesh.tensor > 1,
+        "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
         "train.optimizer_offload": job.train.optimizer_offload,
         "train.activation_checkpointing: offload": job.train.activation_checkpointing == "offload",
         "model.quantization": job.model.quantization is not None,

@@ -147,15 +147,15 @@ def is_largest(metric: str) -> bool:
 
 
 class Trainer:
-    """A model, its optimizer, its schedule and its frozen companions."""
+    """A model, its optimizer, its schedule and its frozen frozen models."""
 
     def __init__(
-        self, model: Decoder, world: World, config: TrainConfig, companions: Mapping[str, Decoder] | None = None
+        self, model: Decoder, world: World, config: TrainConfig, frozen_models: Mapping[str, Decoder] | None = None
     ) -> None:
-        self.model, self.world, self.companions = model, world, companions or {}
+        self.model, self.world, self.frozen_models = model, world, frozen_models or {}
         self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
-        self.groups = groups(model, config.weight_decay, config.lr_groups)
+        self.groups = groups(model, config.weight_decay, config.lr_multipliers)
         self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
         self.moments = OffloadedMoments(self.optimizer) if config.optimizer_offload else None
 
@@ -191,9 +191,9 @@ class Trainer:
             except BaseException:
                 discard_gradients(self.model)
                 raise
-            for companion in self.companions.values():
-                if companion is not self.model:
-                    forget_forwards(companion)
+            for frozen_model in self.frozen_models.values():
+                if frozen_model is not self.model:
+                    forget_forwards(frozen_model)
         if not denominator:  # all lanes have ended, so nothing is trained
             return {"denominator": 0.0}
         if check:
@@ -212,7 +212,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             discard_gradients(self.model)
             raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
             )
         lr = self.schedule(step)
         for param_group, group in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -256,7 +256,7 @@ class Trainer:
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""
-        loss, metrics = recipe.loss(self.model, batch, self.companions)
+        loss, metrics = recipe.loss(self.model, batch, self.frozen_models)
         if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
             share = balance * recipe.denominator(batch)  # balance is a mean: weighted by the denominator of its batch
             return loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}

@@ -19,9 +19,9 @@ def held_out_loss(
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
     world: World,
-    micro_sequences: int,
+    micro_batch_size: int,
     seq_len: int,
-    companions: Mapping[str, Decoder],
+    frozen_models: Mapping[str, Decoder],
 ) -> dict[str, float]:
     """Return the means of the recipe's metrics over each named set of packed sequences, as `loss/NAME` and so on.
 
@@ -31,9 +31,9 @@ def held_out_loss(
     results: dict[str, float] = {}
     for name, sequences in sets.items():
         denominator, totals = torch.zeros((), dtype=torch.float64), {}
-        for batch in deal(sequences, world, micro_sequences, seq_len):
+        for batch in deal(sequences, world, micro_batch_size, seq_len):
             batch = batch.to(world.device)
-            _, metrics = recipe.loss(model, batch, companions)
+            _, metrics = recipe.loss(model, batch, frozen_models)
             denominator += recipe.denominator(batch).cpu()
             for metric, value in metrics.items():
                 if "/" not in metric:  # metrics of one source: a held-out set is one source
@@ -57,7 +57,7 @@ def held_out_losses(
     sequences: Sequence[Sequence[PackUnit]],
     world: World,
     seq_len: int,
-    companions: Mapping[str, Decoder],
+    frozen_models: Mapping[str, Decoder],
 ) -> np.ndarray:
     """Return the loss and the denominator of each packed sequence that has one, on every rank: [sequences, 2].
 
@@ -68,7 +68,7 @@ def held_out_losses(
     own = []
     for batch in deal(sequences, world, 1, seq_len):
         batch = batch.to(world.device)
-        _, metrics = recipe.loss(model, batch, companions)
+        _, metrics = recipe.loss(model, batch, frozen_models)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
         own.append([float(loss), float(recipe.denominator(batch))])
     # the ranks of a tensor group have the same sequences: one of them counts

@@ -123,4 +123,4 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
     done = subprocess.run(line, env=ordinary.env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
-    assert "greedy_accuracy/sums" in found
+    assert "greedy_pass_rate/sums" in found

@@ -18,7 +18,7 @@ import yaml
 
 from ptf import storage
 from ptf.compute import lease as leases
-from ptf.compute.lease import FILE, Held, Lease, LeaseLost, Process, Record, hold_lease
+from ptf.compute.lease import FILE, Lease, LeaseLost, Process, Record, RunInUse, hold_lease
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, loads
 from ptf.errors import UserError
@@ -52,7 +52,7 @@ def test_a_second_one_is_told_who_holds_it_and_a_released_lease_is_free(job: Job
     with hold_lease(job, tmp_path / "runs" / "a") as lease:
         lease.check()
         with pytest.raises(
-            Held,
+            RunInUse,
             match=rf"a is being written by process {os.getpid()} on .*, since \d{{4}}-.*kill {os.getpid()}.*remove "
             r".*lease\.json",
         ):
@@ -91,7 +91,7 @@ def test_who_was_killed_is_succeeded_at_once(
     job: Job, tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases.time, "sleep", lambda seconds: pytest.fail("it waited"))
-    with pytest.raises(Held, match=f"process {holder.pid} on"):
+    with pytest.raises(RunInUse, match=f"process {holder.pid} on"):
         hold_lease(job, elsewhere(job, tmp_path)).__enter__()
     holder.kill()
     while (Path("/proc") / str(holder.pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
@@ -137,7 +137,7 @@ def test_who_is_elsewhere_is_succeeded_after_silence_alone(
         0.2, lambda: storage.write_text(place(job, run), replace(record, beat=record.beat + 1).text)
     )
     beats.start()
-    with pytest.raises(Held, match=f"process {2**22 + 1} on"):
+    with pytest.raises(RunInUse, match=f"process {2**22 + 1} on"):
         hold_lease(job, elsewhere(job, tmp_path)).__enter__()
     beats.join()
     with hold_lease(job, elsewhere(job, tmp_path)) as lease:
@@ -199,7 +199,7 @@ def test_of_all_that_ask_at_once_one_gets_it(job: Job, tmp_path: Path) -> None:
             with hold_lease(job, elsewhere(job, tmp_path)) as lease:
                 found.append(lease)
                 all_done.wait(60)
-        except Held as held:
+        except RunInUse as held:
             found.append(held)
             all_done.wait(60)
 
@@ -208,7 +208,7 @@ def test_of_all_that_ask_at_once_one_gets_it(job: Job, tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(type(one).__name__ for one in found) == ["Held"] * 4 + ["Lease"]
+    assert sorted(type(one).__name__ for one in found) == ["RunInUse"] * 4 + ["Lease"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"token": 1}'])
@@ -295,7 +295,7 @@ def test_a_second_run_is_refused_before_it_touches_anything(tmp_path: Path) -> N
     directory = Path(raw["output"]) / "a"
     with hold_lease(job, directory):
         (directory / "stop").touch()
-        with pytest.raises(Held):
+        with pytest.raises(RunInUse):
             run(job, "a")
         assert sorted(path.name for path in directory.iterdir()) == [".lease.json.lock", "lease.json", "stop"]
     assert json.loads((directory / FILE).read_text())["released"]

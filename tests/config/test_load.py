@@ -115,7 +115,7 @@ jobs = st.fixed_dictionaries(
     },
 ).flatmap(
     lambda values: (
-        st.sampled_from([{"recipe": "sft"}, {"recipe": "grpo", "algo": {"kl": 0.1}}])
+        st.sampled_from([{"recipe": "sft"}, {"recipe": "grpo", "algo": {"kl_coef": 0.1}}])
         .flatmap(
             lambda recipe: (
                 st.just(recipe)
@@ -253,7 +253,7 @@ def test_rules_between_keys_are_reported_together(write):
     assert problems(
         "a.yaml",
         "v.yaml",
-        overrides=("compute={workers: 3, launcher: local}", "train.warmup=20", "data.validation.chat.path=x"),
+        overrides=("compute={workers: 3, launcher: local}", "train.warmup_steps=20", "data.validation.chat.path=x"),
     ) == [
         (
             "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; "
@@ -264,11 +264,11 @@ def test_rules_between_keys_are_reported_together(write):
             "and both may report loss/chat; rename one"
         ),
         (
-            "--set train.warmup=20  train.warmup  and train.decay together are longer than the run; "
-            "shares of it (0.1) fit any number of steps"
+            "--set train.warmup_steps=20  train.warmup_steps  and train.lr_decay_steps together are longer than the "
+            "run; shares of it (0.1) fit any number of steps"
         ),
         "v.yaml:3  data.partitions  (8) must be a multiple of compute.workers (3)",
-        "v.yaml:4  train.sequences  (8) must be a multiple of compute.workers (3)",
+        "v.yaml:4  train.global_batch_size  (8) must be a multiple of compute.workers (3)",
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
         "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
@@ -361,7 +361,7 @@ def test_unknown_recipe(write):
 def test_a_section_that_the_recipe_lacks():
     with pytest.raises(ConfigError, match="rollout  recipe sft does not take this section"):
         loads(GRPO.replace("grpo", "sft"))
-    with pytest.raises(ConfigError, match=r"algo\.kl  unknown key in algo"):
+    with pytest.raises(ConfigError, match=r"algo\.kl_coef  unknown key in algo"):
         loads(SFT + "algo: {kl: 0.1}")
 
 
@@ -474,10 +474,10 @@ def _node(value) -> Node:
 def test_extends_is_relative_to_the_file_and_lies_below_it(write, tmp_path):
     write(a="extends: [sub/b.yaml, c.yaml]\ntrain: {lr: 3e-4}\n", c="train: {steps: 7, lr: 2e-4}\n")
     Path("sub").mkdir()
-    Path("sub/b.yaml").write_text("extends: d.yaml\ntrain: {steps: 5, warmup: 2}\n")
+    Path("sub/b.yaml").write_text("extends: d.yaml\ntrain: {steps: 5, warmup_steps: 2}\n")
     Path("sub/d.yaml").write_text(SFT)
     train = load("a.yaml").train
-    assert (train.steps, train.warmup, train.lr) == (7, 2, 3e-4)
+    assert (train.steps, train.warmup_steps, train.lr) == (7, 2, 3e-4)
     assert load(tmp_path / "a.yaml") == load("a.yaml")
     assert loads("extends: a.yaml") == load("a.yaml")
 
@@ -604,7 +604,7 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
         differences(
             "compute.workers=2",
             "compute.mesh.replicate=2",
-            "train.micro_sequences=1",
+            "train.micro_batch_size=1",
             "flow.steps.train.gpu=1",
             "checkpoint.every=7",
         )
@@ -683,17 +683,23 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     ("key", "found"),
     [
         ("train.learning_rate", "unknown key in train  (here it is train.lr)"),
-        ("train.warmup_ratio", "unknown key in train  (here it is train.warmup: below 1 it is a share of the run)"),
+        (
+            "train.warmup_ratio",
+            "unknown key in train  (here it is train.warmup_steps: below 1 it is a share of the run)",
+        ),
         (
             "gradient_accumulation_steps",
-            "unknown key at the top  (here it is train.micro_sequences: passes follow from train.sequences "
-            "and train.micro_sequences)",
+            "unknown key at the top  (here it is train.micro_batch_size: passes follow from it and "
+            "train.global_batch_size)",
         ),
         (
             "data.max_seq_length",
             "unknown key in data  (here it is data.seq_len: tokens of a packed sequence; prompt and answer together)",
         ),
-        ("train.batch_size", "unknown key in train  (here it is train.sequences: of a whole step, over all workers)"),
+        (
+            "train.batch_size",
+            "unknown key in train  (here it is train.global_batch_size: of a whole step, over all workers)",
+        ),
         ("train.num_generations", "unknown key in train; known: "),  # SFT generates nothing
         ("train.lrr", "unknown key in train  (did you mean lr?)"),
     ],
@@ -708,19 +714,25 @@ def test_a_key_that_another_framework_has_is_answered_with_ours(key, found):
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        ("train.warmup=0.1", None),
-        ("train.decay=0.9", None),
-        ("{train.warmup: 0.2, train.decay: 0.9}", "train.warmup  and train.decay together are longer than the run"),
-        ("train.warmup=1.0", "train.warmup  a share of the run lies between 0 and 1, steps are whole numbers, got 1.0"),
-        ("train.warmup=-1", "train.warmup  must be at least 0, got -1"),
+        ("train.warmup_steps=0.1", None),
+        ("train.lr_decay_steps=0.9", None),
         (
-            "train.warmup=ten",
-            "train.warmup  expected a number of steps or a share of the run (0.1), got the text 'ten'",
+            "{train.warmup_steps: 0.2, train.lr_decay_steps: 0.9}",
+            "train.warmup_steps  and train.lr_decay_steps together are longer than the run",
         ),
-        ("train.decay=0", "train.decay  must be greater than 0"),
         (
-            "{train.decay: 0.2, train.decay_at_loss: 1.0, train.epochs: 1, train.steps: null}",
-            "train.decay_at_loss  needs train.decay as a number of steps",
+            "train.warmup_steps=1.0",
+            "train.warmup_steps  a share of the run lies between 0 and 1, steps are whole numbers, got 1.0",
+        ),
+        ("train.warmup_steps=-1", "train.warmup_steps  must be at least 0, got -1"),
+        (
+            "train.warmup_steps=ten",
+            "train.warmup_steps  expected a number of steps or a share of the run (0.1), got the text 'ten'",
+        ),
+        ("train.lr_decay_steps=0", "train.lr_decay_steps  must be greater than 0"),
+        (
+            "{train.lr_decay_steps: 0.2, train.lr_decay_at_loss: 1.0, train.epochs: 1, train.steps: null}",
+            "train.lr_decay_at_loss  needs train.lr_decay_steps as a number of steps",
         ),
     ],
 )

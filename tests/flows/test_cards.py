@@ -62,7 +62,7 @@ def test_charts_follow_the_columns():
         {
             "step": n,
             "time": n,
-            "mem_gib": 1,
+            "memory_gib": 1,
             "seconds/rollout": 2,
             "seconds/update": 3,
             "reward_std": 1,
@@ -73,7 +73,7 @@ def test_charts_follow_the_columns():
     ]
     rows[1] = {**rows[1], "loss/dev": 5}
     found = charts.charts(rows)
-    assert list(found) == ["loss", "reward", "seconds", "mem_gib"]
+    assert list(found) == ["loss", "reward", "seconds", "memory_gib"]
     assert drawn(found["loss"]) == {"loss": [(1, 4), (2, 4)], "loss/dev": [(2, 5)]}
     assert drawn(found["seconds"]).keys() == {"seconds/rollout", "seconds/update"}
     assert charts.charts([]) == {}
@@ -90,7 +90,7 @@ def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
     }
     made = train(loads(json.dumps(offline)), "sft")
     jobs = {
-        "grpo": online | {"recipe": "grpo", "algo": {"kl": 0.01, "minibatches": 2}},
+        "grpo": online | {"recipe": "grpo", "algo": {"kl_coef": 0.01, "minibatches": 2}},
         "opd": online | {"recipe": "opd", "algo": {"teacher": str(made / "model")}},
     }
     runs = [made, *(train(loads(json.dumps(raw)), name) for name, raw in jobs.items())]
@@ -191,14 +191,14 @@ def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
 def test_why_nothing_was_published_is_on_the_page(job):
     def refuse() -> None:
         try:
-            raise UserError("not published: greedy_accuracy/test is 0.1, the published version has 0.5")
+            raise UserError("not published: greedy_pass_rate/test is 0.1, the published version has 0.5")
         except UserError:
             sys.exit(1)
 
     card = Page()
     with pytest.raises(SystemExit), cards.publishing(card, lambda: Artifact("run"), lambda _: ""):
         refuse()
-    assert "greedy_accuracy/test is 0.1" in card[1].render()["data"][0][0]
+    assert "greedy_pass_rate/test is 0.1" in card[1].render()["data"][0][0]
     assert card.rendered
 
 

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 import yaml
 
-from ptf import published
+from ptf import published_versions
 from ptf.config import loads
 from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
 from tests.tiny import arithmetic
@@ -105,18 +105,18 @@ def test_the_second_training_begins_with_what_the_first_published(tmp_path):
     done = toy("run", "--config", str(tmp_path / "rl.yaml"), flow=TWO)
     assert done.returncode != 0, "the reward's module is not there"
     root = str(tmp_path / "first/published")
-    first = published.pointer(root)
+    first = published_versions.pointer(root)
     assert first is not None, done.stdout + done.stderr
     assert first.version.startswith("sft-then-rl-")
     shutil.copytree(f"{root}/{first.version}", f"{root}/another")
-    assert published.point(root, "another", first)
+    assert published_versions.point(root, "another", first)
     (tmp_path / "late_reward.py").write_text("def score(row, text):\n    return float(len(text) < 3)\n")
     _, _, *words = shlex.split(done.stderr.splitlines()[-1])
     done = toy(*words, flow=TWO)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "second").glob("sft-then-rl-*/job.yaml")
     assert loads(run.read_text()).model.path == f"{root}/{first.version}"
-    assert published.pointer(str(tmp_path / "second/published")) == published.Pointer(run.parent.name)
+    assert published_versions.pointer(str(tmp_path / "second/published")) == published_versions.Pointer(run.parent.name)
 
 
 @pytest.fixture(scope="module")

@@ -101,9 +101,9 @@ def host_syncs(shape: str, name: str) -> dict[str, int]:
     attention._compiled_flex = lambda: fused_attention
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = decoder(shape, recipe.head)
-        companions = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.companions}
+        frozen_models = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.frozen_models}
         world = World(device=GPU)
-        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), companions)
+        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), frozen_models)
         with HostSyncs() as syncs:
             trainer.step(micro(recipe), recipe, 0)
     return dict(+syncs.counts)

@@ -35,6 +35,6 @@ def test_the_benchmark_of_a_gpu_trains_a_tiny_model_on_a_cpu():
     out = run("benchmarks/gpu_sft.py", "--device", "cpu", "--shapes", "Qwen3-0.6B", "--seq-len", "256", "--steps", "2")
     row = json.loads(out.splitlines()[0])
     assert row["steps"] == 2
-    assert row["tok_s"] > 0
+    assert row["tokens_per_s"] > 0
     assert 0 < row["mfu"] < 1
     assert "| Qwen3-0.6B |" in out

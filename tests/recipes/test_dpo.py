@@ -86,12 +86,12 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
     return total / units
 
 
-def ours(recipe: Recipe, policy: Decoder, companions: dict[str, Decoder], made: list[PackUnit]) -> float:
+def ours(recipe: Recipe, policy: Decoder, frozen_models: dict[str, Decoder], made: list[PackUnit]) -> float:
     """Return the loss of ptf's recipe; its gradient is left in the policy."""
     found = batches(made)
     units, total = float(sum(recipe.denominator(b) for b in found)), 0.0
     for batch in found:
-        loss, metrics = recipe.loss(policy, batch, companions)
+        loss, metrics = recipe.loss(policy, batch, frozen_models)
         (loss / units).backward()
         total += float(metrics["loss"]) / units
     return total
@@ -104,8 +104,8 @@ def test_loss_and_gradient_are_those_of_the_equations(places, form, weight):
     policy, theirs = load(places[0]), dense.model(places[0])
     wanted = expected(recipe, theirs, dense.model(places[1]), made)
     wanted.backward()
-    companions = {"reference": load(places[1])} if recipe.companions else {}
-    assert ours(recipe, policy, companions, made) == pytest.approx(float(wanted), rel=2e-5)
+    frozen_models = {"reference": load(places[1])} if recipe.frozen_models else {}
+    assert ours(recipe, policy, frozen_models, made) == pytest.approx(float(wanted), rel=2e-5)
     assert dense.apart(policy, dense.gradients(theirs)) < 1e-4
 
 

@@ -55,13 +55,15 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     seen = {key: value for key, value in last.items() if key.endswith("/held_out")}
     assert {"loss/held_out", "accuracy/held_out"} <= seen.keys()
     assert {key: found[key] for key in seen} == pytest.approx(seen, abs=1e-5)
-    beside = {"scores": {"auc/held_out", "auc_by_length/held_out", "calibration_error/held_out"}}.get(
-        name, {"accuracy_by_length/held_out"}
+    beside = {"scores": {"auc/held_out", "length_baseline_auc/held_out", "calibration_error/held_out"}}.get(
+        name, {"length_baseline_accuracy/held_out"}
     )
-    start = {key.removeprefix("start/"): value for key, value in found.items() if key.startswith("start/")}
-    assert found.keys() - seen.keys() == beside | {f"start/{key}" for key in start}
+    start = {key.removeprefix("baseline/"): value for key, value in found.items() if key.startswith("baseline/")}
+    assert found.keys() - seen.keys() == beside | {f"baseline/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
-    assert start.keys() == {*seen, *beside} - {"accuracy_by_length/held_out"}, "the same of what training started from"
+    assert start.keys() == {*seen, *beside} - {"length_baseline_accuracy/held_out"}, (
+        "the same of what training started from"
+    )
     before = measure_run(
         loads(yaml.safe_dump(raw | {"evaluate": {"starting_model": False}})),
         train(raw, "unmoved", train__steps=1, train__lr=1e-12),
@@ -73,7 +75,7 @@ def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(
     """Whatever was trained on, beside the model that training started from."""
     raw = preferences(tmp_path, "kd ahead")
     forward = train(
-        {**raw, "algo": {"teachers": raw["algo"]["teachers"], "ce": 1.0}},
+        {**raw, "algo": {"teachers": raw["algo"]["teachers"], "ce_coef": 1.0}},
         "forward",
         train__steps=1,
         train__lr=1e-12,
@@ -82,10 +84,10 @@ def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(
     start = facts(forward)[-1]
     run = train(raw, "run", train__lr=5e-3)
     found = measure_run(loads(yaml.safe_dump(raw)), run)
-    assert found.keys() == {"kl/held_out", "ce/held_out", "start/kl/held_out", "start/ce/held_out"}
-    assert found["start/kl/held_out"] == pytest.approx(start["divergence/held_out"], rel=1e-4)
-    assert found["start/ce/held_out"] == pytest.approx(start["ce/held_out"], rel=1e-4)
-    assert found["kl/held_out"] < 0.9 * found["start/kl/held_out"]
+    assert found.keys() == {"kl/held_out", "ce/held_out", "baseline/kl/held_out", "baseline/ce/held_out"}
+    assert found["baseline/kl/held_out"] == pytest.approx(start["divergence/held_out"], rel=1e-4)
+    assert found["baseline/ce/held_out"] == pytest.approx(start["ce/held_out"], rel=1e-4)
+    assert found["kl/held_out"] < 0.9 * found["baseline/kl/held_out"]
     assert found["kl/held_out"] > facts(run)[-1]["divergence/held_out"], "of three tokens and the rest it is less"
 
 
@@ -176,8 +178,8 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
     found = measure_run(job, run)
     answers = [json.loads(line)["answer"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
     assert found["longest/test"] == max(map(len, answers))
-    assert found["at_least/test"] == found["start/at_least/test"] == 999
-    assert "start/longest/test" in found
+    assert found["at_least/test"] == found["baseline/at_least/test"] == 999
+    assert "baseline/longest/test" in found
 
 
 def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path):
@@ -188,25 +190,26 @@ def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path
     old = {"test/pass@1": 0.1, "test/pass@8": 0.2, "test/reward": 0.3, "test/longest": 0.4, "start/test/pass@1": 0.5}
     old |= {"next/all/ndcg@5": 0.6, "start/next/new/hr@5": 0.7, "loss/test": 0.8, "train/reward": 0.9}
     found = with_current_names(job := loads(yaml.safe_dump(raw)), old)
-    assert found == {"greedy_accuracy/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
-        "start/greedy_accuracy/test": 0.5,
+    assert found == {"greedy_pass_rate/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
+        "baseline/greedy_pass_rate/test": 0.5,
         "all/ndcg@5/next": 0.6,
-        "start/new/hr@5/next": 0.7,
+        "baseline/new/hr@5/next": 0.7,
         "loss/test": 0.8,
         "train/reward": 0.9,
     }
     assert with_current_names(job, found) == found
-    assert with_current_names(job, {"pass@1/test": 0.1, "start/pass@1/test": 0.2}) == {
-        "greedy_accuracy/test": 0.1,
-        "start/greedy_accuracy/test": 0.2,
+    assert with_current_names(job, {"pass@1/test": 0.1, "start/pass@1/test": 0.2, "start/loss/test": 0.3}) == {
+        "greedy_pass_rate/test": 0.1,
+        "baseline/greedy_pass_rate/test": 0.2,
+        "baseline/loss/test": 0.3,
     }
 
 
 def test_a_published_version_whose_metrics_have_their_old_names_is_compared_with(tmp_path):
-    job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "greedy_accuracy/test"}}))
-    artifact = Artifact("a", metrics={"greedy_accuracy/test": 0.5})
+    job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "greedy_pass_rate/test"}}))
+    artifact = Artifact("a", metrics={"greedy_pass_rate/test": 0.5})
     _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.5}})
-    with pytest.raises(Worse, match=r"greedy_accuracy/test is 0\.5, the published version has 0\.6"):
+    with pytest.raises(Worse, match=r"greedy_pass_rate/test is 0\.5, the published version has 0\.6"):
         _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.6}})
 
 
@@ -231,7 +234,7 @@ def test_a_metric_that_fails_is_named(name, message):
     [
         (
             {"publish": {"metric": "pas@1/test"}},
-            r"publish.metric: the evaluation will have no 'pas@1/test'; it will have greedy_accuracy/test",
+            r"publish.metric: the evaluation will have no 'pas@1/test'; it will have greedy_pass_rate/test",
         ),
         (
             {"publish": {"metric": "test/m"}, "evaluate": {"metrics": {"m": {"use": f"{HERE}:longest"}}}},

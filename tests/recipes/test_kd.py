@@ -26,10 +26,10 @@ FORMS = {
     "forward": KD(ONE),
     "reverse": KD(ONE, loss_type="reverse"),
     "js": KD(ONE, loss_type="js", beta=0.2),
-    "hot": KD(ONE, temperature=2.0, ce=0.3),
-    "two": KD(TWO, loss_type="js", ce=1.0),
+    "hot": KD(ONE, temperature=2.0, ce_coef=0.3),
+    "two": KD(TWO, loss_type="js", ce_coef=1.0),
     "top": KD(ONE, top_k=5, temperature=1.5),
-    "top of two": KD(TWO, loss_type="reverse", top_k=5, ce=0.5),
+    "top of two": KD(TWO, loss_type="reverse", top_k=5, ce_coef=0.5),
 }
 
 
@@ -60,7 +60,7 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
     for (one,) in made:
         tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.weights[1:]).double()
         logits = student(tokens).logits[0, :-1]
-        loss = recipe.ce * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+        loss = recipe.ce_coef * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
         for name, share in shares.items():
             with torch.no_grad():
                 theirs = teachers[name](tokens).logits[0, :-1, : logits.shape[1]]

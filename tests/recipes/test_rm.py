@@ -27,7 +27,7 @@ from tests.tiny import SIZES
 FORMS = {
     "pair": RM(),
     "margin": RM(margin=True),
-    "centred": RM(centring=0.05),
+    "centred": RM(center_coef=0.05),
     "binary": RM(loss_type="binary"),
     "regression": RM(loss_type="regression"),
 }
@@ -79,7 +79,7 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
             margin = float(unit[0].token_columns["margin"][0]) if recipe.margin else 0.0
             loss = (
                 -torch.log(torch.sigmoid(scores[0] - scores[1] - margin))
-                + recipe.centring * (scores[0] + scores[1]) ** 2
+                + recipe.center_coef * (scores[0] + scores[1]) ** 2
             )
             total, units = total + weight * loss, units + weight
             continue

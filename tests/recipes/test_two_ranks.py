@@ -36,7 +36,7 @@ def units(name: str) -> list[PackUnit]:
 
 
 def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dict[str, Decoder]]:
-    """Return the model that is trained and its companions."""
+    """Return the model that is trained and its frozen models."""
     root, recipe = Path(os.environ[PLACE]), RECIPES[name]
 
     def one(place, **more):
@@ -46,7 +46,8 @@ def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dic
 
     model = test_dpo.stirred(one(recipe.head, head=recipe.head, lora=lora))
     return model, {
-        role: model if role == "reference" and lora else one(role).requires_grad_(False) for role in recipe.companions
+        role: model if role == "reference" and lora else one(role).requires_grad_(False)
+        for role in recipe.frozen_models
     }
 
 

@@ -71,8 +71,8 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "RM": preference("rm"),
     "KD": preference("kd"),
     "KD, teacher asked ahead": preference("kd ahead"),
-    "GRPO": online("grpo", {"minibatches": 2, "kl": 0.01}),
-    "PPO": online("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01}),
+    "GRPO": online("grpo", {"minibatches": 2, "kl_coef": 0.01}),
+    "PPO": online("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01}),
     "OPD": online("opd", {"minibatches": 2}),
 }
 ON_POLICY = ("GRPO", "PPO", "OPD")

@@ -181,7 +181,7 @@ class Trials:
                 ended += 1
                 wrong += [f"{one.log.name}: {name} differs" for name in self.differs(one)]
             elif re.search(
-                r"(Held: .* is being written by process \d+ on \S+, since .*run this again|LeaseLost: "
+                r"(RunInUse: .* is being written by process \d+ on \S+, since .*run this again|LeaseLost: "
                 r".* taken over by)",
                 one.said,
             ):

@@ -22,12 +22,12 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from ptf import gate, published, storage, verified
+from ptf import gate, published_versions, storage, verified
 from ptf import run as running
 from ptf.compute import lease as leases
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
-from ptf.compute.lease import Held, Lease, LeaseLost, Process, Record
+from ptf.compute.lease import Lease, LeaseLost, Process, Record, RunInUse
 from ptf.compute.tracking import StepLines
 from ptf.config import Job, loads
 from ptf.data import prepare, tokenized
@@ -236,11 +236,11 @@ def versions(made: Made, kind: str) -> tuple[Path, Path]:
             staged = str(checkpoint(made.place("staged", kind, str(i), name), seed=10 * i + n))
             storage.commit(staged, {"version": name, "metrics": {"loss": float(n)}, "data": {"sums": str(i)}})
             storage.upload(staged, f"{root}/{name}")
-            published.point(str(root), name, published.pointer(str(root)))
+            published_versions.point(str(root), name, published_versions.pointer(str(root)))
     return roots
 
 
-def published_versions(made: Made) -> Scene:
+def versions_that_were_published(made: Made) -> Scene:
     root, counterpart = versions(made, "versions")
 
     def read() -> Any:
@@ -254,7 +254,7 @@ def rollback_target(made: Made) -> Scene:
     root, counterpart = versions(made, "rollback")
 
     def read() -> Any:
-        found = published.roll_back(str(root))
+        found = published_versions.roll_back(str(root))
         return found, held(root / found.version)
 
     return Scene(root, read, counterpart, harmed=lambda name: not name.startswith("two/"), changes=True)
@@ -418,7 +418,7 @@ def lease_file(made: Made) -> Scene:
         try:
             first = holds(holder)
             newcomer = Process.this()
-            with contextlib.suppress(Held):
+            with contextlib.suppress(RunInUse):
                 second = Lease(newcomer.id, {file: leases._take(file, newcomer)})
                 assert holds(second)
                 return int(holds(holder)) + 1
@@ -553,7 +553,7 @@ SCENES: dict[str, Callable[[Made], Scene]] = {
     "tokenized data": tokenized_data,
     "annotated data (log-probs of a reference)": annotated_data,
     "prepared data": prepared_data,
-    "published versions and latest.json": published_versions,
+    "published versions and latest.json": versions_that_were_published,
     "target of a rollback and latest.json": rollback_target,
     "copy of a remote model, and what is kept of it": localised_model,
     "retrained.json": retraining,

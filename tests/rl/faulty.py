@@ -86,10 +86,10 @@ class Recipe(GRPO):
     faults: Sequence[str] = ()
     after: int = 9
 
-    def loss(self, model, batch, companions):
+    def loss(self, model, batch, frozen_models):
         global losses
         losses += 1
-        loss, metrics = super().loss(model, batch, companions)
+        loss, metrics = super().loss(model, batch, frozen_models)
         if losses == self.after:
             fault = next((fault for i, fault in enumerate(self.faults) if once(self.place, f"learner-{i}")), "")
             befall(fault)

@@ -80,11 +80,11 @@ def watch_sampling(monkeypatch) -> list[int]:
 
 
 def test_it_runs_and_agrees_with_its_engine(raw):
-    rows = read_metrics(train({**raw, "algo": {"minibatches": 2, "kl": 0.01}}) / "metrics.jsonl")
+    rows = read_metrics(train({**raw, "algo": {"minibatches": 2, "kl_coef": 0.01}}) / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
     assert all(r["sync_tensors"] == 24 for r in rows)
-    assert [r["step"] for r in rows if "greedy_accuracy/dev" in r] == [3, 6]
+    assert [r["step"] for r in rows if "greedy_pass_rate/dev" in r] == [3, 6]
     assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]
     assert {
         "seconds/rollout",
@@ -108,12 +108,12 @@ def test_it_learns_what_the_reward_asks_for(raw):
 def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monkeypatch):
     """About half of the prompts have such groups: without replacement, fewer groups are trained."""
     trained: dict[str, list[int]] = {"keep": [], "replace": []}
-    credit = GRPO.credit
+    credit = GRPO.compute_advantages
     for equal in trained:
         with monkeypatch.context() as patch:
             patch.setattr(
                 GRPO,
-                "credit",
+                "compute_advantages",
                 lambda self, groups, equal=equal: (
                     trained[equal].append(sum(map(rewards_differ, groups))) or credit(self, groups)
                 ),
@@ -129,7 +129,7 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "zero_variance_groups": "replace", "max_rounds": 3}
     with pytest.raises(
         UserError,
-        match=r"step 0: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5",
+        match=r"step 1: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5",
     ):
         train(raw)
 
@@ -355,7 +355,7 @@ def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_an
 
     intercept(monkeypatch, "rollout", off)
     with pytest.raises(
-        SyncError, match=r"step 0: the engine's and the trainer's log-probs of the sampled tokens differ by 0\.00"
+        SyncError, match=r"step 1: the engine's and the trainer's log-probs of the sampled tokens differ by 0\.00"
     ):
         train({**raw, "algo": algo})
     assert not steps
@@ -380,13 +380,13 @@ def test_in_bf16_one_token_that_rounding_explains_does_not_stop_the_run(raw, mon
     assert 0.6 < row["logprob_diff_max"] < 0.8
     assert 0 < row["logprob_diff_share"] < 0.02
     assert 0 < row["logprob_diff_mean"] < 0.1
-    assert "importance_capped" in row  # max_importance: auto
+    assert "tis_capped_share" in row  # tis_cap: auto
 
 
 def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
     """It is the same step with and without."""
     found = {}
-    for name, algo in (("once", {}), ("ahead", {"kl": 1e-12, "kl_in": "reward"})):
+    for name, algo in (("once", {}), ("ahead", {"kl_coef": 1e-12, "kl_in": "reward"})):
         found[name] = read_metrics(
             train({**raw, "algo": algo, "train": {**raw["train"], "steps": 3}}, name) / "metrics.jsonl"
         )
@@ -402,8 +402,10 @@ def test_a_single_update_does_not_need_its_log_probs_ahead(raw):
 def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
     raw = {**raw, "track": {**raw.get("track", {}), "samples_every": 2, "sample_prompts": 3}}
     credited = []
-    credit = GRPO.credit
-    monkeypatch.setattr(GRPO, "credit", lambda self, groups: credited.append(credit(self, groups)) or credited[-1])
+    credit = GRPO.compute_advantages
+    monkeypatch.setattr(
+        GRPO, "compute_advantages", lambda self, groups: credited.append(credit(self, groups)) or credited[-1]
+    )
     run = train(raw)
     rows = read_metrics(run / "samples.jsonl")
     # three prompts of four answers

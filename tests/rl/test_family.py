@@ -24,14 +24,18 @@ from tests.rl.test_grpo import groups, trajectory
 LONGEST = 12
 FORMS = {
     "tokens": GRPO(clip_high=0.3),
-    "samples": GRPO(mean_over="samples"),
-    "length": GRPO(mean_over="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
-    "gspo": GRPO(ratio="sample", mean_over="samples", clip_low=0.02, clip_high=0.03),
-    "gspo of tokens": GRPO(ratio="sample", clip_low=0.02, clip_high=0.03),
-    "trusted": GRPO(max_importance=1.1),
+    "samples": GRPO(loss_aggregation="sequence_mean"),
+    "length": GRPO(loss_aggregation="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
+    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean", clip_low=0.02, clip_high=0.03),
+    "gspo of tokens": GRPO(importance_sampling_level="sequence", clip_low=0.02, clip_high=0.03),
+    "trusted": GRPO(tis_cap=1.1),
     "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
 }
-AGGREGATION = {"tokens": "token-mean", "samples": "seq-mean-token-mean", "constant_length": "seq-mean-token-sum-norm"}
+AGGREGATION = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "constant_length": "seq-mean-token-sum-norm",
+}
 
 
 class Given:
@@ -58,7 +62,7 @@ def test_loss_and_gradient_are_verls(form):
 
     recipe = FORMS[form]
     made = [tuple(with_rollout(t, seed=7 * g + i) for i, t in enumerate(group)) for g, group in enumerate(groups(4, 5))]
-    batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
+    batch = Batch.of(pack_all(recipe.compute_advantages(made), 40), 40)
     g = torch.Generator().manual_seed(1)
     logprobs = (
         batch.token_columns["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)
@@ -85,13 +89,15 @@ def test_loss_and_gradient_are_verls(form):
         )
     )
     weights = (
-        (old - padded(batch.token_columns["rollout_logprobs"], batch)).exp().clamp(max=recipe.max_importance)
-        if recipe.max_importance
+        (old - padded(batch.token_columns["rollout_logprobs"], batch)).exp().clamp(max=recipe.tis_cap)
+        if recipe.tis_cap
         else None
     )
-    config.global_batch_info.update({"loss_scale_factor": LONGEST} if recipe.mean_over == "constant_length" else {})
-    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.ratio == "sample" else "vanilla")
-    wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.mean_over], config, weights)
+    config.global_batch_info.update(
+        {"loss_scale_factor": LONGEST} if recipe.loss_aggregation == "constant_length" else {}
+    )
+    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.importance_sampling_level == "sequence" else "vanilla")
+    wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.loss_aggregation], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)
     assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
     assert float((ours - gradient).abs().max()) <= 1e-6
@@ -157,13 +163,13 @@ def test_estimators_of_the_kl_are_verls_and_have_its_mean(kind):
 
 
 def test_kl_may_be_taken_from_the_reward():
-    recipe = GRPO(kl=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
+    recipe = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
     one, other = trajectory(0, Reward(1.0)), trajectory(1, Reward(1.0))
     costs = [
         0.5 * float((t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"]).sum())
         for t in (one, other)
     ]
-    found = [float(unit[0].token_columns["advantages"][-1]) for unit in recipe.credit([(one, other)])]
+    found = [float(unit[0].token_columns["advantages"][-1]) for unit in recipe.compute_advantages([(one, other)])]
     assert found == pytest.approx([(costs[1] - costs[0]) / 2, (costs[0] - costs[1]) / 2], abs=1e-6)
 
 
@@ -176,9 +182,12 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
 @pytest.mark.parametrize(
     ("algo", "message"),
     [
-        ({"kl": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +the gradient of k1 is 0 on average"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +the gradient of k1 is 0 on average"),
         ({"baseline": "leave_one_out"}, r"algo\.scale_by_std +must be false with algo\.baseline: leave_one_out"),
-        ({"overlong": 999}, r"algo\.overlong +\(999\) is more than rollout\.max_new_tokens"),
+        (
+            {"overlong_buffer_tokens": 999},
+            r"algo\.overlong_buffer_tokens +\(999\) is more than rollout\.max_new_tokens",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(algo, message):
@@ -209,9 +218,16 @@ def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
         Reward(1.0),
         {"old_logprobs": np.array([-1.0, -2.0], np.float32)},
     )
-    recipe = GRPO(ratio="sample", mean_over="samples", clip_low=9e9, clip_high=9e9, scale_by_std=False)
+    recipe = GRPO(
+        importance_sampling_level="sequence",
+        loss_aggregation="sequence_mean",
+        clip_low=9e9,
+        clip_high=9e9,
+        scale_by_std=False,
+    )
     batch = Batch.of(
-        [[recipe.credit([(t, Trajectory(t.prompt, (generation,), "", Reward(0.0), t.token_columns))])[0]]], 4
+        [[recipe.compute_advantages([(t, Trajectory(t.prompt, (generation,), "", Reward(0.0), t.token_columns))])[0]]],
+        4,
     )
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))

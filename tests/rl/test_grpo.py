@@ -36,8 +36,8 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
     "recipe",
     [
         GRPO(),
-        GRPO(kl=0.1),
-        GRPO(clip_low=0.1, clip_high=0.3, kl=0.02, scale_by_std=False, processing=LogitsProcessing(0.8)),
+        GRPO(kl_coef=0.1),
+        GRPO(clip_low=0.1, clip_high=0.3, kl_coef=0.02, scale_by_std=False, processing=LogitsProcessing(0.8)),
     ],
 )
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
@@ -47,7 +47,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     bridge.load_hf(model, directory, family)
     model.double()
     scored = groups()
-    sequences = pack_all(recipe.credit(scored), 40)
+    sequences = pack_all(recipe.compute_advantages(scored), 40)
     batch = Batch.of(sequences, 40)
     assert len(sequences) > 1
     loss, _ = recipe.loss(model, batch, {})
@@ -72,7 +72,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
             rho = (logp - old).exp()
             surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
             k3 = (ref - logp).exp() - (ref - logp) - 1
-            total = total + (-surrogate + recipe.kl * k3).sum()
+            total = total + (-surrogate + recipe.kl_coef * k3).sum()
             tokens += len(generation.sampled_ids)
     assert float(recipe.denominator(batch)) == tokens
     assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
@@ -86,8 +86,8 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     "recipe",
     [
         GRPO(),
-        GRPO(processing=LogitsProcessing(0.8), mean_over="constant_length", max_new_tokens=7),
-        GRPO(ratio="sample", mean_over="samples"),
+        GRPO(processing=LogitsProcessing(0.8), loss_aggregation="constant_length", max_new_tokens=7),
+        GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean"),
     ],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
@@ -97,7 +97,11 @@ def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, re
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
     batch = Batch.of(
-        pack_all(recipe.credit([tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]), 40), 40
+        pack_all(
+            recipe.compute_advantages([tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]),
+            40,
+        ),
+        40,
     )
     assert recipe.has_known_gradient(batch)
     found = []
@@ -131,32 +135,32 @@ class NotForeseen(GRPO):
 def test_answers_without_a_result_enter_no_advantage():
     ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
     failed = trajectory(9, NoResult("the reward crashed"))
-    units = GRPO().credit([(*ok[:2], failed, *ok[2:])])
+    units = GRPO().compute_advantages([(*ok[:2], failed, *ok[2:])])
     assert len(units) == 4
     expected = group_relative(np.array([0.0, 1.0, 0.0, 1.0]), True)
     assert [float(a[0].token_columns["advantages"][-1]) for a in units] == pytest.approx(expected.tolist())
     as_zero = group_relative(np.array([0.0, 1.0, 0.0, 0.0, 1.0]), True)  # what it would be if a crash were a 0
     assert not np.allclose(expected, as_zero[[0, 1, 3, 4]])
-    assert GRPO().credit([(ok[0], failed)]) == []
+    assert GRPO().compute_advantages([(ok[0], failed)]) == []
 
 
-@pytest.mark.parametrize("rest", [{}, {"kl": 0.1, "epochs": 2, "clip_low": 0.01, "max_importance": 0.9}])
+@pytest.mark.parametrize("rest", [{}, {"kl_coef": 0.1, "epochs": 2, "clip_low": 0.01, "tis_cap": 0.9}])
 def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path, rest):
     """Its coefficients do not add up to the number of answers that a step divides by."""
     model, family = bridge.build(checkpoint(tmp_path / "m"))
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, tmp_path / "m", family)
     found = []
-    for mean_over in ("constant_length", "samples"):
-        recipe = GRPO(mean_over=mean_over, max_new_tokens=1000, **rest)
+    for loss_aggregation in ("constant_length", "samples"):
+        recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=1000, **rest)
         made = groups() if rest else [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
-        batch = Batch.of(pack_all(recipe.credit(made), 40), 40)
+        batch = Batch.of(pack_all(recipe.compute_advantages(made), 40), 40)
         _, metrics = recipe.loss(model, batch, {})
         assert metrics.keys() >= {
             "entropy",
             "clip_share",
-            "kl_old",
-            *(("kl_reference", "importance_capped") if rest else ()),
+            "approx_kl",
+            *(("kl_reference", "tis_capped_share") if rest else ()),
         }
         assert float(metrics["entropy"]) > 0.1
         found.append({name: float(value) for name, value in metrics.items() if name != "loss"})
@@ -168,8 +172,8 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
     "recipe",
     [
         GRPO(),
-        GRPO(mean_over="constant_length", max_new_tokens=7, kl=0.1),
-        GRPO(ratio="sample", mean_over="samples"),
+        GRPO(loss_aggregation="constant_length", max_new_tokens=7, kl_coef=0.1),
+        GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean"),
     ],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
@@ -181,14 +185,14 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     weighed = tuple(dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, weight=3.0)) for t in second)
     found = []
     for these in ([first, weighed, third], [first, second, second, second, third], [first, second, third]):
-        batch = Batch.of(pack_all(recipe.credit(these), 40), 40)
+        batch = Batch.of(pack_all(recipe.compute_advantages(these), 40), 40)
         found.append((float(recipe.loss(model, batch, {})[0]), float(recipe.denominator(batch))))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0] != pytest.approx(found[2], rel=1e-3)
 
 
 def test_context_is_never_trained():
-    for (sample,), t in zip(GRPO().credit(groups()), [t for g in groups() for t in g], strict=True):
+    for (sample,), t in zip(GRPO().compute_advantages(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)
         assert not sample.weights[:c].any()
         assert sample.weights[c:].all()

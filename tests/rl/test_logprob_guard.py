@@ -80,18 +80,18 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
     assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
 
 
-@pytest.mark.parametrize("mean_over", ["tokens", "samples", "constant_length"])
-def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(mean_over):
+@pytest.mark.parametrize("loss_aggregation", ["tokens", "samples", "constant_length"])
+def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
-    recipe = GRPO(mean_over=mean_over, max_new_tokens=100, logprob_diff_bound=0.25)
+    recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_bound=0.25)
     engine = torch.zeros_like(batch.weights)
     batch.token_columns["rollout_logprobs"] = engine
     off = torch.where(batch.weights != 0, 0.25, 0.0)
     off[0, 0] = 0.5  # of the first answer's four tokens
     found = recipe.logprob_differences(TokenLogprobs(off, off, torch.zeros_like(off)), batch)
     units = float(recipe.denominator(batch))
-    share = 1 / 12 if mean_over == "tokens" else 1 / 4 / 2
+    share = 1 / 12 if loss_aggregation == "tokens" else 1 / 4 / 2
     assert float(found["logprob_diff_mean"]) / units == pytest.approx(0.25 + 0.25 * share)
     assert float(found["logprob_diff_share"]) / units == pytest.approx(share)
     assert float(found["logprob_diff_max"]) == 0.5
@@ -103,8 +103,8 @@ def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(mean_over):
     [
         ("bf16", {}, 2.0),
         ("fp32", {}, None),
-        ("bf16", {"max_importance": None}, None),
-        ("fp32", {"max_importance": 3.0}, 3),
+        ("bf16", {"tis_cap": None}, None),
+        ("fp32", {"tis_cap": 3.0}, 3),
     ],
 )
 def test_importance_weights_are_used_in_bf16_unless_a_job_says_otherwise(recipe, precision, key, used):
@@ -113,7 +113,7 @@ def test_importance_weights_are_used_in_bf16_unless_a_job_says_otherwise(recipe,
         yaml.safe_dump(JOB | {"recipe": recipe, "algo": algo, "train": {**JOB["train"], "precision": precision}})
     )
     built = registry.build(job)
-    assert built.max_importance == used
+    assert built.tis_cap == used
     assert built.logprob_diff_bound == LOGPROB_LIMITS[precision].bound
 
 
@@ -121,8 +121,8 @@ def test_a_run_in_fp32_that_began_without_importance_weights_is_resumed():
     def job(precision: str, **algo: object):
         return loads(yaml.safe_dump(JOB | {"algo": algo, "train": {**JOB["train"], "precision": precision}}))
 
-    assert frozen_differences(job("fp32", max_importance=None), job("fp32")) == []
-    assert frozen_differences(job("bf16", max_importance=None), job("bf16")) == ["algo.max_importance: null → 2.0"]
+    assert frozen_differences(job("fp32", tis_cap=None), job("fp32")) == []
+    assert frozen_differences(job("bf16", tis_cap=None), job("bf16")) == ["algo.tis_cap: null → 2.0"]
 
 
 def test_the_key_that_bounded_the_largest_difference_is_refused_with_the_new_one_and_translated_in_stored_jobs():

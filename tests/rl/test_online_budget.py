@@ -19,7 +19,7 @@ TOKEN = 2 * 2 * LAYERS * KV_HEADS * HEAD  # bytes of keys and values in bf16
 APART = {"gang": {"roles": ["policy", "reference"]}, "generate": {"roles": ["rollout"]}}
 
 
-TRAIN = {"steps": 1, "lr": 1e-5, "micro_sequences": 2, "precision": "bf16"}
+TRAIN = {"steps": 1, "lr": 1e-5, "micro_batch_size": 2, "precision": "bf16"}
 
 
 def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: dict | None = None, **sections) -> Job:
@@ -78,7 +78,7 @@ def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
 
 
 def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_path) -> None:
-    kl = {"kl": 0.01, "epochs": 2}
+    kl = {"kl_coef": 0.01, "epochs": 2}
     plan = planned(tmp_path, algo=kl)
     assert {"update", "logprobs", "reference", "rollout"} <= phases(plan).keys()
     (pool,) = plan.pools
@@ -108,8 +108,10 @@ def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_pa
 
 
 def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
-    kl = {"kl": 0.01}
-    plan = planned(tmp_path, algo=kl, compute={"workers": 4, "pools": APART}, rollout={"workers": 1, "tensor": 2})
+    kl = {"kl_coef": 0.01}
+    plan = planned(
+        tmp_path, algo=kl, compute={"workers": 4, "pools": APART}, rollout={"replicas": 1, "tensor_parallel_size": 2}
+    )
     assert plan.transport == "nccl"
     gang, generate = plan.pools
     assert (gang.devices, generate.devices) == (4, 2)
@@ -123,11 +125,11 @@ def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
 
 
 def test_an_update_has_the_answers_of_a_step_whatever_the_sequences_of_offline_jobs_are(tmp_path) -> None:
-    plan = planned(tmp_path, gpus=16, algo={"epochs": 2}, compute={"workers": 16}, rollout={"workers": 16})
-    assert plan.update.micro_sequences == 2
+    plan = planned(tmp_path, gpus=16, algo={"epochs": 2}, compute={"workers": 16}, rollout={"replicas": 16})
+    assert plan.update.micro_batch_size == 2
     assert plan.update.tokens == 2 * 64 * 8 * 1024  # epochs × prompts × answers × tokens
-    alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"workers": 16, "prompts": 1})
-    assert alone.update.micro_sequences == 1  # eight answers over sixteen GPUs
+    alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"replicas": 16, "prompts": 1})
+    assert alone.update.micro_batch_size == 1  # eight answers over sixteen GPUs
 
 
 def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None:
@@ -141,14 +143,16 @@ def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None
 def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsys) -> None:
     plan = planned(tmp_path, room_gib=0.2)
     assert not plan.fits
-    assert any("pool all, phase update" in problem and "train.micro_sequences" in problem for problem in plan.problems)
+    assert any("pool all, phase update" in problem and "train.micro_batch_size" in problem for problem in plan.problems)
     none = planned(tmp_path, rollout={"gpu_memory_utilization": 0.0001})
-    assert any("raise rollout.gpu_memory_utilization or rollout.tensor" in problem for problem in none.problems)
+    assert any(
+        "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size" in problem for problem in none.problems
+    )
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job(tmp_path).model_dump(mode="json", exclude_defaults=True)))
-    assert main(["plan", str(file), "--gpus", "4", "--memory", "0.2"]) == 1
+    assert main(["plan", str(file), "--num-gpus", "4", "--gpu-memory-gib", "0.2"]) == 1
     assert "does not fit: pool all, phase update" in capsys.readouterr().out
-    assert main(["plan", str(file), "--gpus", "4", "--json"]) == 0
+    assert main(["plan", str(file), "--num-gpus", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     whole = planned(tmp_path)
     assert found["memory_gib"]["update"] == {

@@ -29,7 +29,7 @@ def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the
         )
         for t in made
     ]
-    units = TEACHER.credit([tuple(made)])
+    units = TEACHER.compute_advantages([tuple(made)])
     for (sample,), t in zip(units, made, strict=True):
         said = sample.weights != 0
         np.testing.assert_array_equal(

@@ -39,7 +39,7 @@ def ppo(raw):
     return {
         **raw,
         "recipe": "ppo",
-        "algo": {"minibatches": 2, "critic_lr": 3e-3, "kl": 0.01},
+        "algo": {"minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1},
     }
 
@@ -101,10 +101,10 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
         ),
         (
             "ipc",
-            {"rollout": {"workers": 2}},
+            {"rollout": {"replicas": 2}},
             (
-                "ipc: policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as "
-                "compute.workers"
+                "ipc: policy and rollout must be in one pool, with as many rollout.replicas × "
+                "rollout.tensor_parallel_size as compute.workers"
             ),
         ),
         ("ipc", {"compute": {"pools": APART}}, "ipc: policy and rollout must be in one pool"),
@@ -157,7 +157,7 @@ def test_vllm_does_not_park_on_disk(raw):
     ],
 )
 def test_roles_that_the_recipe_has_or_has_not(raw, roles, fault):
-    raw = {**raw, "algo": {"kl": 0.1}, "compute": {**raw["compute"], "pools": {"all": {"roles": roles}}}}
+    raw = {**raw, "algo": {"kl_coef": 0.1}, "compute": {**raw["compute"], "pools": {"all": {"roles": roles}}}}
     with pytest.raises(UserError, match=fault):
         train(raw)
 
@@ -352,7 +352,7 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
     with two engines, with weights from memory, through files, through memory that both see, and by broadcast."""
     raw = {
         **raw,
-        "algo": {"minibatches": 2, "kl": 0.01},
+        "algo": {"minibatches": 2, "kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8},
     }
     raw["train"] = {**raw["train"], "steps": 3, "deterministic": True}
@@ -368,7 +368,7 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
         compute = {"launcher": "ray", "device": "cpu", "workers": workers, "threads": 1, "pools": pools}
         made = left(
             train(
-                {**raw, "compute": compute, "rollout": {**raw["rollout"], "workers": engines, "transport": sent}}, name
+                {**raw, "compute": compute, "rollout": {**raw["rollout"], "replicas": engines, "transport": sent}}, name
             )
         )
         assert made["samples"] == want["samples"], name

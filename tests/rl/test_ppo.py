@@ -68,7 +68,7 @@ def scored(n: int = 6) -> list:
 def test_the_critics_loss_and_gradient_are_verls():
     from verl.trainer.ppo import core_algos
 
-    batch = Batch.of(pack_all(PPO(whiten=False).credit(scored()), 40), 40)
+    batch = Batch.of(pack_all(PPO(whiten=False).compute_advantages(scored()), 40), 40)
     g = torch.Generator().manual_seed(0)
     values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
 
@@ -92,7 +92,7 @@ def test_the_critics_loss_and_gradient_are_verls():
 def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_none():
     (group,) = scored()
     failed = trajectory(9, NoResult("crashed"), values=np.zeros(9, np.float32))
-    units = PPO(whiten=False, gamma=0.9).credit([(*group, failed)])
+    units = PPO(whiten=False, gamma=0.9).compute_advantages([(*group, failed)])
     assert len(units) == len(group)
     for (sample,), t in zip(units, group, strict=True):
         rewards = np.zeros(len(t.generations[0].sampled_ids))
@@ -103,17 +103,17 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
             wanted + t.token_columns["values"], abs=1e-6
         )
     whitened = np.concatenate(
-        [unit[0].token_columns["advantages"][unit[0].weights != 0] for unit in PPO().credit([group])]
+        [unit[0].token_columns["advantages"][unit[0].weights != 0] for unit in PPO().compute_advantages([group])]
     )
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
-    assert PPO().credit([(failed,)]) == []
+    assert PPO().compute_advantages([(failed,)]) == []
     loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
     assert torch.isfinite(loss)
 
 
 def test_kl_is_taken_from_every_tokens_reward():
     t = trajectory(4, Reward(1.0), values=np.zeros(6, np.float32))
-    found = PPO(kl=0.5, kl_estimator="k1").rewards(t)
+    found = PPO(kl_coef=0.5, kl_estimator="k1").rewards(t)
     cost = 0.5 * (t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"])
     wanted = -cost
     wanted[-1] += 1
@@ -121,7 +121,7 @@ def test_kl_is_taken_from_every_tokens_reward():
 
 
 def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
-    ppo["algo"] |= {"critic_warmup": 2, "kl": 0.01}
+    ppo["algo"] |= {"critic_warmup": 2, "kl_coef": 0.01}
     whole = train(ppo, "whole")
     rows = read_metrics(whole / "metrics.jsonl")
     assert ["loss" in row for row in rows] == [False, False, True, True, True, True]

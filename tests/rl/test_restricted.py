@@ -44,7 +44,7 @@ def answers(run: Path) -> set[str]:
     return {json.loads(line)["answer"] for line in (run / "samples.jsonl").read_text().splitlines()}
 
 
-@pytest.mark.parametrize("change", [{}, {"kl": 0.05}, {"entropy": 0.01}, {"minibatches": 1}])
+@pytest.mark.parametrize("change", [{}, {"kl_coef": 0.05}, {"entropy_coef": 0.01}, {"minibatches": 1}])
 def test_only_what_is_allowed_is_said_and_the_trainer_knows(short, tmp_path, change):
     short["algo"] |= change
     run = train(allowed(short, tmp_path))
@@ -104,7 +104,12 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("algo", "said"),
-    [({"minibatches": 2}, "several updates"), ({"epochs": 2}, "several updates"), ({"kl": 0.1}, "algo.kl"), ({}, None)],
+    [
+        ({"minibatches": 2}, "several updates"),
+        ({"epochs": 2}, "several updates"),
+        ({"kl_coef": 0.1}, "algo.kl_coef"),
+        ({}, None),
+    ],
 )
 def test_a_nucleus_with_what_it_cannot_be_with_is_refused(raw, algo, said):
     raw["algo"], raw["rollout"]["top_p"] = algo, 0.9

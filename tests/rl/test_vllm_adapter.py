@@ -110,7 +110,7 @@ def sync(place: str) -> None:
         seed=0,
         precision="fp32",
         max_length=128,
-        kv_cache_gib=0.125,
+        cpu_kv_cache_gib=0.125,
         lora_rank=16,
     )
     found = []

@@ -12,9 +12,9 @@ RUNS = {
     "ipc": ({"transport": "ipc"}, {}, {}),
     "nccl": ({"transport": "nccl"}, {"pools": APART}, {}),
     "an adapter": ({"lora": "adapter", "transport": "path"}, {}, {"lora": LORA}),
-    "two processes": ({"tensor": 2}, {}, {}),
-    "two processes, ipc": ({"tensor": 2, "transport": "ipc"}, {"workers": 2}, {}),
-    "two processes, nccl": ({"tensor": 2, "transport": "nccl"}, {"pools": APART}, {}),
+    "two processes": ({"tensor_parallel_size": 2}, {}, {}),
+    "two processes, ipc": ({"tensor_parallel_size": 2, "transport": "ipc"}, {"workers": 2}, {}),
+    "two processes, nccl": ({"tensor_parallel_size": 2, "transport": "nccl"}, {"pools": APART}, {}),
 }
 
 
@@ -25,7 +25,7 @@ def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F81
     rollout, compute, model = RUNS[kind]
     raw = {
         **raw,
-        "algo": {"kl": 0.01},
+        "algo": {"kl_coef": 0.01},
         "model": {**raw["model"], **model},
         "rollout": {**raw["rollout"], "engine": "vllm", **rollout},
     }
@@ -42,8 +42,10 @@ def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F81
 def test_heads_that_cannot_be_shared_are_said_before_an_engine_starts(raw, ray_cluster):  # noqa: F811
     raw = {
         **raw,
-        "rollout": {**raw["rollout"], "engine": "vllm", "tensor": 3},
+        "rollout": {**raw["rollout"], "engine": "vllm", "tensor_parallel_size": 3},
         "compute": {"launcher": "ray", "device": "cpu", "threads": 1},
     }
-    with pytest.raises(UserError, match=r"rollout.tensor: 4 attention heads cannot be divided among 3 processes"):
+    with pytest.raises(
+        UserError, match=r"rollout.tensor_parallel_size: 4 attention heads cannot be divided among 3 processes"
+    ):
         train(raw)

@@ -71,7 +71,7 @@ def stage(tmp_path: Path) -> Any:
 def test_a_port_that_was_taken_is_tried_again(stage: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(TRIES - 1):
         take()
-    assert "greedy_accuracy/sums" in stage().metrics
+    assert "greedy_pass_rate/sums" in stage().metrics
     out = capfd.readouterr().out
     assert out.count("the evaluation is tried again") == TRIES - 1
     assert "Address already in use" in out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import published
+from ptf import published_versions
 from ptf.config import ConfigError, loads
 from ptf.data.sources.rows import SourceSpec, stamps
 from ptf.errors import UserError
@@ -70,7 +70,7 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     better = again(raw, "better")
     assert "sums changed since first" in capsys.readouterr().out
     assert better.published == f"{root}/better"
-    assert better.metrics["start/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), (
+    assert better.metrics["baseline/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), (
         "it began with what was published"
     )
     assert better.metrics["loss/held_out"] < first.metrics["loss/held_out"]
@@ -79,9 +79,9 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     worse = again(
         raw | {"data": {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "data/300*.jsonl")}}}}, "worse"
     )
-    assert worse.metrics["loss/held_out"] > worse.metrics["start/loss/held_out"]
+    assert worse.metrics["loss/held_out"] > worse.metrics["baseline/loss/held_out"]
     assert worse.published is None
-    assert published.pointer(root) == published.Pointer("better", ("first",))
+    assert published_versions.pointer(root) == published_versions.Pointer("better", ("first",))
     assert "retrain: not published: worse than what training started from: loss/held_out" in capsys.readouterr().out
 
 
@@ -103,7 +103,7 @@ def test_publishing_again_writes_nothing_and_moves_no_pointer(raw, tmp_path, cap
     assert publish(job, second).published == f"{root}/second"
     assert publish(job, first).published == f"{root}/first"
     assert "first was published before, and second after it; the pointer stays" in capsys.readouterr().out
-    assert published.pointer(root) == published.Pointer("second", ("first",))
+    assert published_versions.pointer(root) == published_versions.Pointer("second", ("first",))
     assert {file: file.stat().st_mtime_ns for file in held} == held
 
 
@@ -134,7 +134,7 @@ def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):
     again(raw, "first")
     sums(tmp_path, 150, 300)
     assert again(raw, "better").published == f"{root}/better"
-    published.roll_back(root)
+    published_versions.roll_back(root)
     assert again(raw, "same") is None
     assert "nothing new since better, which was published: loss/held_out " in capsys.readouterr().out
     sums(tmp_path, 300, 400)
@@ -212,7 +212,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
         UserError, match=r"publish\.metric: the evaluation will have no 'loss/dev'; it will have .* loss/held_out"
     ):
         again(raw | {"publish": {"metric": "loss/dev", "mode": "min"}}, "a")
-    assert published.pointer(f"{raw['output']}/published") is None
+    assert published_versions.pointer(f"{raw['output']}/published") is None
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_flow_trains_where_something_is(raw, toy):
     raw["train"]["steps"] = 2
     said = flow(raw, toy)
     assert "the first version is trained from" in said
-    version = published.pointer(f"{raw['output']}/published").version
+    version = published_versions.pointer(f"{raw['output']}/published").version
     assert f"published  {raw['output']}/published/{version}" in said
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf import published
+from ptf import published_versions
 from ptf.config import dump, load, loads
 from ptf.errors import UserError
 from steps.sweep import best, trials
@@ -20,7 +20,10 @@ METRIC = {"metric": "loss/held_out", "mode": "min"}
 def raw(tmp_path) -> dict[str, Any]:
     raw = arithmetic(tmp_path)
     raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
-    return raw | {"publish": METRIC, "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.sequences": 8}]}}
+    return raw | {
+        "publish": METRIC,
+        "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.global_batch_size": 8}]},
+    }
 
 
 def diverging(raw: dict[str, Any]) -> dict[str, Any]:
@@ -33,10 +36,10 @@ def job(raw: dict[str, Any]):
 
 def test_trials_are_the_job_with_other_values(raw):
     one, two = map(loads, trials(job(raw)))
-    assert (one.train.lr, one.train.sequences, two.train.lr, two.train.sequences) == (1e-9, 4, 3e-3, 8)
+    assert (one.train.lr, one.train.global_batch_size, two.train.lr, two.train.global_batch_size) == (1e-9, 4, 3e-3, 8)
     same = job(raw)
     assert dump(two) == dump(
-        same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "sequences": 8})})
+        same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "global_batch_size": 8})})
     )
 
 
@@ -108,7 +111,7 @@ def test_where_no_trial_has_the_metric_what_there_is_is_named(raw):
 @pytest.mark.parametrize("name", ["sweep", "retrain"])
 def test_the_tiny_configs_name_a_metric_that_the_evaluate_stage_has(name):
     one = load(str(ROOT / f"configs/tiny/{name}.yaml"))
-    assert str(one.publish.metric) in {f"greedy_accuracy/{source}" for source in one.evaluate.sources}
+    assert str(one.publish.metric) in {f"greedy_pass_rate/{source}" for source in one.evaluate.sources}
     assert len(trials(one)) == 2 if name == "sweep" else not one.flow.sweep
 
 
@@ -119,9 +122,9 @@ def test_the_flow_publishes_the_better_trial(raw, tmp_path):
     (toy.directory / "job.yaml").write_text(yaml.safe_dump(diverging(raw)))
     done = toy("run", "--config", "job.yaml", flow=ROOT / "flows" / "sweep_flow.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = published.pointer(f"{raw['output']}/published")
+    found = published_versions.pointer(f"{raw['output']}/published")
     assert found is not None
     assert found.version.startswith("sweep-")
     assert found.version.endswith("-2"), "a learning rate of 1e30 diverges, and one of 1e-9 learns nothing"
     assert "trial 0: " in done.stdout + done.stderr
-    assert published.versions(f"{raw['output']}/published") == [found.version]
+    assert published_versions.versions(f"{raw['output']}/published") == [found.version]

@@ -13,7 +13,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 from ptf.recipes.sft.recipe import SFT
 
 
@@ -25,7 +25,7 @@ class Value:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
@@ -34,19 +34,19 @@ class Value:
     def denominator(self, batch: Batch) -> Tensor:
         return batch.weights.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         values = model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.values(x))
         loss = ((values - batch.targets / 10) ** 2 * batch.weights).sum()
         return loss, {"loss": loss.detach()}
 
 
 class NoisySFT(SFT):
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        loss, metrics = super().loss(model, batch, companions)
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, frozen_models)
         return loss * (1 + torch.rand(())), metrics
 
 
 class NoisyGRPO(GRPO):
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        loss, metrics = super().loss(model, batch, companions)
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, frozen_models)
         return loss * (1 + torch.rand(())), metrics

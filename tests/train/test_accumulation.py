@@ -57,9 +57,9 @@ class Watched(SFT):
 
     before: Any = None  # called with the model before each pass
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         with self.before(model) or contextlib.nullcontext():
-            return super().loss(model, batch, companions)
+            return super().loss(model, batch, frozen_models)
 
 
 @contextlib.contextmanager
@@ -206,8 +206,8 @@ def test_weight_decay_reaches_what_was_not_used(found):
 class OldName(SFT):
     """A recipe that names a largest value as they once were named."""
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        loss, metrics = super().loss(model, batch, companions)
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(model, batch, frozen_models)
         return loss, {**metrics, "max_loss": loss.detach()}
 
 

@@ -48,8 +48,8 @@ def job(
         "output": str(path / "runs"),
         "model": {"path": str(path), **(model or {})},
         "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "partitions": 512},
-        "train": {"steps": 1, "lr": 1e-5, "sequences": 512, "micro_sequences": 4, **train},
-        "compute": {"workers": workers, "mesh": {"tensor": tensor, "replicate": replicate}},
+        "train": {"steps": 1, "lr": 1e-5, "global_batch_size": 512, "micro_batch_size": 4, **train},
+        "compute": {"workers": workers, "mesh": {"tensor_parallel_size": tensor, "replicate": replicate}},
     }
     return yaml.safe_dump(raw)
 
@@ -104,7 +104,7 @@ def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
         {**DENSE, "num_hidden_layers": 64, "vocab_size": 64},
         1,
         optimizer_offload=True,
-        micro_sequences=1,
+        micro_batch_size=1,
         activation_checkpointing="block",
     )
     assert little.memory.total == 16 * little.trained
@@ -114,19 +114,19 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
-    assert main(["plan", str(file), "--gpus", "8", "--memory", "0.9"]) == 1
+    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.9"]) == 1
     text = capsys.readouterr().out
     assert "does not fit: activations take most" in text
     assert "--fit finds what to change" in text
-    assert main(["plan", str(file), "--gpus", "8", "--memory", "0.9", "--fit"]) == 0
+    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.9", "--fit"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Give ")]
-    assert main(["plan", str(file), "--memory", "0.9", *line.removeprefix("Give ").split()]) == 0
+    assert main(["plan", str(file), "--gpu-memory-gib", "0.9", *line.removeprefix("Give ").split()]) == 0
 
 
 def test_logits_are_a_chunk_of_a_gpu_or_all_that_there_are(tmp_path) -> None:
     def logits(config: dict, **more) -> float:
         rows, tokens = config["vocab_size"], 2048
-        found = planned(tmp_path, config, 1, micro_sequences=1, **more)
+        found = planned(tmp_path, config, 1, micro_batch_size=1, **more)
         element = 4 if more else 2
         return found.memory.logits - 2 * tokens * 512 * element - (4 + element) * rows * 512
 
@@ -212,5 +212,5 @@ def test_what_cannot_be_planned_is_refused(tmp_path, more, message) -> None:
 def test_configs_of_real_models_can_be_planned_from_a_config_json(tmp_path, name, capsys) -> None:
     """Their config.json is on the hub; here a small one of the same family stands for it."""
     directory(tmp_path, DENSE if "0p6b" in name else MOE)
-    assert main(["plan", f"configs/sft/{name}.yaml", "--gpus", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
+    assert main(["plan", f"configs/sft/{name}.yaml", "--num-gpus", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
     assert "GiB on each GPU" in capsys.readouterr().out

@@ -83,9 +83,9 @@ def scaled_loss(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_kept(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_loss(monkeypatch, {6})
-    with pytest.raises(UserError, match=r"step 2: .*nan.*The documents of this step are in .*nonfinite/step_00000002"):
+    with pytest.raises(UserError, match=r"step 3: .*nan.*The documents of this step are in .*nonfinite/step_00000002"):
         train(raw, "a")
-    lines = (Path(raw["output"]) / "a" / "nonfinite" / "step_00000002" / "rank_00000.jsonl").read_text().splitlines()
+    lines = (Path(raw["output"]) / "a" / "nonfinite" / "step_00000003" / "rank_00000.jsonl").read_text().splitlines()
     documents = [json.loads(line) for line in lines]
     assert documents
     assert all("=" in d["text"] and d["source"] == "sums" and d["tokens"] for d in documents)

@@ -70,14 +70,14 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
             "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
             "partitions": 4,
             "seq_len": 64,
-            "shuffle": 16,
-            "lookahead": 8,
+            "shuffle_buffer": 16,
+            "packing_lookahead": 8,
         },
         "train": {
             "steps": 12,
             "lr": 3e-3,
-            "sequences": 4,
-            "micro_sequences": 2,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
             "precision": "fp32",
             "validate_every": 4,
         },
@@ -110,7 +110,7 @@ def trained(raw: dict[str, Any], run_name: str) -> tuple[dict[str, float], Path]
 @pytest.mark.parametrize("form", FORMS)
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
-    raw["train"] |= {"steps": 80, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
+    raw["train"] |= {"steps": 80, "validate_every": 0, "global_batch_size": 8, "micro_batch_size": 8}
     raw["checkpoint"] = {"every": 80}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
 def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) -> dict[str, Any]:
     """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
     raw = histories(directory, users=users, **settings)
-    raw["train"] |= {"steps": steps, "validate_every": 0, "sequences": 8, "micro_sequences": 8}
+    raw["train"] |= {"steps": steps, "validate_every": 0, "global_batch_size": 8, "micro_batch_size": 8}
     raw["checkpoint"] = {"every": 40}
     _, start = trained(raw, "sft")
     made = directory / "made"
@@ -138,7 +138,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
     return {key: raw[key] for key in ("output", "seed", "compute", "checkpoint")} | {
         "recipe": "grpo",
         "model": {"path": str(start / "model")},
-        "algo": {"kl": 0.01},
+        "algo": {"kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 100},
         "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 96},
         "rollout": {
@@ -152,8 +152,8 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
         "train": {
             "steps": 25,
             "lr": 2e-3,
-            "sequences": 8,
-            "micro_sequences": 8,
+            "global_batch_size": 8,
+            "micro_batch_size": 8,
             "precision": "fp32",
             "schedule": "constant",
         },
@@ -170,8 +170,8 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
-    assert found["invalid/slates"] == found["start/invalid/slates"] == 0
-    assert found["reward/slates"] > found["start/reward/slates"] + 0.02
+    assert found["invalid/slates"] == found["baseline/invalid/slates"] == 0
+    assert found["reward/slates"] > found["baseline/reward/slates"] + 0.02
     assert agreed(directory, tmp_path) == 25 * 16 * 8
 
 
@@ -264,7 +264,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
             "items": {"path": str(made / "train.jsonl"), "sampling_weight": 3.0},
         },
     }
-    raw["train"] |= {"steps": 120, "sequences": 8, "micro_sequences": 8, "validate_every": 0}
+    raw["train"] |= {"steps": 120, "global_batch_size": 8, "micro_batch_size": 8, "validate_every": 0}
     raw["checkpoint"] = {"every": 120}
     raw["evaluate"]["ranking"] = {
         "sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},

@@ -111,10 +111,10 @@ def test_bf16_trains_near_fp32_over_fp32_weights(raw):
 
 
 def test_the_decay_begins_where_the_held_out_loss_says_and_a_resume_knows_it(raw, monkeypatch):
-    raw["train"] |= {"steps": 40, "schedule": "linear", "decay": 6, "validate_every": 2}
+    raw["train"] |= {"steps": 40, "schedule": "linear", "lr_decay_steps": 6, "validate_every": 2}
     plain = facts(train(raw, "plain"))
     at = next(row["step"] for row in plain if row["step"] >= 8 and "loss/held_out" in row)
-    raw["train"]["decay_at_loss"] = plain[at - 1]["loss/held_out"]
+    raw["train"]["lr_decay_at_loss"] = plain[at - 1]["loss/held_out"]
     whole = train(raw, "whole")
     rows = facts(whole)
     assert [r["step"] for r in rows] == list(range(1, at + 7))
@@ -202,7 +202,7 @@ def test_what_a_run_leaves_is_what_it_says(raw):
     assert loads((directory / "job.yaml").read_text()).seed == 1
     assert list((directory / "tensorboard").glob("events.*"))
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert {"loss", "lr", "grad_norm", "tok_s", "mfu", "fill", "mem_gib", "data_wait_s"} <= rows[0].keys()
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "fill", "memory_gib", "data_wait_s"} <= rows[0].keys()
     assert [r["step"] for r in rows if "loss/held_out" in r] == [4, 8, 12]
     assert rows[-1]["loss"] < rows[0]["loss"]
 

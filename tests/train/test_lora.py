@@ -123,9 +123,9 @@ def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
         ("model", "trainable", ["heads"], r"model\.trainable: heads matches nothing; there is embed\.weight"),
         (
             "train",
-            "lr_groups",
+            "lr_multipliers",
             {"embed": 10.0},
-            r"train\.lr_groups: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a",
+            r"train\.lr_multipliers: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -142,11 +142,13 @@ def test_learning_rates_go_by_group(tmp_path):
         precision="fp32",
     )
     config = TrainConfig(
-        steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_groups={"embed": 10.0, "*e*": 2.0}
+        steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_multipliers={"embed": 10.0, "*e*": 2.0}
     )
     trainer = Trainer(model, World(), config)
     named = {id(p): n for n, p in model.named_parameters()}
-    made = {(g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_groups)}
+    made = {
+        (g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_multipliers)
+    }
     assert made == {(10.0, 0.5): {"embed.weight"}, (2.0, 0.5): {"head.weight"}, (2.0, 0.0): {"norm.weight"}}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     metrics = trainer.step([tiny.packed([[30, 11]], 48)], SFT("assistant"), 3)
@@ -170,11 +172,11 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
         **common,
         spec=spec,
         tokenizer="",
-        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2),
         recipe=SFT("assistant"),
     )
     spec_alone = ModelConfig(path=str(directory))
-    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_sequences=2)
+    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_batch_size=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)
@@ -200,7 +202,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     raw = arithmetic(tmp_path)
     raw |= {
         "recipe": "grpo",
-        "algo": {"kl": 0.01},
+        "algo": {"kl_coef": 0.01},
         "data": {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
         "model": {**raw["model"], "lora": LORA},
         "rollout": {
@@ -211,7 +213,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
             "reward": {"use": "tests.rl.plugs:varied"},
             "lora": sent,
         },
-        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_sequences": 2},
+        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_size": 2},
     }
     run = train(raw, "grpo")
     rows = facts(run)
@@ -237,7 +239,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
         "recipe": SFT("assistant"),
     }
     learner = Learner(
-        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2)
+        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2)
     )
     engine = NativeEngine(
         str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True)

@@ -24,12 +24,16 @@ class Room:
 def planned(room: float, asked: list[Setting]):
     def plan(setting: Setting) -> Room:
         asked.append(setting)
-        if setting.keys.get("compute.mesh.tensor") == "8":
+        if setting.keys.get("compute.mesh.tensor_parallel_size") == "8":
             raise UserError("the heads are 4\nsecond line")
         mode = MODES.index(setting.keys.get("train.activation_checkpointing", "none"))
-        rows = int(setting.keys.get("train.micro_sequences", 4))
+        rows = int(setting.keys.get("train.micro_batch_size", 4))
         fixed = 3.5 if "train.optimizer_offload" in setting.keys else 4
-        units = (fixed + rows / (1 + mode)) / setting.gpus / int(setting.keys.get("compute.mesh.tensor", 1)) ** 0.1
+        units = (
+            (fixed + rows / (1 + mode))
+            / setting.gpus
+            / int(setting.keys.get("compute.mesh.tensor_parallel_size", 1)) ** 0.1
+        )
         return Room(units, units <= room)
 
     return plan
@@ -46,7 +50,7 @@ def test_the_first_that_fits_costs_least(tmp_path: Path, room: float) -> None:
     if room == 9.0:
         assert found == Setting(1, {})  # nothing needs to change
     if room == 4.4:
-        assert found.keys == {"train.activation_checkpointing": "block", "train.micro_sequences": "1"}
+        assert found.keys == {"train.activation_checkpointing": "block", "train.micro_batch_size": "1"}
     if room == 4.0:
         assert found.gpus == 1
         assert found.keys["train.optimizer_offload"] == "true"
@@ -67,23 +71,23 @@ def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys:
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
-    given = ["plan", str(file), "--memory", "0.9"]
-    assert main([*given, "--gpus", "8"]) == 1
-    assert main([*given, "--gpus", "8", "--fit"]) == 0
+    given = ["plan", str(file), "--gpu-memory-gib", "0.9"]
+    assert main([*given, "--num-gpus", "8"]) == 1
+    assert main([*given, "--num-gpus", "8", "--fit"]) == 0
     text = capsys.readouterr().out
     assert "GiB, of which activations take most" in text
     (line,) = [line for line in text.splitlines() if line.startswith("Give ")]
     assert main([*given, *line.removeprefix("Give ").split()]) == 0
     capsys.readouterr()
-    assert main([*given, "--gpus", "8", "--fit", "--json"]) == 0
+    assert main([*given, "--num-gpus", "8", "--fit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     *others, last = found["tried"]
     assert last["fits"]
     assert all(not one["fits"] and "GiB" in one["why"] for one in others)
     assert found["memory_gib"]["step"]["total"] <= 0.9
-    assert main(["plan", str(file), "--gpus", "8", "--fit", "--roofline"]) == 2
+    assert main(["plan", str(file), "--num-gpus", "8", "--fit", "--roofline"]) == 2
     assert "give --fit first" in capsys.readouterr().err
-    assert main([*given, "--gpus", "3", "--fit", "--set", "compute.mesh.tensor=3"]) == 2
+    assert main([*given, "--num-gpus", "3", "--fit", "--set", "compute.mesh.tensor_parallel_size=3"]) == 2
     assert "found no setting that the job can have:\n3 GPUs" in capsys.readouterr().err
-    assert main(["plan", str(file), "--gpus", "8", "--memory", "0.01", "--fit"]) == 1
+    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.01", "--fit"]) == 1
     assert "nothing that was tried fits" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def resident(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Trainer:
     """Train a few steps; with `limit` the averages are offloaded, and `seen` gets the bytes at each bucket."""
-    config = TrainConfig(steps=4, lr=1e-2, weight_decay=0.1, lr_groups={"embed": 2.0}, precision="fp32")
+    config = TrainConfig(steps=4, lr=1e-2, weight_decay=0.1, lr_multipliers={"embed": 2.0}, precision="fp32")
     trainer = Trainer(model, world, config)
     if limit is not None:
         trainer.moments = OffloadedMoments(trainer.optimizer, limit)

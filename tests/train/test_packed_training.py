@@ -102,10 +102,12 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
         **common,
         spec=ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4"),
         tokenizer="",
-        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_sequences=2),
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2),
         recipe=SFT("assistant"),
     )
-    engine = LogprobModel(World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_sequences=2)
+    engine = LogprobModel(
+        World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_batch_size=2
+    )
     samples = [tiny.sample(n, n) for n in (20, 33, 7)]
     learner.update([[(s,) for s in samples]], 0)
 
@@ -169,8 +171,8 @@ def test_what_does_not_go_with_it_is_refused(raw: dict) -> None:
     replaced = {**raw["model"], "replace": {"layers.*.mlp": {"use": "torch.nn:Identity"}}}
     assert "model.quantization  does not work with model.replace" in message(model=replaced)
     assert "in recipes sft, kd and rm only" in message(model=trained, recipe="dpo")
-    assert "model.quantization  needs compute.mesh.tensor: 1" in message(
-        compute={**raw["compute"], "mesh": {"tensor": 2}, "workers": 2}
+    assert "model.quantization  needs compute.mesh.tensor_parallel_size: 1" in message(
+        compute={**raw["compute"], "mesh": {"tensor_parallel_size": 2}, "workers": 2}
     )
 
 

@@ -27,9 +27,9 @@ from tests.train.test_loop import facts, same, stopped, train, weights
 
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
-    "rm": {"recipe": "rm", "algo": {"centring": 0.01}},
+    "rm": {"recipe": "rm", "algo": {"center_coef": 0.01}},
     "scores": {"recipe": "rm", "algo": {"loss": "binary"}},
-    "kd": {"recipe": "kd", "algo": {"loss": "js", "ce": 0.5}},
+    "kd": {"recipe": "kd", "algo": {"loss": "js", "ce_coef": 0.5}},
     "dpo ahead": {"recipe": "dpo", "algo": {"beta": 0.5, "precomputed": True}},
     "kd ahead": {"recipe": "kd", "algo": {"top_k": 3, "precomputed": True}},
 }
@@ -239,7 +239,7 @@ def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
         [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)],
     )
     raw["data"] |= {"partitions": 8, "seq_len": 16, "validation": {}}
-    raw["train"] |= {"steps": None, "epochs": 1, "sequences": 2, "validate_every": 0}
+    raw["train"] |= {"steps": None, "epochs": 1, "global_batch_size": 2, "validate_every": 0}
     if workers == 1:
         directory = train(raw, "a")
     else:

@@ -27,7 +27,7 @@ def raw(directory: Path, **train: Any) -> dict[str, Any]:
         "output": "runs",
         "model": {"path": str(directory)},
         "data": {"seq_len": 2048, "sources": {"a": {"path": "a.jsonl", "kind": "text"}}},
-        "train": {"steps": 1, "lr": 1e-4, "sequences": 4, "micro_sequences": 1, **train},
+        "train": {"steps": 1, "lr": 1e-4, "global_batch_size": 4, "micro_batch_size": 1, **train},
     }
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_counted_is_refused_by_name(tmp_path, gpu, train, message):
 def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     write_config("Qwen3-0.6B", tmp_path / "model", num_hidden_layers=2)
     (tmp_path / "job.yaml").write_text(json.dumps(raw(tmp_path / "model")))
-    command = ["plan", str(tmp_path / "job.yaml"), "--gpus", "2", "--gpu", "H200", "--roofline"]
+    command = ["plan", str(tmp_path / "job.yaml"), "--num-gpus", "2", "--gpu-type", "H200", "--roofline"]
     assert cli.main(command) == 0
     assert "MFU at most" in capsys.readouterr().out
     assert cli.main([*command, "--json"]) == 0

@@ -29,7 +29,10 @@ def numbers(directory: Path) -> np.ndarray:
 def test_two_workers_hold_one_model_together(tmp_path) -> None:
     raw = arithmetic(tmp_path)
     alone = run(loads(yaml.safe_dump(raw)), "alone")
-    shared = {**raw, "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": {"tensor": 2}}}
+    shared = {
+        **raw,
+        "compute": {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": {"tensor_parallel_size": 2}},
+    }
     shared["train"] = {**raw["train"], "activation_checkpointing": "selective"}
     together = run(loads(yaml.safe_dump(shared)), "together")
     assert numbers(together) == pytest.approx(numbers(alone), rel=1e-5)
@@ -79,9 +82,9 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_bui
     from ptf.train.budget import budget
 
     raw = arithmetic(tmp_path)
-    raw["compute"] = {"workers": 4, "launcher": "torchrun", "mesh": {"tensor": 4}}
+    raw["compute"] = {"workers": 4, "launcher": "torchrun", "mesh": {"tensor_parallel_size": 4}}
     with pytest.raises(
         UserError,
-        match=r"compute\.mesh\.tensor: 4 does not divide the model's 2 key-value heads; set it to one of 1, 2",
+        match=r"compute\.mesh\.tensor_parallel_size: 4 does not divide the model's 2 key-value heads; set it to one",
     ):
         budget(loads(yaml.safe_dump(raw)), tmp_path / "model", 4)

@@ -95,7 +95,7 @@ def test_the_charts_of_training_have_lines_in_them(pages):
 
 def test_answers_and_gates_are_on_their_pages(pages):
     evaluated, published = pages["evaluate"][0], pages["publish"][0]
-    assert "greedy_accuracy/test" in evaluated
+    assert "greedy_pass_rate/test" in evaluated
     assert "at the start" in evaluated
     assert "Gates passed" in published
     assert "vllm serve" in published

@@ -16,7 +16,7 @@ import pytest
 import s3fs
 import yaml
 
-from ptf import published, storage
+from ptf import published_versions, storage
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 from tests.workflow.gateway import Gateway, missing
@@ -24,7 +24,7 @@ from tests.workflow.gateway import Gateway, missing
 pytestmark = pytest.mark.s3
 FLOWS = ROOT / "flows"
 CRASHING = Path(__file__).with_name("crashing_flow.py")
-SMALL = {"partitions": 4, "seq_len": 64, "shuffle": 16, "lookahead": 8}
+SMALL = {"partitions": 4, "seq_len": 64, "shuffle_buffer": 16, "packing_lookahead": 8}
 
 
 class Place:
@@ -121,30 +121,30 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
             "max_new_tokens": 4,
             "reward": {"use": "ptf.tasks.arithmetic:exact"},
         },
-        "train": {"steps": 3, "lr": 1e-4, "sequences": 4, "micro_sequences": 2, "precision": "fp32"},
+        "train": {"steps": 3, "lr": 1e-4, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
     }
 
     p.flow(FLOWS / "sft_flow.py", "run", "--config", sft)
     root = f"{p.root}/answers"
-    first = published.pointer(root)
+    first = published_versions.pointer(root)
     assert first is not None
     assert first.version.startswith("sft-")
     storage.verify(f"{root}/{first.version}")
 
     p.flow(FLOWS / "grpo_flow.py", "run", "--config", p.config("grpo.yaml", rl))
-    made = published.manifest(f"{p.root}/rl")
+    made = published_versions.manifest(f"{p.root}/rl")
     assert made is not None
     assert yaml.safe_load(made["job"])["model"]["path"] == f"{root}/{first.version}"
     storage.verify(f"{p.root}/rl/{made['version']}")
 
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft)
     assert f"nothing new since {first.version}" in said.stdout
-    assert published.pointer(root) == first
+    assert published_versions.pointer(root) == first
 
     p.write("train/1.jsonl", chats[200:])
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft)
     assert f"sums changed since {first.version}" in said.stdout
-    second = published.pointer(root)
+    second = published_versions.pointer(root)
     assert second is not None
     assert second.before == (first.version,)
     before, now = (
@@ -160,12 +160,12 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     worse = ("--set", "train.lr=0.003", "--set", f"data.sources.sums.path={p.root}/data/train/2.jsonl")
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft, *worse)
     assert "not published: worse than what training started from: loss/held_out" in said.stdout
-    assert published.pointer(root) == second
+    assert published_versions.pointer(root) == second
 
     ptf = [sys.executable, "-m", "ptf.cli", "publish", root, "--rollback"]
     done = subprocess.run(ptf, cwd=p.at, env=p.toy.env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert published.pointer(root) == published.Pointer(first.version)
+    assert published_versions.pointer(root) == published_versions.Pointer(first.version)
     assert storage.manifest_of(f"{root}/{second.version}")["version"] == second.version, (
         "what was gone back from is kept"
     )
@@ -179,7 +179,7 @@ CRASHES = {
         "train ptf.model.bridge:save_hf 1",
         "evaluate ptf.storage:write_text 1",
         "publish ptf.storage.copies:names_below 1 3",  # three files are there
-        "publish ptf.published:point 1",  # all files are there
+        "publish ptf.published_versions:point 1",  # all files are there
     ],
     "grpo": ["train ptf.storage:finish 2", "publish ptf.storage.copies:names_below 1 3"],
 }
@@ -199,7 +199,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         "seed": 1,
         "data": {"prepare": {"use": "ptf.tasks.arithmetic:prepare", "args": {"high": 30, "held_out": 20}}, **SMALL},
         "track": {"tensorboard": False},
-        "train": {"steps": 6, "lr": 1e-3, "sequences": 4, "micro_sequences": 2, "precision": "fp32"},
+        "train": {"steps": 6, "lr": 1e-3, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
         "checkpoint": {"every": 2},
         "compute": {"launcher": "local", "device": "cpu", "threads": 1},
         "publish": {"to": f"{p.root}/published"},
@@ -234,7 +234,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         assert (p.at / "crashed").exists(), "that function was not called"
         p.flow(CRASHING, *again(done), crash=crash)
     root = f"{p.root}/published"
-    seen = published.pointer(root)
+    seen = published_versions.pointer(root)
     assert seen is not None
     assert seen.before == ()
     held = {}
@@ -263,7 +263,7 @@ def test_of_two_that_publish_at_once_both_are_whole_and_the_pointer_names_one(pl
     def publish(version: str) -> None:
         for _ in range(100):
             storage.upload(p.at / version, f"{root}/{version}")
-            if published.point(root, version, published.pointer(root)):
+            if published_versions.point(root, version, published_versions.pointer(root)):
                 return
         raise AssertionError(f"{version} was never first in 100 tries")
 
@@ -274,11 +274,11 @@ def test_of_two_that_publish_at_once_both_are_whole_and_the_pointer_names_one(pl
     with ThreadPoolExecutor(len(names)) as pool:
         publishing = [pool.submit(publish, name) for name in names]
         while not all(one.done() for one in publishing):
-            if seen := published.pointer(root):  # never torn, and of a version that is there whole
+            if seen := published_versions.pointer(root):  # never torn, and of a version that is there whole
                 storage.verify(f"{root}/{seen.version}")
         for one in publishing:
             one.result()
-    last = published.pointer(root)
+    last = published_versions.pointer(root)
     assert last is not None
     assert sorted([*last.before, last.version]) == names, "each took the place of one, and none was lost"
 

@@ -26,7 +26,7 @@ class CheckpointConfig(Section):
     """Number of checkpoints that are kept, the newest ones."""
     best: BestConfig | None = None
     """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
-    verify_gib: PositiveFloat = free(64.0)
+    max_hash_gib: PositiveFloat = free(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
     SHA-256 when they are read again; a file that has not changed since it was last hashed is not hashed again. If a
     directory has more GiB to hash than this, only sizes are compared, and the run says so."""

@@ -8,12 +8,12 @@ from ptf.config.section import Count, Positive, PositiveFloat, Section, free
 
 
 class MeshConfig(Section):
-    """How the workers divide the model: replicate × shard × tensor = workers."""
+    """How the workers divide the model: `replicate` × shards × `tensor_parallel_size` = workers."""
 
     replicate: Positive = free(1)
     """Number of copies of the sharded model (HSDP); gradients are reduced over the copies too."""
-    tensor: Positive = free(1)
-    """Tensor-parallel size: the number of workers that hold every layer together and see the same sequences. Tensor
+    tensor_parallel_size: Positive = free(1)
+    """Number of workers that hold every layer together and see the same sequences. Tensor
     parallelism divides attention heads, key-value heads, MLPs, experts and vocabulary; the size must divide each of
     these numbers."""
 

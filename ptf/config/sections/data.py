@@ -54,12 +54,12 @@ class MixConfig(Section):
     by: Literal["samples", "tokens"] = "samples"
     """Whether the sampling weights of sources are shares of the samples or of the tokens."""
     temperature: PositiveFloat = 1.0
-    """Shares are proportional to sampling_weight^(1 / temperature), without these weights to rows^(1 / temperature); a
-    temperature above 1 makes them more equal."""
+    """With sampling weights, shares are proportional to sampling_weight^(1 / temperature); if no source has one, to
+    rows^(1 / temperature). A temperature above 1 makes the shares more equal."""
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
     """With sampling weights: what happens when a source has completed its epochs. `repeat`: it starts again, until all
-    sources have completed theirs. `drop`: the others continue without it. `stop`: the run ends. Without these weights,
-    `drop` always applies."""
+    sources have completed theirs. `drop`: the others continue without it. `stop`: the run ends. Without sampling
+    weights, `drop` always applies."""
 
 
 class DataConfig(Section):
@@ -73,18 +73,19 @@ class DataConfig(Section):
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""
     partitions: Positive = 8
-    """Number of equal slices of the data, each of which is shuffled and packed separately; the number of workers must
-    divide it. Batches depend on the number of partitions, not on the number of workers."""
+    """Number of equal slices of the data, each of which is shuffled and packed separately; a multiple of the number
+    of data-parallel ranks (`compute.workers` / `compute.mesh.tensor_parallel_size`). Batches depend on the number of
+    partitions, not on the number of workers."""
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
-    shuffle: Count = 1024
-    """Number of samples in the shuffle window of each partition. The samples come from blocks (row groups of parquet,
+    shuffle_buffer: Count = 1024
+    """Number of samples in the shuffle buffer of each partition. The samples come from blocks (row groups of parquet,
     1 MiB of lines) that are permuted in each epoch; compressed files are permuted as whole files. 0 keeps the order of
     the files."""
     baskets: Literal["shuffle", "keep"] = "shuffle"
     """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
     each time the basket is read."""
-    lookahead: Positive = 64
+    packing_lookahead: Positive = 64
     """Number of samples that the packer may choose from to fill a sequence."""
     mix: MixConfig = MixConfig()
     """How several sources make one stream."""
@@ -98,11 +99,11 @@ class DataConfig(Section):
     """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
     (recipe sft). It saves computation with templates that make every turn a sample of its own, which `ptf inspect`
     reports as *expansion*; losses are the same except for rounding."""
-    render: Literal["template", "served"] = "template"
-    """How the text of an answer is made. The served prompt is the prompt as the chat template renders it for
-    generation. `template`: an answer is trained as the chat template writes it, and is refused if that text does not
-    continue the served prompt. `served`: an answer that would be refused is trained too: its thinking and its content
-    are appended to the served prompt, as a served model would generate them."""
+    answer_text: Literal["template", "generation_prompt"] = "template"
+    """How the trained text of an answer is built. `template`: as the chat template writes it; an answer is refused if
+    that text does not continue the generation prompt, for example where the template drops the thinking of earlier
+    answers. `generation_prompt`: in that case the thinking and the content are appended to the generation prompt, as a
+    served model would generate them (for templates like those of DeepSeek-R1 and QwQ)."""
     unseen_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier answers."""

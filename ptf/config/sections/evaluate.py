@@ -26,7 +26,7 @@ class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; the metrics are `greedy_accuracy/NAME`, `reward/NAME` and so on. Without any, only the
+    """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `reward/NAME` and so on. Without any, only the
     held-out loss is measured."""
     reward: Plugin | None = free(None)
     """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
@@ -40,11 +40,11 @@ class EvaluateConfig(Section):
     vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
     `model.backend: hf`, `auto` is vllm."""
     starting_model: bool = free(True)
-    """Also measure the model that training started from; its metrics begin with `start/`."""
+    """Also measure the model that training started from; its metrics begin with `baseline/`."""
     limit: Positive = free(512)
     """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = free(8)
-    """k of pass@k, the share of prompts for which any of k sampled answers passes; `greedy_accuracy` is the share that
+    """k of pass@k, the share of prompts for which any of k sampled answers passes; `greedy_pass_rate` is the share that
     the one greedy answer passes."""
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""

@@ -34,5 +34,5 @@ class FlowConfig(Section):
     event: str | None = free(None)
     """Name of the event that starts a deployed flow."""
     sweep: list[dict[str, Any]] = free([])
-    """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4, train.sequences:
-    8}`)."""
+    """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4,
+    train.global_batch_size: 8}`)."""

@@ -21,7 +21,7 @@ class PublishConfig(Section):
     -`max_regression`). The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out
     losses, whichever of these the job has first. `off`: publish without this comparison."""
     metric: str | None = free(None)
-    """A metric of the evaluate stage, such as `greedy_accuracy/test`. A version is refused if its value is worse than
+    """A metric of the evaluate stage, such as `greedy_pass_rate/test`. A version is refused if its value is worse than
     the published version's by more than `max_regression`."""
     mode: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""

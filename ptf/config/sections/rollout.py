@@ -73,12 +73,12 @@ class RolloutConfig(Section):
     allowed: AllowedConfig | None = None
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
-    workers: Positive = free(1)
-    """Number of engine replicas; each uses `tensor` devices."""
-    tensor: Positive = free(1)
-    """Tensor-parallel size of a vLLM engine: the number of devices that hold one engine together, each a part of every
-    layer. The rollout role takes `workers` × `tensor` devices of its pool."""
-    lora: Literal["merged", "adapter"] = "merged"
+    replicas: Positive = free(1)
+    """Number of engines; each uses `tensor_parallel_size` devices."""
+    tensor_parallel_size: Positive = free(1)
+    """Number of devices that hold one vLLM engine together, each a part of every layer. The rollout role takes
+    `replicas` × `tensor_parallel_size` devices of its pool."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
     """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
     engine applies to the base model."""
     transport: Literal["auto", "object_store", "path", "ipc", "nccl"] = free("auto")
@@ -102,5 +102,6 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
     fit beside the policy's, which is not offloaded then."""
-    kv_cache_gib: PositiveFloat = free(0.25)
-    """Key-value cache of one vLLM engine on a CPU, in GiB; on a GPU vLLM determines its own."""
+    cpu_kv_cache_gib: PositiveFloat = free(0.25)
+    """Key-value cache of one vLLM engine on a CPU, in GiB. On a GPU vLLM determines its own, from
+    `gpu_memory_utilization`."""

@@ -25,29 +25,32 @@ class TrainConfig(Section):
     """The optimizer and the loop."""
 
     steps: Positive | None = None
-    """Number of global steps; in online recipes a step is one rollout with its update."""
+    """Number of steps. In offline recipes a step is one optimizer step. In online recipes it generates
+    `rollout.prompts` × `rollout.group_size` answers and makes up to `algo.epochs` × `algo.minibatches` optimizer steps
+    on them; schedule, checkpoints and validation count these steps."""
     epochs: Positive | None = None
     """Passes over the data, in place of `steps` (offline recipes). The number of steps is computed before training, in
     a pass over the data."""
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
-    lr_groups: dict[str, PositiveFloat] = {}
+    lr_multipliers: dict[str, PositiveFloat] = {}
     """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`). The first pattern that matches
     applies; other parameters have factor 1."""
-    sequences: Positive = 8
-    """Packed sequences in a global step (offline recipes), over all workers."""
-    micro_sequences: Positive = free(8)
+    global_batch_size: Positive = 8
+    """Packed sequences per optimizer step over all workers, in offline recipes. In online recipes the batch is the
+    answers of a step, `rollout.prompts` × `rollout.group_size`."""
+    micro_batch_size: Positive = free(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
-    warmup: Steps = 0
+    warmup_steps: Steps = 0
     """Number of steps of linear warm-up; a value below 1 is a share of the run (`0.03`)."""
-    decay: Steps | None = None
-    """Number of steps of decay at the end; a value below 1 is a share of the run. Default: all steps after the
-    warm-up."""
-    decay_at_loss: PositiveFloat | None = None
-    """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends `decay`
-    steps later, and never after `steps`."""
+    lr_decay_steps: Steps | None = None
+    """Number of steps at the end in which the learning rate decays; a value below 1 is a share of the run. Default: all
+    steps after the warm-up."""
+    lr_decay_at_loss: PositiveFloat | None = None
+    """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends
+    `lr_decay_steps` later, and never after `steps`."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of `lr`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -78,7 +81,7 @@ class TrainConfig(Section):
     but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
     on the device; no activations are held at that time."""
     deterministic: bool = False
-    """Compute the same bits for any `micro_sequences` and any number of workers, by adding the gradients of sequences
+    """Compute the same bits for any `micro_batch_size` and any number of workers, by adding the gradients of sequences
     in a fixed order. For small models in fp32 on a CPU."""
     compile: Literal["auto"] | bool = free("auto")
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every

@@ -30,7 +30,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes.documents import document_weights, pairs, sums
 from ptf.recipes.dpo.config import DPOConfig
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class DPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         """The reference, unless the loss needs none."""
-        return {} if self.loss_type == "simpo" else {"reference": Companion(self.reference)}
+        return {} if self.loss_type == "simpo" else {"reference": FrozenModel(self.reference)}
 
     @property
     def evaluated(self) -> "DPO":
@@ -65,11 +65,11 @@ class DPO:
         """Count the pairs, by their weights."""
         return document_weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
         chosen, rejected = pairs(batch)
         # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
-        reference = self.reference_answers(model, batch, companions)
+        reference = self.reference_answers(model, batch, frozen_models)
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
@@ -99,17 +99,17 @@ class DPO:
         """Nothing of the recipe decides the reference's log-probs."""
         return ()
 
-    def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
+    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> dict[str, Tensor]:
         """Return `reference_logprobs` of the answers' tokens: [B, T]."""
-        reference = companions["reference"]
+        reference = frozen_models["reference"]
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
-    def reference_answers(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> Tensor | None:
+    def reference_answers(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None
-        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, companions)
+        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, frozen_models)
         return self.of_answers(token_columns["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:

@@ -10,22 +10,23 @@ if TYPE_CHECKING:
 
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
-    Dr.GRPO: `scale_by_std: false`, `mean_over: constant_length`. DAPO: `clip_high: 0.28`, `overlong`,
-    `rollout.zero_variance_groups: replace`. GSPO: `ratio: sample`, `mean_over: samples`, clips near 3e-4.
+    Dr.GRPO: `scale_by_std: false`, `loss_aggregation: constant_length`. DAPO: `clip_high: 0.28`,
+    `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
+    `loss_aggregation: sequence_mean`, clips near 3e-4.
 
-    In `ratio` and `mean_over`, a sample is one answer (a "sequence" in the papers). An episode of several turns is one
-    sample while each turn continues the context of the one before; a turn that does not begins another sample."""
+    As in the papers, a sequence of `algo` is one answer. An episode of several turns is one sequence while each turn
+    continues the context of the one before; a turn that does not begins another sequence."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
-    ratio: Literal["token", "sample"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean over its sample's tokens."""
-    mean_over: Literal["tokens", "samples", "constant_length"] = "tokens"
-    """How the losses of tokens become one. `tokens`: the mean over all tokens of an optimizer step. `samples`: the
-    mean within each sample, then the mean over samples. `constant_length`: the sum within each sample, divided by
-    `rollout.max_new_tokens`, then the mean over samples."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """What is clipped: each token's ratio to the old policy, or the geometric mean over its sequence's tokens."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
+    `sequence_mean`: the mean within each sequence, then the mean over sequences. `constant_length`: the sum within each
+    sequence, divided by `rollout.max_new_tokens`, then the mean over sequences."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""

@@ -38,7 +38,7 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.documents import document_weights, sums
 from ptf.recipes.grpo.config import GRPOConfig
-from ptf.recipes.protocol import Companion, Critic, Metrics
+from ptf.recipes.protocol import Critic, FrozenModel, Metrics
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class GRPO:
     clip_high: float = 0.2
     baseline: Literal["mean", "leave_one_out"] = "mean"
     scale_by_std: bool = True
-    ratio: Literal["token", "sample"] = "token"
-    mean_over: Literal["tokens", "samples", "constant_length"] = "tokens"
-    kl: float = 0.0
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    max_importance: float | None = None
-    entropy: float = 0.0
-    overlong: int = 0
+    tis_cap: float | None = None
+    entropy_coef: float = 0.0
+    overlong_buffer_tokens: int = 0
     epochs: int = 1
     minibatches: int = 1
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
@@ -72,15 +72,15 @@ class GRPO:
         return None
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         """The reference, if a KL to it has a weight."""
-        return {"reference": Companion()} if self.kl else {}
+        return {"reference": FrozenModel()} if self.kl_coef else {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Raise NotImplementedError: rows become prompts, and rollouts are trained on."""
         raise NotImplementedError("GRPO trains on rollouts; rows become prompts (ptf.data.encode.encode_prompt)")
 
-    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+    def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return the sampled answers with their advantages.
 
         Answers without a result enter no baseline and are not trained on; a group with fewer than two results is left
@@ -104,21 +104,23 @@ class GRPO:
         """Return the reward, less the penalties for the answer's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
         value = trajectory.outcome.value + overlong_penalty(
-            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong
+            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens
         )
-        if self.kl and self.kl_in == "reward":
+        if self.kl_coef and self.kl_in == "reward":
             token_columns = {
                 name: torch.from_numpy(trajectory.token_columns[name])
                 for name in ("old_logprobs", "reference_logprobs")
             }
-            value -= self.kl * float(
+            value -= self.kl_coef * float(
                 estimate_kl(self.kl_estimator, token_columns["old_logprobs"], token_columns["reference_logprobs"]).sum()
             )
         return value
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count what the loss is a mean over: tokens, or samples."""
-        return (batch.weights if self.mean_over == "tokens" else document_weights(batch)).sum(dtype=torch.float64)
+        return (batch.weights if self.loss_aggregation == "token_mean" else document_weights(batch)).sum(
+            dtype=torch.float64
+        )
 
     def has_known_gradient(self, batch: Batch) -> bool:
         """Return whether the gradient of the loss to every log-prob is known before the forward pass.
@@ -128,9 +130,9 @@ class GRPO:
         """
         return not (
             "old_logprobs" in batch.token_columns
-            or self.max_importance is not None
-            or self.entropy
-            or (self.kl and self.kl_in == "loss")
+            or self.tis_cap is not None
+            or self.entropy_coef
+            or (self.kl_coef and self.kl_in == "loss")
         )
 
     def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -144,7 +146,7 @@ class GRPO:
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
             "clip_share": torch.zeros_like(loss),
-            "kl_old": torch.zeros_like(loss),
+            "approx_kl": torch.zeros_like(loss),
         }
         return loss, metrics | self.logprob_differences(outputs, batch)
 
@@ -174,7 +176,7 @@ class GRPO:
             "logprob_diff_max": difference.max(),
         }
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
         if self.has_known_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
@@ -186,9 +188,9 @@ class GRPO:
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
         old = batch.token_columns.get("old_logprobs", logprobs.detach())
         log_ratio = logprobs - old
-        if self.ratio == "sample":
+        if self.importance_sampling_level == "sequence":
             # its value is the mean over the sample, its gradient that of each token
-            log_ratio = self.sample_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
+            log_ratio = self.sequence_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -196,37 +198,37 @@ class GRPO:
         metrics = {
             "entropy": (entropy * coefficients).sum(),
             "clip_share": ((clipped * advantages < ratio * advantages) * coefficients).sum(),
-            "kl_old": ((ratio - 1 - log_ratio) * coefficients).sum(),
+            "approx_kl": ((ratio - 1 - log_ratio) * coefficients).sum(),
         }
         if "old_logprobs" not in batch.token_columns:
             metrics |= self.logprob_differences(outputs, batch)
-        if self.max_importance is not None:
+        if self.tis_cap is not None:
             importance = (old - rollout).exp()
-            per_token = per_token * importance.clamp(max=self.max_importance)
-            metrics["importance_capped"] = ((importance > self.max_importance) * coefficients).sum()
-        if self.entropy:
-            per_token = per_token - self.entropy * entropy
-        if self.kl:
+            per_token = per_token * importance.clamp(max=self.tis_cap)
+            metrics["tis_capped_share"] = ((importance > self.tis_cap) * coefficients).sum()
+        if self.entropy_coef:
+            per_token = per_token - self.entropy_coef * entropy
+        if self.kl_coef:
             kl = estimate_kl(self.kl_estimator, logprobs, batch.token_columns["reference_logprobs"])
             metrics["kl_reference"] = (kl * coefficients).sum()
             if self.kl_in == "loss":
-                per_token = per_token + self.kl * kl
+                per_token = per_token + self.kl_coef * kl
         loss = (per_token * self.token_coefficients(batch)).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
 
     @property
-    def needs_old(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """Whether π_old's log-probs must be known before the update.
 
-        They must where several steps are made from the same rollouts, or where `credit` reads them.
+        They must where several steps are made from the same rollouts, or where `compute_advantages` reads them.
         """
-        return self.epochs * self.minibatches > 1 or bool(self.kl and self.kl_in == "reward")
+        return self.epochs * self.minibatches > 1 or bool(self.kl_coef and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the loss, a sum that the step divides by `denominator`: [B, T]."""
         return (
             batch.weights / self.max_new_tokens
-            if self.mean_over == "constant_length"
+            if self.loss_aggregation == "constant_length"
             else self.metric_coefficients(batch)
         )
 
@@ -235,12 +237,12 @@ class GRPO:
 
         The quotient is the mean over tokens, or over samples of the mean over their tokens.
         """
-        if self.mean_over == "tokens":
+        if self.loss_aggregation == "token_mean":
             return batch.weights
         tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
         return batch.weights / broadcast_to_tokens(tokens, batch)
 
-    def sample_means(self, values: Tensor, batch: Batch) -> Tensor:
+    def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
         """Return the mean over each sample's tokens, at every one of them: [B, T]."""
         tokens = sums(torch.ones_like(values), batch).clamp(min=1)
         return broadcast_to_tokens(sums(values, batch) / tokens, batch)

@@ -34,7 +34,7 @@ class KDConfig(AlgoConfig):
     """The teacher's share in the mixture of `js`."""
     temperature: PositiveFloat = 1.0
     """Temperature of both distributions; the divergence is multiplied by its square."""
-    ce: Annotated[float, Field(ge=0)] = 0.0
+    ce_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the data, on top of the divergence."""
     top_k: Positive | None = None
     """Compare the teacher's likeliest tokens, and all others as one, instead of the whole vocabulary."""

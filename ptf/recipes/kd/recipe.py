@@ -7,7 +7,7 @@ D is the divergence of the two distributions at temperature T (ptf.model.diverge
 the gradients of soft targets independent of T (Hinton et al. 2015, section 2). The weights wₖ sum to 1.
 
 With `top_k`, D compares each teacher's likeliest tokens and the rest as one. Those can be computed once, before
-training (`precomputed`); otherwise the teachers are companions, and their forward passes are nested around the
+training (`precomputed`); otherwise the teachers are frozen models, and their forward passes are nested around the
 student's, because a sharded head is whole only inside its own forward pass.
 """
 
@@ -29,7 +29,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
 from ptf.recipes.kd.config import KDConfig, TeacherConfig
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head
 
@@ -42,7 +42,7 @@ class KD:
     loss_type: Form = "forward"
     beta: float = 0.5
     temperature: float = 1.0
-    ce: float = 0.0
+    ce_coef: float = 0.0
     top_k: int | None = None
     precomputed: bool = False
     train_on: str = "assistant"
@@ -50,10 +50,10 @@ class KD:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         """The teachers, by name."""
         return {
-            name: Companion(teacher.path, teacher.revision, same_architecture=False)
+            name: FrozenModel(teacher.path, teacher.revision, same_architecture=False)
             for name, teacher in self.teachers.items()
         }
 
@@ -75,11 +75,11 @@ class KD:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
         if self.top_k is None:
-            return self._nested_passes(list(self.teachers), model, batch, companions, torch.is_grad_enabled())
-        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, companions)
+            return self._nested_passes(list(self.teachers), model, batch, frozen_models, torch.is_grad_enabled())
+        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, frozen_models)
         return model(
             batch.tokens,
             batch.positions,
@@ -92,14 +92,14 @@ class KD:
         """The settings that decide the annotations."""
         return self.top_k, self.temperature
 
-    def annotations(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> dict[str, Tensor]:
+    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> dict[str, Tensor]:
         """Return each teacher's likeliest tokens, `NAME_ids` [B, T, k], and their log-probs and that of all others,
         `NAME_logprobs` [B, T, k + 1]."""
         k = self.top_k
         assert k is not None
         annotations: dict[str, Tensor] = {}
         for name in self.teachers:
-            vocab = shared_vocabulary(model, companions[name], name)
+            vocab = shared_vocabulary(model, frozen_models[name], name)
             if k >= vocab:
                 raise UserError(f"algo.top_k ({k}) must be less than the vocabulary of {vocab} tokens")
 
@@ -107,7 +107,7 @@ class KD:
                 return top_logprobs(x, replace(head, vocab=vocab), k, batch.weights, self.temperature, batch.trained)
 
             with torch.no_grad():
-                ids, logprobs = companions[name](batch.tokens, batch.positions, batch.segments, reduce)
+                ids, logprobs = frozen_models[name](batch.tokens, batch.positions, batch.segments, reduce)
             annotations |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
         return annotations
 
@@ -116,7 +116,7 @@ class KD:
         names: list[str],
         model: Decoder,
         batch: Batch,
-        companions: Mapping[str, Decoder],
+        frozen_models: Mapping[str, Decoder],
         gradients: bool,
         outputs: tuple[TeacherOutput, ...] = (),
     ) -> tuple[Tensor, Metrics]:
@@ -127,15 +127,17 @@ class KD:
                     batch.tokens,
                     batch.positions,
                     batch.segments,
-                    partial(self._loss_of_vocabulary, batch=batch, model=model, outputs=outputs, teachers=companions),
+                    partial(
+                        self._loss_of_vocabulary, batch=batch, model=model, outputs=outputs, teachers=frozen_models
+                    ),
                 )
         first, *others = names
 
         def reduce(x, head):
-            return self._nested_passes(others, model, batch, companions, gradients, (*outputs, (first, x, head)))
+            return self._nested_passes(others, model, batch, frozen_models, gradients, (*outputs, (first, x, head)))
 
         with torch.no_grad():
-            return companions[first](batch.tokens, batch.positions, batch.segments, reduce)
+            return frozen_models[first](batch.tokens, batch.positions, batch.segments, reduce)
 
     def _loss_of_vocabulary(
         self,
@@ -190,9 +192,9 @@ class KD:
         loss, metrics = self.temperature**2 * mean, {"divergence": mean}
         if len(divergences) > 1:
             metrics |= {f"divergence_{name}": value for name, value in divergences.items()}
-        if self.ce:
+        if self.ce_coef:
             metrics["ce"] = cross_entropy(x, head, batch.targets, batch.weights, batch.trained)
-            loss = loss + self.ce * metrics["ce"]
+            loss = loss + self.ce_coef * metrics["ce"]
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 
 
@@ -206,6 +208,6 @@ def shared_vocabulary(model: Decoder, teacher: Decoder, name: str) -> int:
     if model.group is not None and ours.padded != theirs.padded:
         raise UserError(
             f"the teacher {name} has {theirs.vocab} rows of vocabulary, the model {ours.vocab}: "
-            "under compute.mesh.tensor they must have equally many"
+            "under compute.mesh.tensor_parallel_size they must have equally many"
         )
     return min(ours.vocab, theirs.vocab)

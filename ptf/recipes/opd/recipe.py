@@ -18,7 +18,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +29,21 @@ class OPD(GRPO):
     teacher_revision: str | None = None
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
         """The teacher."""
-        return {"teacher": Companion(self.teacher, self.teacher_revision, same_architecture=False)}
+        return {"teacher": FrozenModel(self.teacher, self.teacher_revision, same_architecture=False)}
 
     @property
-    def needs_old(self) -> bool:
-        """True, because `credit` compares the teacher's log-probs with them."""
+    def needs_old_logprobs(self) -> bool:
+        """True, because `compute_advantages` compares the teacher's log-probs with them."""
         return True
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return GRPO's loss; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
-        loss, metrics = super().loss(model, batch, companions)
+        loss, metrics = super().loss(model, batch, frozen_models)
         return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.weights).sum()}
 
-    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+    def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return every answer with its advantages, whether it has a reward or not."""
         return [
             (sample,)

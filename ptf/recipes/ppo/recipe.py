@@ -24,7 +24,7 @@ from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
 from ptf.recipes.ppo.config import PPOConfig
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Critic:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
-        """A critic has no companions."""
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """A critic has no frozen models."""
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
@@ -50,7 +50,7 @@ class Critic:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
         values = model(batch.tokens, batch.positions, batch.segments, values_of)  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
@@ -88,7 +88,7 @@ class PPO(GRPO):
         """The recipe of the critic."""
         return Critic(self.value_clip, self.critic_lr, self.critic_warmup)
 
-    def credit(self, groups: Sequence[Group]) -> list[PackUnit]:
+    def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return the answers that have a result, with generalised advantages and returns."""
         scored = [t for group in groups for t in group if isinstance(t.outcome, Reward)]
         advantages = [
@@ -111,12 +111,12 @@ class PPO(GRPO):
         """Return the reward of each token of an answer: [n]."""
         assert isinstance(trajectory.outcome, Reward)
         rewards = np.zeros(trajectory.num_sampled_tokens)
-        if self.kl and self.kl_in == "reward":
+        if self.kl_coef and self.kl_in == "reward":
             old, reference = (
                 torch.from_numpy(trajectory.token_columns[name]) for name in ("old_logprobs", "reference_logprobs")
             )
-            rewards -= self.kl * estimate_kl(self.kl_estimator, old, reference).numpy()
+            rewards -= self.kl_coef * estimate_kl(self.kl_estimator, old, reference).numpy()
         rewards[-1] += trajectory.outcome.value + overlong_penalty(
-            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong
+            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens
         )
         return rewards

@@ -19,14 +19,14 @@ class RMConfig(AlgoConfig):
     `completion` and `reward`."""
     margin: bool = False
     """Use the number `margin` of each pair's row: the chosen answer's score should be higher by that margin."""
-    centring: Annotated[float, Field(ge=0)] = 0.0
+    center_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
     def faults(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         faults = whole_answer_faults(job) + backend_faults(job)
         if self.loss != "pair":
-            configured = [name for name in ("margin", "centring") if getattr(self, name)]
+            configured = [name for name in ("margin", "center_coef") if getattr(self, name)]
             faults += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]
         if job.evaluate.sources:
             faults.append(

@@ -28,7 +28,7 @@ from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.documents import document_weights, ends, pairs
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 from ptf.recipes.rm.config import RMConfig
 
 
@@ -38,13 +38,13 @@ class RM:
 
     loss_type: Literal["pair", "binary", "regression"] = "pair"
     margin: bool = False
-    centring: float = 0.0
+    center_coef: float = 0.0
     online: ClassVar[bool] = RMConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
-        """A reward model has no companions."""
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """A reward model has no frozen models."""
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
@@ -73,14 +73,14 @@ class RM:
         counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.weights
         return counts.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs or answers, with the predicted score and accuracy."""
         scores = self.scores(model, batch)
         if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], document_weights(batch)[chosen]
             margin = batch.token_columns["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
-            losses = -logsigmoid(gap - margin) + self.centring * (scores[chosen] + scores[rejected]) ** 2
+            losses = -logsigmoid(gap - margin) + self.center_coef * (scores[chosen] + scores[rejected]) ** 2
             correct, predicted = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
@@ -99,7 +99,7 @@ class RM:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     @property
-    def is_probability(self) -> bool:
+    def scores_are_logits(self) -> bool:
         """Whether its score is the log-odds of a probability, so that its calibration is measured."""
         return self.loss_type == "binary"
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: minimise −Σ w log p(token | tokens before it) over the tokens that the assistant wrote, or
 over all tokens of plain text.
 
-It has no companions and no keys of `algo`. Where several sources are mixed, the loss of each is a metric of its own.
+It has no frozen models and no keys of `algo`. Where several sources are mixed, the loss of each is a metric of its own.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import Companion, Metrics
+from ptf.recipes.protocol import FrozenModel, Metrics
 from ptf.recipes.sft.config import SFTConfig
 
 
@@ -32,8 +32,8 @@ class SFT:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def companions(self) -> Mapping[str, Companion]:
-        """SFT has no companions."""
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """SFT has no frozen models."""
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
@@ -44,7 +44,7 @@ class SFT:
         """Count the trained tokens, by their weights."""
         return batch.weights.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, companions: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
         loss, documents = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
         return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}

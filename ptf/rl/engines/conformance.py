@@ -328,7 +328,7 @@ class ConformanceSuite:
         for request, generation in zip(self.ask()[::3], together[::3], strict=True):
             (single,) = self.generate([request])
             if not np.array_equal(single.sampled_ids, generation.sampled_ids):
-                raise Violation("a request was answered differently by itself than among others")
+                raise Violation("the output of a request depends on the other requests in its batch")
 
     def greedy(self) -> None:
         """Check that at temperature 0 the likeliest token is taken, also beside requests that sample."""
@@ -421,4 +421,4 @@ class ConformanceSuite:
         self.engine.sleep()
         self.engine.wake()
         if [generation.sampled_ids.tolist() for generation in self.generate(self.ask())] != before:
-            raise Violation("it answers otherwise")
+            raise Violation("its greedy outputs changed after sleep and wake")

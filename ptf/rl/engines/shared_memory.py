@@ -1,7 +1,7 @@
-"""The files of a vLLM engine of several processes, which would stay behind where these are killed, as engines are.
+"""Removes the names of the shared memory and the sockets of a multi-process vLLM engine once it has started, so that an
+engine that is killed leaves no files behind.
 
-All processes are connected once the engine has started; from then on nothing needs the names of their shared memory and
-sockets, so these are removed.
+All its processes are connected by then, and nothing needs these names any more.
 """
 
 import contextlib

@@ -83,8 +83,8 @@ class VLLMEngine:
     """RolloutEngine on vLLM.
 
     `path` is a Hugging Face directory with config.json and safetensors; its tokenizer is not read. `version` is the
-    policy step of those weights. `kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU the cache gets
-    what the weights leave of `gpu_share` of its memory.
+    policy step of those weights. `cpu_kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU the cache
+    gets what the weights leave of `gpu_share` of its memory.
     """
 
     name = "vllm"
@@ -97,7 +97,7 @@ class VLLMEngine:
         seed: int,
         dtype: str,
         max_model_len: int,
-        kv_cache_gib: float = 0.25,
+        cpu_kv_cache_gib: float = 0.25,
         version: int = 0,
         gpu_share: float = 0.7,
         lora_rank: int | None = None,
@@ -111,7 +111,7 @@ class VLLMEngine:
 
         arguments = {
             **_model_arguments(path, seed, dtype, max_model_len),
-            **_device_arguments(max_model_len, kv_cache_gib, gpu_share),
+            **_device_arguments(max_model_len, cpu_kv_cache_gib, gpu_share),
         }
         if tensor > 1:  # each part in a process of its own
             arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
@@ -388,13 +388,13 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
     }
 
 
-def _device_arguments(max_model_len: int, kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:
+def _device_arguments(max_model_len: int, cpu_kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:
     """Return the engine arguments that differ between a CPU and a GPU."""
     if not on_cpu():
         return {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
     return {
         "enforce_eager": True,
-        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+        "kv_cache_memory_bytes": int(cpu_kv_cache_gib * 2**30),
         "max_num_seqs": 512,
         # seeds have no effect where a prompt is divided
         "max_num_batched_tokens": max(16384, max_model_len),
@@ -417,7 +417,7 @@ def max_lora_rank(rank: int, path: str, dtype: str) -> int:
     }
     for fault, present in faults.items():
         if present:
-            raise UserError(f"rollout.lora: vllm cannot serve {fault}; use merged")
+            raise UserError(f"rollout.lora_sync: vllm cannot serve {fault}; use merged")
     return next(supported for supported in LORA_RANKS if supported >= rank)
 
 

@@ -156,7 +156,7 @@ class Environments:
         """Print the first fault of a step when it happens, because each later one may take the whole time limit."""
         if not self.reported:
             self.reported = True
-            print(f"the environment {self.plugin.use} did not answer: {reason}", flush=True)
+            print(f"the environment {self.plugin.use} failed, and the episode is tried again: {reason}", flush=True)
 
     async def _in_thread(self, state: EpisodeState, text: str | None) -> Any:
         reply = await asyncio.get_running_loop().run_in_executor(

@@ -47,7 +47,7 @@ class RewardModel(FrozenModel):
             self.world,
             RM().scores,
             seq_len=self.seq_len,
-            micro_sequences=self.micro_sequences,
+            micro_batch_size=self.micro_batch_size,
         )
         forget_forwards(self.model)
         return values

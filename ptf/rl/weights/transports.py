@@ -55,7 +55,7 @@ def streaming_faults(job: "Job") -> Iterator[str]:
         yield "policy and rollout need processes of their own: compute.launcher: ray"
     if job.rollout.engine not in ("native", "vllm"):
         yield "rollout.engine must be native or vllm"
-    if job.rollout.lora == "adapter":
+    if job.rollout.lora_sync == "adapter":
         yield "an adapter alone is small; give object_store or path"
     if job.model.backend == "hf":
         yield "model.backend: hf does not know the names of its tensors in advance; give object_store or path"
@@ -65,8 +65,11 @@ def ipc_faults(job: "Job") -> Iterator[str]:
     """Yield what keeps a job from sending weights through memory that policy and engine share."""
     assert job.rollout is not None
     yield from streaming_faults(job)
-    if not share_a_pool(job) or job.rollout.workers * job.rollout.tensor != job.compute.workers:
-        yield "policy and rollout must be in one pool, with as many rollout.workers × rollout.tensor as compute.workers"
+    if not share_a_pool(job) or job.rollout.replicas * job.rollout.tensor_parallel_size != job.compute.workers:
+        yield (
+            "policy and rollout must be in one pool, with as many rollout.replicas × rollout.tensor_parallel_size as "
+            "compute.workers"
+        )
 
 
 def nccl_faults(job: "Job") -> Iterator[str]:
@@ -86,7 +89,7 @@ def whole_on_gpus(job: "Job", gpu: bool) -> bool:
     """Return whether whole weights are sent between GPUs under Ray: on a CPU, or for an adapter alone, `object_store`
     is as good."""
     assert job.rollout is not None
-    return gpu and job.compute.launcher == "ray" and job.rollout.lora != "adapter"
+    return gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
 
 
 TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first

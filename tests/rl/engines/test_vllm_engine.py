@@ -34,7 +34,7 @@ class EngineRole:
     distributed: ClassVar[bool] = False
 
     def __init__(self, world: World, *, path: str) -> None:
-        self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, kv_cache_gib=0.1)
+        self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, cpu_kv_cache_gib=0.1)
 
     @sharded
     def do(self, work: list[tuple[Callable[..., Any], tuple[Any, ...]] | None]) -> list[Any]:

@@ -55,7 +55,7 @@ def taste(liked) -> RewardModelClient:
             "seed": 0,
             "precision": "fp32",
             "seq_len": 64,
-            "micro_sequences": 2,
+            "micro_batch_size": 2,
         },
     )
     group = LocalCluster(World(), [Pool("all", frozenset({"reward"}), (1,))]).start(spec)
@@ -108,7 +108,7 @@ def test_a_policy_learns_what_it_likes(raw, liked):
     made = train({**raw, "evaluate": {}})
     rows = read_metrics(made / "metrics.jsonl")
     assert np.mean([row["reward"] for row in rows[-5:]]) > rows[0]["reward"] + 0.5
-    assert {"seconds/reward model", "mem/reward"} <= rows[0].keys()
+    assert {"seconds/reward model", "memory_gib/reward"} <= rows[0].keys()
 
 
 def test_held_out_answers_need_a_reward_that_was_not_trained_on(raw, liked):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ptf import cli, published, storage
+from ptf import cli, published_versions, storage
 from ptf.errors import UserError
-from ptf.published import Pointer, latest, point, pointer, roll_back, versions
+from ptf.published_versions import Pointer, latest, point, pointer, roll_back, versions
 from ptf.storage import Corrupt
 from tests.data.test_s3 import Server, server  # noqa: F401
 
@@ -77,7 +77,7 @@ def test_back_through_a_version_that_was_published_twice(root, tmp_path):
 
 def test_a_pointer_that_is_gone_is_written_anew(root, tmp_path):
     point(root, version(root, "a", tmp_path), None)
-    storage.remove(f"{root}/{published.POINTER}")
+    storage.remove(f"{root}/{published_versions.POINTER}")
     with pytest.raises(UserError, match="nothing is published in"):
         roll_back(root)
     assert roll_back(root, "a") == pointer(root) == Pointer("a")
@@ -156,7 +156,7 @@ def test_a_pointer_to_nothing_is_named(tmp_path):
     version(root, "a", tmp_path)
     (Path(root) / "latest.json").write_text('{"version": "gone"}')
     with pytest.raises(Corrupt, match=r"latest.json names gone, which is not there"):
-        published.manifest(root)
+        published_versions.manifest(root)
     assert roll_back(root, "a").version == "a", "which mends it"
 
 
@@ -189,7 +189,7 @@ def test_of_all_that_publish_at_once_none_is_lost(root, tmp_path):
 
 
 MOVES = (
-    "import sys; from tests.test_published import publish_all\nprint(flush=True)\nwhile True: "
+    "import sys; from tests.test_published_versions import publish_all\nprint(flush=True)\nwhile True: "
     "publish_all(sys.argv[1], ['a', 'b'])"
 )
 

@@ -1,7 +1,7 @@
 """The frozen models that a recipe's loss uses beside the one that trains.
 
-A companion is loaded and sharded like the model itself. If only adapters train and the companion is the model that
-training starts from, the trained model without its adapters serves as the companion and costs no memory.
+A frozen model is loaded and sharded like the model itself. If only adapters train and the frozen model is the model
+that training starts from, the trained model without its adapters serves as the frozen model and costs no memory.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer, rows
-from ptf.recipes.protocol import Companion
+from ptf.recipes.protocol import FrozenModel
 from ptf.train.components import without_adapters
 from ptf.train.starting_model import is_own_reference, start_directory
 from ptf.train.trainer import load_model
@@ -25,8 +25,8 @@ from ptf.train.trainer import load_model
 FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
 
 
-def load_companions(
-    by_role: Mapping[str, Companion],
+def load_frozen_models(
+    by_role: Mapping[str, FrozenModel],
     job: Job,
     world: World,
     model_world: World,
@@ -36,25 +36,25 @@ def load_companions(
     run: Path,
     tokenizer: str,
 ) -> dict[str, Decoder]:
-    """Load the companions, by role; all ranks call it.
+    """Load the frozen models, by role; all ranks call it.
 
     `model_world`: the ranks that share one model; `spec` and `directory`: what `model` was made from. Raises UserError
-    if a companion must have the model's architecture and has another one, or has another tokenizer.
+    if a frozen model must have the model's architecture and has another one, or has another tokenizer.
     """
     loaded: dict[str, Decoder] = {}
-    for role, companion in by_role.items():
-        if not needs_weights(companion, spec):
+    for role, frozen_model in by_role.items():
+        if not needs_weights(frozen_model, spec):
             loaded[role] = model
             continue
-        if companion.path is None:
+        if frozen_model.path is None:
             shared = world.broadcast_object(
                 start_directory(spec, directory, run, tokenizer, job.seed) if world.leads else None
             )
             path = Path(str(shared))
         else:
-            path = located(companion, role, job.verify_bytes)
-            refuse_other_tokenizer(path, tokenizer, role, companion, directory)
-        section = checkpoint_section(spec, path) if companion.same_architecture else ModelConfig(path=str(path))
+            path = located(frozen_model, role, job.verify_bytes)
+            refuse_other_tokenizer(path, tokenizer, role, frozen_model, directory)
+        section = checkpoint_section(spec, path) if frozen_model.same_architecture else ModelConfig(path=str(path))
         loaded[role], _ = load_model(
             path,
             model_world,
@@ -64,28 +64,29 @@ def load_companions(
             compiled=job.train.compile,
             frozen=True,
         )
-        if companion.same_architecture:
+        if frozen_model.same_architecture:
             refuse_other_architecture(loaded[role], model, path, role)
     return loaded
 
 
-def located(companion: Companion, role: str, verify_up_to: float | None) -> Path:
-    """Return the companion's local directory, verified as `bridge.locate` does. Raises UserError if there is none."""
+def located(frozen_model: FrozenModel, role: str, verify_up_to: float | None) -> Path:
+    """Return the frozen model's local directory, verified as `bridge.locate` does. Raises UserError if there is
+    none."""
     try:
-        return bridge.locate(str(companion.path), companion.revision, verify_up_to=verify_up_to)
+        return bridge.locate(str(frozen_model.path), frozen_model.revision, verify_up_to=verify_up_to)
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 
 
-def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, companion: Companion, model: Path) -> None:
-    """Raise UserError unless the companion's tokenizer gives the ids that the model is trained on.
+def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: FrozenModel, model: Path) -> None:
+    """Raise UserError unless the frozen model's tokenizer gives the ids that the model is trained on.
 
     Its chat template is not used, so it may differ.
     """
     ours = Tokenizer.load(tokenizer)
     if not (path / "tokenizer_config.json").exists():
         its_rows, our_rows = rows(bridge.read_config(path)), rows(bridge.read_config(model))
-        if not companion.same_architecture and its_rows != our_rows:
+        if not frozen_model.same_architecture and its_rows != our_rows:
             raise UserError(
                 f"{role}: {path} has no tokenizer, and {its_rows} vocabulary rows where the model has {our_rows}, "
                 "so its token ids may differ; put its tokenizer into that directory"
@@ -100,10 +101,10 @@ def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, companion: Com
     refuse_larger_tokenizer(path, tokenizer, ours.vocab_size)
 
 
-def refuse_other_architecture(companion: Decoder, model: Decoder, path: Path, role: str) -> None:
+def refuse_other_architecture(frozen_model: Decoder, model: Decoder, path: Path, role: str) -> None:
     """Raise UserError if the two configs differ in anything that a forward pass depends on."""
     ours, theirs = (
-        {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, companion)
+        {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, frozen_model)
     )
     if differ := [name for name in ours if ours[name] != theirs[name]]:
         raise UserError(
@@ -118,16 +119,16 @@ def checkpoint_section(spec: ModelConfig, path: Path) -> ModelConfig:
     return without_adapters(spec).model_copy(update={"path": str(path), "init": "pretrained"})
 
 
-def needs_weights(companion: Companion, spec: ModelConfig) -> bool:
-    """Return whether the companion is a model of its own; `spec` is the section of the model that trains."""
-    return companion.path is not None or not is_own_reference(spec)
+def needs_weights(frozen_model: FrozenModel, spec: ModelConfig) -> bool:
+    """Return whether the frozen model is a model of its own; `spec` is the section of the model that trains."""
+    return frozen_model.path is not None or not is_own_reference(spec)
 
 
-def forward_flops(companion: Decoder) -> Flops:
+def forward_flops(frozen_model: Decoder) -> Flops:
     """Count the FLOPs of a forward pass alone."""
-    trained = [p for p in companion.parameters() if p.requires_grad]
-    companion.requires_grad_(False)
-    flops = Flops.of(companion)
+    trained = [p for p in frozen_model.parameters() if p.requires_grad]
+    frozen_model.requires_grad_(False)
+    flops = Flops.of(frozen_model)
     for parameter in trained:
         parameter.requires_grad_(True)
     return flops
