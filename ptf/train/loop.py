@@ -222,7 +222,7 @@ class OfflineAttempt:
         tokens, work, slots = world.sum(
             [sum(lengths), sum(flops.step(lengths, targets, prefix_lengths) for flops in self.flops), slots]
         ).tolist()
-        metrics |= {"tokens": tokens, "fill": tokens / slots}
+        metrics |= {"tokens": tokens, "packing_efficiency": tokens / slots}
         for name in job.data.sources:
             if share := metrics.get(f"share/{name}"):
                 metrics[f"loss/{name}"] /= share

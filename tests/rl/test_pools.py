@@ -119,7 +119,11 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
             {"compute": {"pools": APART}, "model": {"backend": "hf"}},
             "nccl: model.backend: hf does not know the names",
         ),
-        ("ipc", {"rollout": {"lora": "adapter"}, "model": {"lora": {"rank": 4}}}, "ipc: an adapter alone is small"),
+        (
+            "ipc",
+            {"rollout": {"lora_sync": "adapter"}, "model": {"lora": {"rank": 4}}},
+            "ipc: an adapter alone is small",
+        ),
     ],
 )
 def test_weights_that_cannot_go_from_device_to_device_so(raw, transport, change, fault):

@@ -202,7 +202,16 @@ def test_what_a_run_leaves_is_what_it_says(raw):
     assert loads((directory / "job.yaml").read_text()).seed == 1
     assert list((directory / "tensorboard").glob("events.*"))
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert {"loss", "lr", "grad_norm", "tokens_per_s", "mfu", "fill", "memory_gib", "data_wait_s"} <= rows[0].keys()
+    assert {
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "mfu",
+        "packing_efficiency",
+        "memory_gib",
+        "data_wait_s",
+    } <= rows[0].keys()
     assert [r["step"] for r in rows if "loss/held_out" in r] == [4, 8, 12]
     assert rows[-1]["loss"] < rows[0]["loss"]
 

@@ -5,17 +5,17 @@ without a critic.
          for every token of an answer; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · K(π_ref, π),     ρ = π / π_old
-    ρ  of a token; or of a sample, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
-    + c_H H(π)  with `entropy`, of each token's distribution
+    ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    + c_H H(π)  with `entropy_coef`, of each token's distribution
     w  = min(π_old / π_rollout, C): the engine's distribution differs slightly from the trainer's π_old
          (truncated importance sampling, Yao et al. 2025)
     K  = log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
-The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over samples of the means over their
-tokens (GRPO, eq. 3), or over samples of the sums over their tokens divided by the largest length (Dr.GRPO,
-Liu et al. 2025, section 3.2). A sample is one document of the batch: an answer, or turns of an episode of which each
-continues the context of the one before.
+The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their
+tokens (GRPO, eq. 3), or over sequences of the sums over their tokens divided by the largest length (Dr.GRPO, Liu et al.
+2025, section 3.2). As in these papers, a sequence is an answer, or turns of an episode of which each continues the
+context of the one before; in the batch it is one document.
 """
 
 from collections.abc import Mapping, Sequence
@@ -243,7 +243,7 @@ class GRPO:
         return batch.weights / broadcast_to_tokens(tokens, batch)
 
     def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over each sample's tokens, at every one of them: [B, T]."""
+        """Return the mean over each sequence's tokens, at every one of them: [B, T]."""
         tokens = sums(torch.ones_like(values), batch).clamp(min=1)
         return broadcast_to_tokens(sums(values, batch) / tokens, batch)
 

@@ -60,7 +60,7 @@ class KD:
     @property
     def evaluated(self) -> "KD":
         """The recipe for evaluation: KL(teacher ‖ student) and the loss of the data, with the teachers loaded."""
-        return replace(self, loss_type="forward", temperature=1.0, ce=1.0, top_k=None, precomputed=False)
+        return replace(self, loss_type="forward", temperature=1.0, ce_coef=1.0, top_k=None, precomputed=False)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return held-out metrics with the divergence as `kl/NAME` and the data's loss as `ce/NAME`, without their

@@ -56,7 +56,7 @@ APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}
         ({"pools": APART}, True, "nccl"),
         ({"workers": 2}, True, "path"),  # in one pool with one rank of the policy
         ({"engine": {"use": "a:b"}}, True, "path"),
-        ({"lora": "adapter"}, True, "object_store"),
+        ({"lora_sync": "adapter"}, True, "object_store"),
         ({"launcher": "local"}, True, "object_store"),
         ({}, False, "object_store"),
         ({"transport": "path"}, True, "path"),
