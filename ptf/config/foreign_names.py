@@ -111,7 +111,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     "center_rewards_coefficient": at("algo.center_coef"),
-    "precompute_ref_log_probs": at("algo.precomputed"),
+    "precompute_ref_log_probs": at("algo.precompute"),
     **dict.fromkeys(("ref_model", "reference_model", "ref_model_path"), at("algo.reference", "algo.kl_coef")),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), at("algo.teacher", "algo.teachers")),
     **dict.fromkeys(("adv_estimator", "algorithm", "stage", "rl"), RECIPE),

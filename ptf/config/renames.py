@@ -24,6 +24,7 @@ KEYS = {
     "algo.max_importance": "algo.tis_cap",
     "algo.mean_over": "algo.loss_aggregation",
     "algo.overlong": "algo.overlong_buffer_tokens",
+    "algo.precomputed": "algo.precompute",
     "algo.ratio": "algo.importance_sampling_level",
     "checkpoint.verify_gib": "checkpoint.max_hash_gib",
     "compute.mesh.tensor": "compute.mesh.tensor_parallel_size",

@@ -58,7 +58,7 @@ class AnnotatingRecipe(Recipe, Protocol):
     during training."""
 
     @property
-    def precomputed(self) -> bool:
+    def precompute(self) -> bool:
         """Whether the outputs of the frozen models are computed once, before training."""
         ...
 

@@ -89,6 +89,7 @@ RENAMED_METHODS = {
     "credit": "compute_advantages",
     "is_probability": "scores_are_logits",
     "needs_old": "needs_old_logprobs",
+    "precomputed": "precompute",
 }
 
 

@@ -39,10 +39,10 @@ def backend_faults(job: "Job") -> list[str]:
 
 
 def precomputed_faults(job: "Job") -> list[str]:
-    """Check the conditions of `algo.precomputed`."""
+    """Check the conditions of `algo.precompute`."""
     if job.train.deterministic:
         return [
-            "algo.precomputed cannot be used with train.deterministic, because the last bits of precomputed values "
+            "algo.precompute cannot be used with train.deterministic, because the last bits of precomputed values "
             "depend on how sequences are split over ranks; set one of them to false"
         ]
     return []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptf.config.logprob_limits import LogprobLimits
-from ptf.rl.weights.verification import LIKELY_CAUSES, SyncError
+from ptf.rl.weights.verification import LIKELY_CAUSES, LogprobMismatch
 
 MEAN, SHARE, LARGEST = "logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"  # metrics of recipes and steps
 
@@ -44,18 +44,18 @@ class LogprobDifference:
         return {MEAN: self.mean, SHARE: self.share, LARGEST: self.largest}
 
     def refuse(self, limits: LogprobLimits, what: str) -> None:
-        """Raise SyncError if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
+        """Raise LogprobMismatch if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
 
         The share may exceed its limit by three standard deviations of the count of tokens beyond the bound, so that a
         single token of a short text does not stop a run.
         """
         if not self.mean <= limits.mean:
-            raise SyncError(
+            raise LogprobMismatch(
                 f"{what} differ by {self.mean:.3g} on average over {self.tokens} tokens "
                 f"(rollout.max_logprob_diff_mean is {limits.mean:g}), by up to {self.largest:.3g}. {LIKELY_CAUSES}"
             )
         if not self.share <= limits.share + 3 * math.sqrt(limits.share / self.tokens):
-            raise SyncError(
+            raise LogprobMismatch(
                 f"{what} differ by more than {limits.bound:g} (rollout.logprob_diff_bound) for {self.share:.3%} of "
                 f"{self.tokens} tokens (rollout.max_logprob_diff_share is {limits.share:.3%}), by up to "
                 f"{self.largest:.3g}. {LIKELY_CAUSES}"

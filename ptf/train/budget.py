@@ -234,9 +234,7 @@ def budget(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
-        by_role = (
-            beside if beside is not None else {} if getattr(recipe, "precomputed", False) else recipe.frozen_models
-        )
+        by_role = beside if beside is not None else {} if getattr(recipe, "precompute", False) else recipe.frozen_models
         others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)

@@ -121,7 +121,7 @@ class OfflineAttempt:
         Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
         """
         self.frozen_models: dict[str, Decoder] = {}
-        if getattr(self.recipe, "precomputed", False):
+        if getattr(self.recipe, "precompute", False):
             recipe: Any = self.recipe
             return annotate_sources(
                 self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_by_role

@@ -202,7 +202,7 @@ def annotated_data(made: Made) -> Scene:
     pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n)} for n in range(1, 25)]
     path = str(write_jsonl(made.directory / "pairs.jsonl", pairs))
     sources = {"sources": {"sums": {"path": path}}, "validation": {"held_out": {"path": path, "limit": 9}}}
-    raw = made.raw | {"recipe": "dpo", "algo": {"precomputed": True}, "data": {**made.raw["data"], **sources}}
+    raw = made.raw | {"recipe": "dpo", "algo": {"precompute": True}, "data": {**made.raw["data"], **sources}}
     found = []
     for seed in (1, 2):
         output = made.directory / f"ahead-{seed}"

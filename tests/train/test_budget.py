@@ -186,7 +186,7 @@ def test_a_teacher_counts_as_large_as_it_is_unless_it_was_asked_ahead(tmp_path) 
         budget(loads(plain), tmp_path, 1),
         budget(loads(plain), teacher, 1),
         plan(),
-        plan(top_k=8, precomputed=True),
+        plan(top_k=8, precompute=True),
     )
     assert beside.memory.weights == sft.memory.weights + alone.memory.weights / 2
     assert beside.memory.gradients == sft.memory.gradients

@@ -30,8 +30,8 @@ RECIPES = {
     "rm": {"recipe": "rm", "algo": {"center_coef": 0.01}},
     "scores": {"recipe": "rm", "algo": {"loss": "binary"}},
     "kd": {"recipe": "kd", "algo": {"loss": "js", "ce_coef": 0.5}},
-    "dpo ahead": {"recipe": "dpo", "algo": {"beta": 0.5, "precomputed": True}},
-    "kd ahead": {"recipe": "kd", "algo": {"top_k": 3, "precomputed": True}},
+    "dpo ahead": {"recipe": "dpo", "algo": {"beta": 0.5, "precompute": True}},
+    "kd ahead": {"recipe": "kd", "algo": {"top_k": 3, "precompute": True}},
 }
 
 
@@ -75,8 +75,8 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 
 
 def test_how_sequences_are_split_changes_no_bit_in_the_deterministic_mode(raw):
-    if raw["algo"].get("precomputed"):
-        with pytest.raises(UserError, match=r"algo\.precomputed .*because the last bits of precomputed values depend"):
+    if raw["algo"].get("precompute"):
+        with pytest.raises(UserError, match=r"algo\.precompute .*because the last bits of precomputed values depend"):
             train(raw, "refused", train__deterministic=True)
         return
     one, other = (train(raw, f"split-{n}", train__micro_sequences=n, train__deterministic=True) for n in (1, 4))
@@ -181,7 +181,7 @@ def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys
     """The log-probs of reference or teacher are computed before training or beside it; the batches and losses are
     the same. A second run computes none again; with a different model or data they are computed anew."""
     raw = preferences(tmp_path, f"{name} ahead")
-    beside = train({**raw, "algo": raw["algo"] | {"precomputed": False}}, "beside")
+    beside = train({**raw, "algo": raw["algo"] | {"precompute": False}}, "beside")
     capsys.readouterr()
     ahead = train(raw, "ahead")
     assert capsys.readouterr().out.count("annotate: ") == 2, "sums and held_out"
@@ -204,7 +204,7 @@ def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside
             "reference": str(train({**raw, "algo": {}}, "reference", train__steps=1) / "model")
         }
     ahead, beside = (
-        train({**raw, "algo": raw["algo"] | {"precomputed": on}}, str(on), train__precision="bf16", train__steps=4)
+        train({**raw, "algo": raw["algo"] | {"precompute": on}}, str(on), train__precision="bf16", train__steps=4)
         for on in (True, False)
     )
     assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=0.02)
@@ -292,12 +292,12 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
             r"publish\.mode +loss/held_out is better the lower it is; use min",
         ),
         (
-            {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precomputed": True}},
-            r"algo\.precomputed +needs algo\.top_k",
+            {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precompute": True}},
+            r"algo\.precompute +needs algo\.top_k",
         ),
         (
-            {"recipe": "dpo", "algo": {"loss": "simpo", "precomputed": True}},
-            r"algo\.precomputed +simpo has no reference",
+            {"recipe": "dpo", "algo": {"loss": "simpo", "precompute": True}},
+            r"algo\.precompute +simpo has no reference",
         ),
         (
             {"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}},

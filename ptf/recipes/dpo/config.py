@@ -28,7 +28,7 @@ class DPOConfig(AlgoConfig):
     reference: str | None = None
     """Path of the reference, as for `model.path`; the default is the model that training starts from, which costs no
     additional memory if only adapters train (LoRA)."""
-    precomputed: bool = False
+    precompute: bool = False
     """Compute the reference's log-probs once, before training, and keep them in `{output}/annotated`; the reference is
     then not in memory during training."""
 
@@ -41,8 +41,8 @@ class DPOConfig(AlgoConfig):
         faults = whole_answer_faults(job) + custom_head_faults(job) + backend_faults(job)
         if self.loss == "simpo" and self.reference:
             faults.append("algo.reference: simpo has no reference")
-        if self.loss == "simpo" and self.precomputed:
-            faults.append("algo.precomputed: simpo has no reference")
+        if self.loss == "simpo" and self.precompute:
+            faults.append("algo.precompute: simpo has no reference")
         if self.loss != "sigmoid" and self.label_smoothing:
             faults.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {self.loss}")
-        return faults + (precomputed_faults(job) if self.precomputed else [])
+        return faults + (precomputed_faults(job) if self.precompute else [])

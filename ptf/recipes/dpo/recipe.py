@@ -43,7 +43,7 @@ class DPO:
     length_normalised: bool = False
     gamma: float = 0.5
     reference: str | None = None
-    precomputed: bool = False
+    precompute: bool = False
     online: ClassVar[bool] = DPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
@@ -55,7 +55,7 @@ class DPO:
     @property
     def evaluated(self) -> "DPO":
         """The recipe for evaluation, where the reference is loaded."""
-        return replace(self, precomputed=False)
+        return replace(self, precompute=False)
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a pair of samples."""
@@ -109,7 +109,7 @@ class DPO:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None
-        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, frozen_models)
+        token_columns = batch.token_columns if self.precompute else self.annotations(model, batch, frozen_models)
         return self.of_answers(token_columns["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:

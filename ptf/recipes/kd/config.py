@@ -38,7 +38,7 @@ class KDConfig(AlgoConfig):
     """Weight of the cross-entropy of the data, on top of the divergence."""
     top_k: Positive | None = None
     """Compare the teacher's likeliest tokens, and all others as one, instead of the whole vocabulary."""
-    precomputed: bool = False
+    precompute: bool = False
     """Compute the teachers' likeliest tokens once, before training, and keep them in `{output}/annotated`; no
     teacher is then in memory during training. Needs `top_k`."""
 
@@ -53,6 +53,6 @@ class KDConfig(AlgoConfig):
         faults = custom_head_faults(job) + backend_faults(job)
         if self.loss != "js" and self.beta != type(self).model_fields["beta"].default:
             faults.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
-        if self.precomputed and self.top_k is None:
-            faults.append("algo.precomputed needs algo.top_k: whole distributions are too large to store")
-        return faults + (precomputed_faults(job) if self.precomputed else [])
+        if self.precompute and self.top_k is None:
+            faults.append("algo.precompute needs algo.top_k: whole distributions are too large to store")
+        return faults + (precomputed_faults(job) if self.precompute else [])

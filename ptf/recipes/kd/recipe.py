@@ -7,7 +7,7 @@ D is the divergence of the two distributions at temperature T (ptf.model.diverge
 the gradients of soft targets independent of T (Hinton et al. 2015, section 2). The weights wₖ sum to 1.
 
 With `top_k`, D compares each teacher's likeliest tokens and the rest as one. Those can be computed once, before
-training (`precomputed`); otherwise the teachers are frozen models, and their forward passes are nested around the
+training (`precompute`); otherwise the teachers are frozen models, and their forward passes are nested around the
 student's, because a sharded head is whole only inside its own forward pass.
 """
 
@@ -44,7 +44,7 @@ class KD:
     temperature: float = 1.0
     ce_coef: float = 0.0
     top_k: int | None = None
-    precomputed: bool = False
+    precompute: bool = False
     train_on: str = "assistant"
     online: ClassVar[bool] = KDConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
@@ -60,7 +60,7 @@ class KD:
     @property
     def evaluated(self) -> "KD":
         """The recipe for evaluation: KL(teacher ‖ student) and the loss of the data, with the teachers loaded."""
-        return replace(self, loss_type="forward", temperature=1.0, ce_coef=1.0, top_k=None, precomputed=False)
+        return replace(self, loss_type="forward", temperature=1.0, ce_coef=1.0, top_k=None, precompute=False)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return held-out metrics with the divergence as `kl/NAME` and the data's loss as `ce/NAME`, without their
@@ -79,7 +79,7 @@ class KD:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
         if self.top_k is None:
             return self._nested_passes(list(self.teachers), model, batch, frozen_models, torch.is_grad_enabled())
-        token_columns = batch.token_columns if self.precomputed else self.annotations(model, batch, frozen_models)
+        token_columns = batch.token_columns if self.precompute else self.annotations(model, batch, frozen_models)
         return model(
             batch.tokens,
             batch.positions,

@@ -31,6 +31,10 @@ class SyncError(RuntimeError):
     """The engine does not hold the weights that the trainer sent. Nothing may be generated from it."""
 
 
+class LogprobMismatch(SyncError):
+    """The log-probs of the engine and of the trainer differ by more than the limits of the section `rollout`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What the trainer sends: the version, and a digest of each tensor."""
