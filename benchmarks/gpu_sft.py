@@ -93,7 +93,7 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
         "mfu": round(median(row["mfu"] for row in rows), 4),
         "step_s": round(median(row["step_s"] for row in rows), 4),
         "spread_s": [round(pick(row["step_s"] for row in rows), 4) for pick in (min, max)],
-        "peak_gib": round(max(row["memory_gib"] for row in rows), 2),
+        "peak_gib": round(max(row["peak_memory_gib"] for row in rows), 2),
     }
 
 

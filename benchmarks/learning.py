@@ -265,7 +265,7 @@ class Seed:
             metrics = measure_run(judged, made)
             if teacher == base:
                 found = {
-                    "KD: KL to the teacher, before": metrics["baseline/kl/held_out"],
+                    "KD: KL to the teacher, before": metrics["starting_model/kl/held_out"],
                     "KD: KL to the teacher, after": metrics["kl/held_out"],
                 }
             else:

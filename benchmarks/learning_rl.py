@@ -124,7 +124,7 @@ class Check:
     bar: str = "reward reaches 0.95"
 
 
-TWICE = {"epochs": 2}
+TWICE = {"update_epochs": 2}
 # of advantages whose deviation is 1; without it some prompts settle on a wrong answer, and all agree on it
 EXPLORING = TWICE | {"entropy_coef": 0.05}
 CHECKS = {

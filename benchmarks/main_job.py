@@ -69,7 +69,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     sft = found["SFT"]["metrics"]
     lines = [
         f"{'held-out exact match':<28}{'greedy_pass_rate':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
-        line("untrained", sft, "baseline/"),
+        line("untrained", sft, "starting_model/"),
     ]
     lines += [
         line(n, r["metrics"], "", f"{r['steps']:>8}{r['step_s']:>9.3f}{r['wall_s']:>8.0f}") for n, r in found.items()
@@ -84,7 +84,7 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
     rows, gains = [], []
     names = list(max(every.values(), key=len))
     for seed, found in every.items():
-        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["baseline/greedy_pass_rate/test"]
+        sft, start = found["SFT"]["metrics"], found["SFT"]["metrics"]["starting_model/greedy_pass_rate/test"]
         cells = [
             f"{found[n]['metrics']['greedy_pass_rate/test']:.3f} / {found[n]['metrics']['pass@8/test']:.3f}"
             if n in found

@@ -156,7 +156,13 @@ class PostTrainFlow(FlowSpec):
         flow = re.sub(
             r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", type(self).__name__.removesuffix("Flow")
         ).lower()
-        return str(self.continued or f"{flow}-{current.run_id}")
+        if self.continued is None:
+            return f"{flow}-{current.run_id}"
+        from steps.prepare import refuse_unknown_run
+
+        with self._reporting_errors():
+            refuse_unknown_run(self._job(), str(self.continued))
+        return str(self.continued)
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
         """Do a step's work on the artifact."""
@@ -234,7 +240,11 @@ class PostTrainFlow(FlowSpec):
         except SystemExit as stop:
             if stop.code and verb in ("run", "resume") and (run := current.get("run_id")):
                 again = ["python", sys.argv[0], *words.rest[: words.rest.index(verb)], "resume", "--origin-run-id", run]
-                print(f"To continue where it stopped, with the same config:\n    {shlex.join(again)}", file=sys.stderr)
+                print(
+                    "To continue with other values of free keys: `run` with --set KEY=VALUE and --continue RUN_NAME\n"
+                    f"To try again from where it stopped, with the same config:\n    {shlex.join(again)}",
+                    file=sys.stderr,
+                )
             raise
 
     def _origin_tags(self, words: Sequence[str]) -> list[str]:

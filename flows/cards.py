@@ -238,7 +238,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     For a trial of a sweep that failed, it shows the error, `failed`.
     """
     metrics = artifact.metrics
-    names = sorted(name for name in metrics if not name.startswith(("baseline/", "train/")))
+    names = sorted(name for name in metrics if not name.startswith(("starting_model/", "train/")))
 
     def shown(name):
         return f"{metrics[name]:.4g}" if name in metrics else ""
@@ -249,7 +249,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
         return
     card.append(
         Table(
-            [[name, shown(f"baseline/{name}"), shown(name)] for name in names],
+            [[name, shown(f"starting_model/{name}"), shown(name)] for name in names],
             headers=["metric", "at the start", "now"],
         )
     )

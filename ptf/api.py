@@ -81,9 +81,9 @@ def evaluate(
     run: "Run | str | PathLike[str]", job: Job | None = None, *, overrides: Sequence[str] = ()
 ) -> dict[str, float]:
     """Measure a trained run by what its job holds out, print a table, keep the metrics in the run, and return them by
-    name; `baseline/…` is of the model that training started from. `overrides` change keys that are free to change, such
-    as `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face id), which is
-    measured by that job. Raises UserError, and RunInUse where another process works in the run."""
+    name; `starting_model/…` is of the model that training started from. `overrides` change keys that are free to
+    change, such as `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face
+    id), which is measured by that job. Raises UserError, and RunInUse where another process works in the run."""
     from ptf.evaluation import evaluate_model, evaluate_run
 
     if job is not None:

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (verify, inspect,
     check-engine), or the job does not fit (plan). 2: it stopped with one message."""
-    options = _parser().parse_args(argv)
+    parser, words = _parser(), sys.argv[1:] if argv is None else argv
+    if words[:1] == ["verify"]:
+        parser.error("ptf verify is now ptf check-model")
+    options = parser.parse_args(words)
     try:
         with disk.disk_errors_as_user_errors(getattr(options, "html", None) or "."):
             return options.run(options)
@@ -134,9 +137,9 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")
-    given, trials = Setting(options.num_gpus, {}), []
+    given, trials = Setting(options.workers, {}), []
     if options.fit:
-        trials = list(search(_planned_job(options, given), options.num_gpus, lambda one: _plan(options, one)[0]))
+        trials = list(search(_planned_job(options, given), options.workers, lambda one: _plan(options, one)[0]))
         if trials and trials[-1].fits:
             given = trials[-1].setting
         elif not any(trial.plan for trial in trials):
@@ -395,7 +398,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_plan(commands, config)
     _add_inspect(commands, config)
-    _add_verify(commands)
+    _add_check_model(commands)
     _add_check_engine(commands)
     _add_chat(commands)
     _add_publish(commands)
@@ -471,7 +474,11 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
         "plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone"
     )
     command.add_argument(
-        "--num-gpus", type=_positive, required=True, metavar="N", help="number of GPUs (sets compute.workers)"
+        "--workers",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help="number of training processes, one per GPU (compute.workers); other pools of an online job add theirs",
     )
     command.add_argument(
         "--gpu-memory-gib",
@@ -490,7 +497,7 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gpu-type", default="H100", metavar="TYPE", help="type of GPU, which sets the peak FLOP/s (default: H100)"
     )
-    for old, new in (("--gpus", "--num-gpus"), ("--gpu", "--gpu-type"), ("--memory", "--gpu-memory-gib")):
+    for old, new in (("--gpus", "--workers"), ("--gpu", "--gpu-type"), ("--memory", "--gpu-memory-gib")):
         command.add_argument(old, action=_Renamed, const=new, help=argparse.SUPPRESS)
     command.add_argument(
         "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
@@ -524,9 +531,9 @@ def _add_inspect(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.set_defaults(run=inspect)
 
 
-def _add_verify(commands: Commands) -> None:
+def _add_check_model(commands: Commands) -> None:
     command = commands.add_parser(
-        "verify", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
+        "check-model", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
     )
     command.add_argument(
         "model",

@@ -32,9 +32,12 @@ class Finding(NamedTuple):
     problem: str = ""  # empty: all is well
 
 
+PYTHON = "ptf is tested with 3.11 alone; the pinned packages do not all install on others"
+
+
 def findings() -> Iterator[Finding]:
     """Yield what `ptf doctor` finds, line by line."""
-    yield Finding("python", platform.python_version(), "" if sys.version_info >= (3, 11) else "ptf needs 3.11 or newer")
+    yield Finding("python", platform.python_version(), "" if sys.version_info[:2] == (3, 11) else PYTHON)
     for package in NEEDED:
         version = _version(package)
         yield Finding(package, version or "–", "" if version else "ptf cannot run without it: make setup")
@@ -112,7 +115,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding(
         "disk here",
         f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free",
-        "checkpoints will not fit" if disk.free < 5 * 2**30 else "",
+        "little for checkpoints, which take about 12 bytes per trained parameter each" if disk.free < 5 * 2**30 else "",
     )
     if os.path.isdir("/dev/shm"):
         shm = shutil.disk_usage("/dev/shm")

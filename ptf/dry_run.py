@@ -231,7 +231,7 @@ def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
             "group_size": 2,
             "workers": 1,
             "max_new_tokens": answer,
-            "max_no_result": 1.0,
+            "max_no_result_share": 1.0,
             "transport": "object_store",
             "tensor": 1,
         }

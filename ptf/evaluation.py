@@ -32,11 +32,15 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
-    start = {name.removeprefix("baseline/"): value for name, value in metrics.items() if name.startswith("baseline/")}
+    start = {
+        name.removeprefix("starting_model/"): value
+        for name, value in metrics.items()
+        if name.startswith("starting_model/")
+    }
     columns = {"start": start, "trained": metrics}
     if there:
         columns["published"] = with_current_names(job, there.get("metrics", {}))
-    print_table(columns, [name for name in metrics if not name.startswith("baseline/")])
+    print_table(columns, [name for name in metrics if not name.startswith("starting_model/")])
     print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics
 

@@ -61,9 +61,9 @@ def with_current_names(job: Job, metrics: Mapping[str, float]) -> dict[str, floa
     former = former_names(job)
 
     def current(name: str) -> str:
-        if name.startswith(("start/", "baseline/")):  # of the model that training started from
+        if name.startswith(("start/", "starting_model/")):  # of the model that training started from
             old = name.partition("/")[2]
-            return f"baseline/{former.get(old, old)}"
+            return f"starting_model/{former.get(old, old)}"
         return former.get(name, name)
 
     return {current(name): value for name, value in metrics.items()}

@@ -72,15 +72,15 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     two models are not the same rows.
     """
     named = job.publish.metric
-    if named is not None and f"baseline/{named}" in metrics:
+    if named is not None and f"starting_model/{named}" in metrics:
         named_values = [(named, job.publish.mode == "max", _paired_values(job, run, named))]
     else:
-        wanted = [names for names in defaults(job) if any(f"baseline/{name}" in metrics for name in names)]
+        wanted = [names for names in defaults(job) if any(f"starting_model/{name}" in metrics for name in names)]
         named_values = [
             (name, not _is_loss(name), _paired_values(job, run, name))
             for names in wanted[:1]
             for name in names
-            if f"baseline/{name}" in metrics
+            if f"starting_model/{name}" in metrics
         ]
     return [_compared(name, more, values, metrics) for name, more, values in named_values]
 
@@ -169,7 +169,7 @@ def _paired(rows: Sequence[tuple[float, float, float]]) -> PairedValues:
 
 
 def _compared(metric: str, more: bool, values: PairedValues | None, metrics: Mapping[str, float]) -> Comparison:
-    start, now, sign = metrics[f"baseline/{metric}"], metrics[metric], 1.0 if more else -1.0
+    start, now, sign = metrics[f"starting_model/{metric}"], metrics[metric], 1.0 if more else -1.0
     if values is None:  # the metric is one number of all rows together
         return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
     then, after, denominators = values

@@ -43,14 +43,14 @@ from ptf.train.export import refuse_damaged
 from ptf.train.frozen_models import checkpoint_section, load_frozen_models
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
-from ptf.train.validate import held_out_loss, held_out_losses
+from ptf.train.validate import held_out_metrics, held_out_sequence_losses
 
 COMPARED = "compared.json"  # in the run's directory
-METRICS_OF = {"": "", "start/": "baseline/"}  # directory of a model's answers → prefix of its metrics
+METRICS_OF = {"": "", "start/": "starting_model/"}  # directory of a model's answers → prefix of its metrics
 
 
 def measure_run(job: Job, run: Path) -> dict[str, float]:
-    """Return the metrics of a run by name; those of the model that training started from begin with `baseline/`.
+    """Return the metrics of a run by name; those of the model that training started from begin with `starting_model/`.
 
     The rows that the gate compares are committed with them. Raises Corrupt if the files of the exported model changed.
     """
@@ -151,7 +151,7 @@ def measure_on_rank(text: str, directory: str) -> None:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
-                f"baseline/{name}": value
+                f"starting_model/{name}": value
                 for name, value in measure_sequences(before, recipe, sets, job, world, beside).items()
             }
             if with_losses:
@@ -181,7 +181,7 @@ def measure_sequences(
     the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
     """
     micro_batch_size, seq_len = job.train.micro_batch_size, job.data.seq_len
-    metrics = as_reported(recipe, held_out_loss(model, recipe, sets, world, micro_batch_size, seq_len, beside))
+    metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_size, seq_len, beside))
     if not getattr(recipe, "scores_are_logits", False):
         return metrics
     recipe = cast(ScoringRecipe, recipe)
@@ -207,7 +207,7 @@ def write_sequence_losses(
 ) -> None:
     """Write each held-out sequence's loss and denominator into the directory `place`, for the gate."""
     for name, sequences in sets.items():
-        losses = held_out_losses(model, recipe, sequences, world, job.data.seq_len, beside)
+        losses = held_out_sequence_losses(model, recipe, sequences, world, job.data.seq_len, beside)
         if world.leads:
             lines = [
                 json.dumps({"value": value, "denominator": denominator}) + "\n"
@@ -338,7 +338,7 @@ def measure_answers_to(
         samples=evaluate_config.samples_per_prompt,
         temperature=evaluate_config.temperature,
         max_new_tokens=evaluate_config.max_new_tokens,
-        max_no_result=job.rollout.max_no_result if job.rollout else 0.1,
+        max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,
     )
     storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in answers))
     own = {name: compute_own_metric(name, plugin, answers) for name, plugin in evaluate_config.metrics.items()}

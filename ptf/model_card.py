@@ -111,7 +111,7 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
         values = {
             key.removesuffix(f"/{name}"): value
             for key, value in sorted(metrics.items())
-            if not key.startswith(("baseline/", "train/")) and key.endswith(f"/{name}")
+            if not key.startswith(("starting_model/", "train/")) and key.endswith(f"/{name}")
         }
         if values:
             results.append(
@@ -207,14 +207,14 @@ def _where(source: Source, commit: str | None) -> str:
 
 def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:
     """Return a table with a line for each metric: at the start, of this version and of the one before."""
-    names = sorted(name for name in metrics if not name.startswith(("baseline/", "train/")))
+    names = sorted(name for name in metrics if not name.startswith(("starting_model/", "train/")))
     if not names:
         return ["Not evaluated."]
     then = before["metrics"] if before else {}
     columns = ["at the start", "now", *([f"published before ({before['version']})"] if before else [])]
     lines = ["| metric | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name in names:
-        values = [metrics.get(f"baseline/{name}"), metrics[name], *([then.get(name)] if before else [])]
+        values = [metrics.get(f"starting_model/{name}"), metrics[name], *([then.get(name)] if before else [])]
         lines.append(f"| {name} | " + " | ".join(map(_cell, values)) + " |")
     return lines
 

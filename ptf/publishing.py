@@ -182,16 +182,16 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
     """Raise Worse if `publish.metric` is worse than that of the published version by more than
     `publish.max_regression`.
 
-    If training started from the published version, its metric is the `baseline/` one of this evaluation, which was
-    measured on the same held-out data as the new model's.
+    If training started from the published version, its metric is the `starting_model/` one of this evaluation, which
+    was measured on the same held-out data as the new model's.
     """
     metric = job.publish.metric
     if metric:
         before = with_current_names(job, manifest["metrics"]) if manifest else {}
         if (
             manifest
-            and f"baseline/{metric}" in artifact.metrics
+            and f"starting_model/{metric}" in artifact.metrics
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
-            before = {metric: artifact.metrics[f"baseline/{metric}"]}
+            before = {metric: artifact.metrics[f"starting_model/{metric}"]}
         refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.mode)

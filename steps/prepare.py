@@ -1,5 +1,6 @@
 """The prepare stage: make the data and the models of other jobs that the job's later stages read."""
 
+import glob
 from pathlib import Path
 
 from ptf.config import Job, load, model_paths
@@ -39,6 +40,19 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         commits=dataset_commits(job, artifact.run_name),
     )
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
+
+
+def refuse_unknown_run(job: Job, run_name: str) -> None:
+    """Raise UserError unless the job's output has a run of this name, or runs of a sweep whose names begin with it."""
+    from ptf.errors import UserError
+    from ptf.run import JOB, refuse_run_name
+
+    refuse_run_name(run_name)
+    if not any(Path(job.output).glob(f"{glob.escape(run_name)}*/{JOB}")):
+        raise UserError(
+            f"--continue {run_name}: {job.output} has no run of this name; give the run name that an earlier flow "
+            "printed, or leave --continue out"
+        )
 
 
 def _run_stages(job: Job, run_name: str) -> None:

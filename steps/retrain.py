@@ -95,7 +95,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
     metric = str(job.publish.metric)
     metrics = with_current_names(job, artifact.metrics)
-    now, before = metrics.get(metric), metrics.get(f"baseline/{metric}")
+    now, before = metrics.get(metric), metrics.get(f"starting_model/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     try:
         if begun and now is not None and now == before and not job.publish.max_regression:

@@ -50,7 +50,7 @@ def test_every_stage_from_a_config_to_an_answer(tmp_path: Path) -> None:
     assert (run.name, run.checkpoints, run.metrics["train/step"]) == ("first", (3,), 3)
     assert run == ptf.Run.at(run.directory)
     metrics = ptf.evaluate(run)
-    assert {"loss/held_out", "baseline/loss/held_out"} <= metrics.keys()
+    assert {"loss/held_out", "starting_model/loss/held_out"} <= metrics.keys()
     assert ptf.Run.at(run.directory).metrics == {**run.metrics, **metrics}
     version = ptf.publish(run)
     assert version == f"{job.versions}/first"

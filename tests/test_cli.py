@@ -90,7 +90,7 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, capsys, error, statu
 
 
 def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
-    assert cli.main(["verify", "llama", "--configs", "2", "--seed", "3"]) == 0
+    assert cli.main(["check-model", "llama", "--configs", "2", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "llama: pass"
     assert all(
@@ -106,11 +106,11 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
     )
     assert err == ""
     with next(m for m in MISTAKES if m.name == "gate and up swapped").made():
-        assert cli.main(["verify", "llama", "--configs", "1"]) == 1
+        assert cli.main(["check-model", "llama", "--configs", "1"]) == 1
         out, _ = capsys.readouterr()
         assert out.splitlines()[-1] == "llama: fail"
         assert "layer 0, mlp" in out
-        assert cli.main(["verify", "llama", "--configs", "1", "--json"]) == 1
+        assert cli.main(["check-model", "llama", "--configs", "1", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["passed"], len(report["cases"]), report["cases"][0]["config"]["model_type"]) == (False, 1, "llama")
 
@@ -118,22 +118,22 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
 def test_verify_takes_a_directory(tmp_path, capsys):
     directory = checkpoint(tmp_path / "model")
     capsys.readouterr()
-    assert cli.main(["verify", str(directory)]) == 0
+    assert cli.main(["check-model", str(directory)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{directory}: pass"
     with (directory / "model.safetensors").open("r+b") as file:
         file.truncate(100)
-    assert cli.main(["verify", str(directory)]) == 2
+    assert cli.main(["check-model", str(directory)]) == 2
     assert "transformers cannot load it" in capsys.readouterr().err
 
 
 def test_verify_refuses_what_is_neither_with_one_message(capsys):
-    assert cli.main(["verify", "lama"]) == 2
+    assert cli.main(["check-model", "lama"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("lama is neither a directory with a config.json nor a family: llama, ")
     assert len(err.splitlines()) == 1
     with pytest.raises(SystemExit) as stop:
-        cli.main(["verify", "llama", "--configs", "0"])
+        cli.main(["check-model", "llama", "--configs", "0"])
     assert stop.value.code == 2
 
 
@@ -146,11 +146,17 @@ def test_a_wrong_command_line_is_status_2(capsys):
 
 
 def test_an_option_that_was_renamed_is_refused_by_name(capsys):
-    for words in (["--lineage", "a"], ["--lineage=a"]):
+    for words, message in (
+        (["train", "a.yaml", "--lineage", "a"], "--lineage is now --run-name"),
+        (["train", "a.yaml", "--lineage=a"], "--lineage is now --run-name"),
+        (["plan", "a.yaml", "--gpus", "8"], "--gpus is now --workers"),
+        (["plan", "a.yaml", "--workers", "8", "--gpu", "H200"], "--gpu is now --gpu-type"),
+        (["verify", "llama"], "ptf verify is now ptf check-model"),
+    ):
         with pytest.raises(SystemExit) as stop:
-            cli.main(["train", "a.yaml", *words])
+            cli.main(words)
         assert stop.value.code == 2
-        assert "--lineage is now --run-name" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_the_console_script_exits_with_the_status():

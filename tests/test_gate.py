@@ -65,7 +65,7 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
     def mean(values):
         return float(np.mean([v for v in values if not isinstance(v, str)]))
 
-    both = {"baseline/": then, "": now}
+    both = {"starting_model/": then, "": now}
     return {
         f"{p}{rate}/{source}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
         for p, v in both.items()
@@ -130,7 +130,7 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
     with pytest.raises(Worse, match=r"pass@8/test 0\.5 at the start, 0\.4 now; not a mean over rows"):
         gate.refuse_worse(
-            job, gate.comparisons(job, tmp_path, metrics | {"baseline/pass@8/test": 0.5, "pass@8/test": 0.4})
+            job, gate.comparisons(job, tmp_path, metrics | {"starting_model/pass@8/test": 0.5, "pass@8/test": 0.4})
         )
 
 
@@ -155,7 +155,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
             [{"user": n, "all/ndcg@10": value + n / 100} for n in range(10)],
         )
     gate.commit_rows(tmp_path)
-    metrics = {"baseline/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
+    metrics = {"starting_model/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
     with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 at the start"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
@@ -235,7 +235,7 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
         "max_new_tokens": 6,
     }
     job, artifact = staged(rl_raw)
-    assert artifact.metrics["reward/dev"] < artifact.metrics["baseline/reward/dev"]
+    assert artifact.metrics["reward/dev"] < artifact.metrics["starting_model/reward/dev"]
     with pytest.raises(Worse, match=r"worse than what training started from: reward/dev"):
         publish(job, artifact)
     assert published_versions.pointer(job.versions) is None

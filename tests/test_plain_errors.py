@@ -114,12 +114,12 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
         ("--mfu", "0"),
         ("--gpu-memory-gib", "-1"),
         ("--gpu-memory-gib", "inf"),
-        ("--num-gpus", "0"),
+        ("--workers", "0"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", str(short(tmp_path)), "--num-gpus", "8", option, value])
+        cli.main(["plan", str(short(tmp_path)), "--workers", "8", option, value])
     assert left.value.code == 2
     assert option in capsys.readouterr().err
 

@@ -195,7 +195,7 @@ class Gang:
                 if failures:
                     self._refuse_silent(ranks.values(), doing, SILENT_S)
                     raise self._verdict(failures, doing, ranks.values())
-                raise Lost(f"{self.label} {self._names(ranks.values())} did not finish {doing} within {timeout_s:g} s")
+                raise Lost(f"{self.label} {self._names(ranks.values())}: did not finish {doing} within {timeout_s:g} s")
             done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left, 1.0))
             for ref in done:
                 rank = ranks.pop(ref)

@@ -55,8 +55,9 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
     return 2 * n**3 / best
 
 
-def memory_gib(device: torch.device) -> float:
-    """Return the peak GPU memory of this process since the last call; without a GPU, its resident memory now."""
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak of the GPU memory that this process allocated since the last call; without a GPU, its
+    resident memory now."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)

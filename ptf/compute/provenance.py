@@ -104,14 +104,17 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, a
         if now["packages"].get(name) != old
     ]
     if saved.get("allowed") != now.get("allowed"):
-        changed.append("the allowed answers (rollout.allowed) changed")
+        raise UserError(
+            f"the allowed answers (rollout.allowed) are others than those of {place}; a run keeps its own: give "
+            "them back, or start a new run"
+        )
     if saved["ptf"] != now["ptf"]:
         changed.insert(0, f"ptf's code was {saved['ptf']}, is {now['ptf']}")
     message = f"since {place} was written: {'; '.join(changed)}"
     if changed and not accepted:
         raise UserError(
-            f"{message}. A run that continues may differ from one that never stopped; checkpoint.accept_changes: "
-            "true continues anyway"
+            f"{message}. A run that continues may differ from one that never stopped; "
+            "checkpoint.accept_version_changes: true continues anyway"
         )
     if changed and tell:
         print(f"continuing, although {message}", flush=True)

@@ -16,12 +16,12 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 
-CLOCKS = ("tokens_per_s", "mfu", "memory_gib", "time")
+CLOCKS = ("tokens_per_s", "generated_tokens_per_step_second", "mfu", "peak_memory_gib", "time")
 
 
 def is_clock(name: str) -> bool:
     """Return whether a field measures time or memory, so that it differs between two equal runs."""
-    return name in CLOCKS or name.endswith("_s") or name.startswith(("seconds/", "memory_gib/"))
+    return name in CLOCKS or name.endswith("_s") or name.startswith(("seconds/", "peak_memory_gib/"))
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -192,7 +192,7 @@ class Tracker:
         shown = " ".join(
             f"{name} {value:<9.4g}"
             for name, value in metrics.items()
-            if not name.startswith(("seconds/", "memory_gib/", "denominator"))
+            if not name.startswith(("seconds/", "peak_memory_gib/", "denominator"))
         )
         return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 

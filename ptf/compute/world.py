@@ -64,7 +64,11 @@ class World:
 
     def max(self, value: float) -> float:
         """Return the largest value over all ranks, of values of the host."""
-        return float(self._max(torch.tensor(float(value), dtype=torch.float64)))
+        return self.maxima(value)[0]
+
+    def maxima(self, *values: float) -> list[float]:
+        """Return the largest of each value over all ranks, of values of the host."""
+        return self._max(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_and_max(self, sums: torch.Tensor, largest: torch.Tensor) -> tuple[list[float], list[float]]:
         """Return the sums of one vector over the data-parallel ranks, and the maxima of another over all ranks.
@@ -138,11 +142,13 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 def make_mesh(device: str, size: int, replicate: int, tensor: int) -> DeviceMesh:
     """Build a mesh replicate × shard × tensor.
 
-    Neighbours form a tensor group: they share a machine and its fast links. Raises UserError unless replicate × tensor
-    divides the ranks.
+    Neighbours form a tensor group: they share a machine and its fast links. Raises UserError unless `replicate` ×
+    `tensor` divides the ranks.
     """
     if size % (replicate * tensor):
-        raise UserError(f"compute.mesh: replicate ({replicate}) × tensor ({tensor}) must divide the {size} workers")
+        raise UserError(
+            f"compute.mesh: replicate ({replicate}) × tensor_parallel_size ({tensor}) must divide the {size} workers"
+        )
     mesh = init_device_mesh(
         device, (replicate, size // (replicate * tensor), tensor), mesh_dim_names=("replicate", "shard", "tensor")
     )

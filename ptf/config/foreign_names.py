@@ -33,7 +33,9 @@ GROUP = at("rollout.group_size")
 KL = at("algo.kl_coef", "algo.beta")
 KL_IN = at("algo.kl_in", note="loss or reward")
 ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
-WORKERS = at("compute.workers", note="all GPUs of all machines together")
+WORKERS = at(
+    "compute.workers", note="training processes, one per GPU, of all machines; pools of rollouts have GPUs of their own"
+)
 SHARDED = at("compute.mesh", note="weights, gradients and optimizer are always sharded over the workers (FSDP2)")
 RECIPE = at("recipe")
 LOGGED = at("track.wandb", note="a project of W&B; metrics.jsonl is always written, TensorBoard by default")
@@ -67,7 +69,7 @@ FOREIGN: dict[str, Here] = {
         "train.micro_batch_size", note="passes follow from it and train.global_batch_size"
     ),
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size", "num_mini_batches"), PARTS),
-    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.epochs")),
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.update_epochs")),
     # data
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), LENGTH),
     **dict.fromkeys(("max_prompt_length", "model_max_length"), LENGTH),

@@ -83,7 +83,7 @@ def launch(job: Job) -> list[str]:
         faults.append("output must be a directory on this machine; publish.to may be a URI")
     if workers % (mesh.replicate * mesh.tensor_parallel_size):
         faults.append(
-            f"compute.mesh: replicate ({mesh.replicate}) × tensor ({mesh.tensor_parallel_size}) "
+            f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({mesh.tensor_parallel_size}) "
             f"must divide compute.workers ({workers})"
         )
     if job.compute.launcher == "local" and workers > 1:
@@ -112,18 +112,6 @@ def held_out(job: Job) -> list[str]:
         for name in job.evaluate.metrics
         if name in taken or "/" in name
     ]
-    faults += [
-        f"data.validation.{name} has the name of one of data.sources, and both may report loss/{name}; rename one"
-        for name in job.data.validation
-        if name in job.data.sources
-    ]
-    if job.rollout and job.train.validate_every and len(job.data.sources) > 1:
-        faults += [
-            f"evaluate.sources.{name} has the name of one of data.sources, and both report reward/{name}; "
-            "rename one of them"
-            for name in job.evaluate.sources
-            if name in job.data.sources
-        ]
     return faults
 
 

@@ -31,7 +31,8 @@ class Job(Section):
     recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
     output: str = free("runs")
-    """Directory under which each run gets one of its own, with its name."""
+    """Directory of the runs, each in a directory of its name. A run is found by `output` and its name: to continue it
+    with another `output`, move its directory there first."""
     seed: Count = 0
     """Seed of everything random."""
     model: ModelConfig

@@ -40,7 +40,7 @@ class Lanes:
     reorder: bool = False  # permute the events of a basket each time it is read
     share_prefixes: bool = False  # compute a prefix that several samples of a sequence share once
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
-    max_bad: float = 0.0
+    max_bad_rows_share: float = 0.0
     wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder
     _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
     _gives_samples: dict[str, bool] = field(default_factory=dict)  # whether any row of a source gives a sample
@@ -89,7 +89,7 @@ class Lanes:
         """Return the encoded stream of a source in a lane."""
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
-        aside = Quarantine(file, self.max_bad).add if self.quarantine else None
+        aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share_prefixes)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)

@@ -55,7 +55,7 @@ class Mixture:
                 raise UserError(
                     f"the files of data.sources.{name} do not tell how many rows they have, "
                     "and without sampling weights, sources are mixed by their rows: "
-                    "give it `rows` (their number, roughly), or give the sources a `sampling_weight`"
+                    "give it `row_count` (roughly), or give the sources a `sampling_weight`"
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
@@ -78,15 +78,15 @@ class Mixture:
 
 def rows_of(name: str, spec: SourceSpec, found: int | None) -> int | None:
     """Return the number of rows of a source in an epoch: the number `found` in its files or, if the files do not tell
-    it, `rows` of the config; at most `limit`.
+    it, `row_count` of the config; at most `limit`.
 
     Raise UserError if the files and the config give different numbers.
     """
     if found is not None and spec.rows is not None and found != min(spec.rows, spec.limit or spec.rows):
         limited = "" if spec.limit is None else f" within limit ({spec.limit})"
         raise UserError(
-            f"data.sources.{name}.rows is {spec.rows}, but its files contain {found} rows{limited}; "
-            "remove `rows`: ptf counts these files itself"
+            f"data.sources.{name}.row_count is {spec.rows}, but its files contain {found} rows{limited}; "
+            "remove `row_count`: ptf counts these files itself"
         )
     rows = spec.rows if found is None else found
     return rows if rows is None or spec.limit is None else min(rows, spec.limit)

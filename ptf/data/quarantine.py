@@ -60,14 +60,14 @@ def _half_character(value: Any) -> str | None:
 class Quarantine:
     """The file of a source's bad rows, and the limit on their share."""
 
-    def __init__(self, file: str | Path | None, max_bad: float) -> None:
+    def __init__(self, file: str | Path | None, max_bad_rows_share: float) -> None:
         """Create a quarantine.
 
-        `max_bad` is the largest share of a source's rows that may be bad. Without a file the rows are only counted,
-        because another process writes them.
+        `max_bad_rows_share` is the largest share of a source's rows that may be bad. Without a file the rows are only
+        counted, because another process writes them.
         """
         self.file = Path(file) if file else None
-        self._max_bad = max_bad
+        self._max_bad = max_bad_rows_share
         self._written: set[str] | None = None  # locations; None until the file is read
 
     def add(self, row: BadRow, counts: Mapping[str, int]) -> None:
@@ -79,8 +79,8 @@ class Quarantine:
             self._write(row, self.file)
         if counts["bad"] > self._max_bad * max(counts["rows"], FEW):
             raise UserError(
-                f"{counts['bad']} of {counts['rows']} rows are bad, more than data.max_bad ({self._max_bad:g}) "
-                f"allows; the last is {row.where}: {row.reason}"
+                f"{counts['bad']} of {counts['rows']} rows are bad, more than data.max_bad_rows_share "
+                f"({self._max_bad:g}) allows; the last is {row.where}: {row.reason}"
             )
 
     def _write(self, row: BadRow, file: Path) -> None:

@@ -91,14 +91,14 @@ def write(
     too_long: TooLong,
     tokenizer: Tokenizer,
     config_fingerprint: str,
-    max_bad: float | None = None,
+    max_bad_rows_share: float | None = None,
     processes: int = 1,
 ) -> Mapping[str, Any]:
     """Encode every row of a source into a local directory, and return its manifest.
 
-    A large source is encoded in `processes`, and progress is printed every few seconds. With `max_bad`, that share of
-    the rows may be bad; they are listed in `bad_rows.jsonl`. The manifest is written last; where one exists already,
-    from the same tokenizer and config, nothing is done.
+    A large source is encoded in `processes`, and progress is printed every few seconds. With `max_bad_rows_share`, that
+    share of the rows may be bad; they are listed in `bad_rows.jsonl`. The manifest is written last; where one exists
+    already, from the same tokenizer and config, nothing is done.
     """
     made_with = {**made_by(tokenizer), "config": config_fingerprint}
     root = Path(directory)
@@ -109,9 +109,9 @@ def write(
     with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad or 0.0)
+        quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share or 0.0)
         reader = Reader(Location.of(spec))
-        work = _Work(encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad is not None)
+        work = _Work(encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad_rows_share is not None)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)

@@ -61,7 +61,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """The reward function or the environment failed; the episode is left out of every advantage."""
+    """The reward function or the environment failed. Recipes that train on rewards leave the episode out."""
 
     reason: str
 

@@ -42,7 +42,7 @@ def trial_lines(trials: Sequence[Trial]) -> list[RenderableType]:
     texts = [f"{trial.setting}: {'fits' if trial.fits else why_not(trial)}" for trial in trials]
     if trials and trials[-1].fits:
         setting = trials[-1].setting
-        arguments = [f"--num-gpus {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
+        arguments = [f"--workers {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
         texts.append(f"Give {' '.join(arguments)}")
     elif trials:
         texts.append("nothing that was tried fits")
@@ -85,6 +85,7 @@ def _online_as_json(plan: OnlineBudget) -> dict[str, object]:
     sync = {"transport": plan.transport, "gib": plan.sync.sent / GIB, "seconds": plan.sync.seconds}
     update = {"flops": plan.update.flops, "tokens": plan.update.tokens, "seconds": plan.update.seconds}
     return {
+        "gpus": plan.gpus,
         "memory_gib": phases,
         "host_gib_per_worker": plan.host / GIB,
         "engine": engine | {"answers": plan.engine.answers},
@@ -99,6 +100,7 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
     """Return the tables of an online job's plan and the sentences below them, in the order of printing."""
     engine, sync, update = plan.engine, plan.sync, plan.update
     texts = [
+        f"GPUs in all pools: {plan.gpus}",
         (
             f"rollout: {engine.cache / GIB:.1f} GiB of keys and values on each device, beside "
             f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.answers:,.0f} answers of data.seq_len tokens"

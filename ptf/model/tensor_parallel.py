@@ -166,7 +166,7 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
     if unknown:
         raise UserError(
             f"compute.mesh.tensor_parallel_size: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
-            "train the model with tensor: 1"
+            "set compute.mesh.tensor_parallel_size: 1"
         )
     model.group, model.first = group, 0
     if model.config.head == "lm":

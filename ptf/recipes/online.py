@@ -26,7 +26,7 @@ class OnlineConfig(AlgoConfig):
     probabilities differ by rounding, and null in fp32."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
-    epochs: Positive = 1
+    update_epochs: Positive = 1
     """Number of passes over the rollouts of a step."""
     minibatches: Positive = 1
     """Number of optimizer steps in each pass over the rollouts."""
@@ -49,8 +49,8 @@ class OnlineConfig(AlgoConfig):
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Return what `rollout.top_p` below 1 excludes, and whether it is configured."""
-        several = self.epochs * self.minibatches > 1
-        return {"several updates from the same rollouts; give algo.epochs: 1 and algo.minibatches: 1": several}
+        several = self.update_epochs * self.minibatches > 1
+        return {"several updates from the same rollouts; give algo.update_epochs: 1 and algo.minibatches: 1": several}
 
 
 class RewardedConfig(OnlineConfig):
@@ -59,7 +59,8 @@ class RewardedConfig(OnlineConfig):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
     overlong_buffer_tokens: Count = 0
-    """Answers within this many tokens of `rollout.max_new_tokens` lose reward, linearly down to -1."""
+    """Length penalty (DAPO): a term is added to the reward that falls linearly from 0, this many tokens before
+    `rollout.max_new_tokens`, to -1 at it. 0: no penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "loss"

@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]  # each is a sum, which the step divides by the deno
 
 
 @dataclass(frozen=True)
-class FrozenModel:
+class FrozenModelSpec:
     """A frozen model that a loss uses."""
 
     path: str | None = None  # directory, Hugging Face id or URI; None: the model that training starts from
@@ -36,7 +36,7 @@ class Recipe(Protocol):
     head: ClassVar[Literal["lm", "scalar"]]
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """Frozen models by role name."""
         ...
 
@@ -64,7 +64,9 @@ class AnnotatingRecipe(Recipe, Protocol):
 
     @property
     def annotated_by(self) -> tuple[object, ...]:
-        """The settings of the recipe that decide the annotations."""
+        """Every setting that changes what `annotations` returns: it is part of the name under which they are stored,
+        and a later run with another value of a setting that is missing here would use them. The code of a plugin is not
+        part of the name; add a version number of yours, and change it with the code."""
         ...
 
     def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
@@ -109,7 +111,7 @@ class OnlineRecipe(Recipe, Protocol):
         ...
 
     @property
-    def epochs(self) -> int:
+    def update_epochs(self) -> int:
         """Passes over the rollouts of a step."""
         ...
 
@@ -122,8 +124,9 @@ class OnlineRecipe(Recipe, Protocol):
     def needs_old_logprobs(self) -> bool:
         """Whether `compute_advantages` and `loss` need the column `old_logprobs`.
 
-        If not, the loss reports how far the engine's log-probs are from those that it computes, by the metrics
-        `logprob_diff_mean`, `logprob_diff_share` (of tokens beyond `logprob_diff_bound`) and `logprob_diff_max`.
+        If not, `loss` must return the metrics `logprob_diff_mean`, `logprob_diff_share` (of tokens beyond
+        `logprob_diff_bound`) and `logprob_diff_max`, as `GRPO.logprob_differences` computes them: the run compares them
+        with the limits of `rollout` before each optimizer step.
         """
         ...
 

@@ -87,6 +87,7 @@ def online_fault(recipe: type) -> str | None:
 RENAMED_METHODS = {
     "companions": "frozen_models",
     "credit": "compute_advantages",
+    "epochs": "update_epochs",
     "is_probability": "scores_are_logits",
     "needs_old": "needs_old_logprobs",
     "precomputed": "precompute",

@@ -84,7 +84,7 @@ class Role(Protocol):
         """Move everything that `offload` moved away back to the device."""
         ...
 
-    def memory_gib(self) -> float:
+    def peak_memory_gib(self) -> float:
         """Return the peak GPU memory of this role since the last call; without a GPU, the resident memory now."""
         ...
 
@@ -137,7 +137,7 @@ class RoleGroup(Protocol):
         ...
 
     def memory(self) -> list[float]:
-        """Return Role.memory_gib of each worker."""
+        """Return Role.peak_memory_gib of each worker."""
         ...
 
     def where(self) -> list[str]:
@@ -290,7 +290,7 @@ class LocalRoleGroup:
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""
-        return [self.role.memory_gib()]
+        return [self.role.peak_memory_gib()]
 
     def where(self) -> list[str]:
         """See RoleGroup.where."""

@@ -155,7 +155,7 @@ class Controller:
             if len(usable) == rollout_config.prompts:
                 self.rollout.call("expect_weights")
                 break
-        metrics = self.outcome_metrics(sampled) | {"reward_retries": self.take_retries()}
+        metrics = self.outcome_metrics(sampled) | {"rewards_retried": self.take_retries()}
         if not usable:
             self._report_equal_rewards(len(sampled), metrics["reward"])
         return usable or groups, metrics, reward_s
@@ -188,10 +188,10 @@ class Controller:
                 f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no result; {first_reason}",
                 flush=True,
             )
-        if len(reasons) > self.rollout_config.max_no_result * len(answers) or not len(values):
+        if len(reasons) > self.rollout_config.max_no_result_share * len(answers) or not len(values):
             raise UserError(
                 f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no reward "
-                f"(rollout.max_no_result is {self.rollout_config.max_no_result:g}); {first_reason}"
+                f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}"
             )
         versions = np.concatenate([generation.versions for t in answers for generation in t.generations])
         return {
@@ -208,7 +208,7 @@ class Controller:
                 if self.rollout_config.environment
                 else {}
             ),
-            "zero_variance_groups": 1 - sum(map(rewards_differ, groups)) / len(groups),
+            "zero_variance_share": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 
     def reward_source(self) -> str:
@@ -227,7 +227,7 @@ class Controller:
         for t in answers:
             if isinstance(t.outcome, Reward):
                 values.setdefault(t.prompt.source, []).append(t.outcome.value)
-        return {f"reward/{source}": float(np.mean(of)) for source, of in sorted(values.items())}
+        return {f"source_reward/{source}": float(np.mean(of)) for source, of in sorted(values.items())}
 
     def logprobs_and_values(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.
@@ -292,7 +292,7 @@ class Controller:
                 "there is nothing to train on"
             )
         out = []
-        for epoch in range(self.recipe.epochs):
+        for epoch in range(self.recipe.update_epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(units))
             for part in np.array_split(order, min(self.recipe.minibatches, len(units))):
                 out.append([units[i] for i in part])
@@ -356,7 +356,7 @@ class Controller:
                     samples=0,
                     temperature=1.0,
                     max_new_tokens=min(self.job.evaluate.max_new_tokens, room),
-                    max_no_result=self.rollout_config.max_no_result,
+                    max_no_result_share=self.rollout_config.max_no_result_share,
                 )
                 metrics |= {f"{key}/{name}": value for key, value in rates.items()}
         return metrics
@@ -367,9 +367,12 @@ class Controller:
         seconds = {f"seconds/{name}": value for name, value in phases.items()}
         # sorted by memory, so that the largest value of each role is written last and remains
         memory = {
-            f"memory_gib/{phase.role}": phase.gib for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
+            f"peak_memory_gib/{phase.role}": phase.gib
+            for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
         }
-        speed = {"generated_tokens_per_s": metrics["generated"] / step_s, "step_s": step_s}
+        speed = {"generated_tokens_per_step_second": metrics["generated"] / step_s, "step_s": step_s}
+        if rollout_s := phases.get("rollout"):
+            speed["rollout_tokens_per_s"] = metrics["generated"] / rollout_s
         self.track.log(self.step, metrics | speed | seconds | memory)
 
     def save(self) -> None:
@@ -396,7 +399,7 @@ class Controller:
         step, path, manifest = newest
         refuse_frozen_changes(manifest["job"], self.job)
         provenance.refuse_other(
-            manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, tell=True
+            manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, tell=True
         )
         with self.cluster.phase(self.policy, "load"):
             self.policy.call("load", path)

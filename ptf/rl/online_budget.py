@@ -76,6 +76,11 @@ class OnlineBudget:
     problems: Sequence[str]
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    @property
     def fits(self) -> bool:
         """Whether every phase fits the GPU."""
         return not self.problems
@@ -226,7 +231,7 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
         for phase in pool.phases:
             if (total := pool.total(phase)) > room:
                 needed = f"{total / GIB:.1f} of {room / GIB:.1f} GiB"
-                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--num-gpus) or {_advice(phase)}"
+                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--workers) or {_advice(phase)}"
     if engine.answers < 1:
         yield (
             f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no answer of data.seq_len "

@@ -24,7 +24,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes import registry
-from ptf.recipes.protocol import FrozenModel, OnlineRecipe, Recipe
+from ptf.recipes.protocol import FrozenModelSpec, OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleGroup, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
@@ -107,7 +107,11 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
         engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plugin) else rollout_config.engine
-        print(f"rollout: engine={engine} workers={rollout_config.replicas} {', '.join(rollout.where())}", flush=True)
+        print(
+            f"rollout: engine={engine} replicas={rollout_config.replicas} "
+            f"tensor_parallel_size={rollout_config.tensor_parallel_size} {', '.join(rollout.where())}",
+            flush=True,
+        )
         controller = Controller(
             job,
             cast("OnlineRecipe", recipe),
@@ -188,7 +192,7 @@ def role_specs(
     if job.train.deterministic:
         frozen["seq_len"] = 0
     for role, frozen_model in recipe.frozen_models.items():
-        own = _frozen_model_model(job, frozen_model, role, start)
+        own = _own_model(job, frozen_model, role, start)
         if own or not is_own_reference(start.model):
             plans[role] = RoleSpec(role, LogprobModel, {**common, **frozen, **own}, workers, **mesh)
     if (critic := cast("OnlineRecipe", recipe).critic) is not None:
@@ -212,7 +216,7 @@ def role_specs(
     return plans
 
 
-def _frozen_model_model(job: Job, frozen_model: FrozenModel, role: str, start: Start) -> dict[str, Any]:
+def _own_model(job: Job, frozen_model: FrozenModelSpec, role: str, start: Start) -> dict[str, Any]:
     """Return the directory and config of a frozen model; an empty dict if it is the starting model.
 
     Raises UserError if its directory is missing, or its tokenizer is not the policy's.
@@ -229,7 +233,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
     reward_model = job.rollout and job.rollout.reward_model
     assert reward_model is not None
     directory = located(
-        FrozenModel(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
+        FrozenModelSpec(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
     )
     refuse_without_score(directory)
     return {

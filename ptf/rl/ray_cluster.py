@@ -78,7 +78,9 @@ class VerlRoleGroup:
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""
-        return self.gang.invoke("call", [("memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.memory_gib")
+        return self.gang.invoke(
+            "call", [("peak_memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.peak_memory_gib"
+        )
 
     def where(self) -> list[str]:
         """Describe each worker, with the memory that it uses."""

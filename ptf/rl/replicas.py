@@ -86,7 +86,9 @@ class Replicas:
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""
-        return self._each(lambda i: self._with_restarts(i, "memory_gib", lambda gang: self._ask(gang, "memory_gib")))
+        return self._each(
+            lambda i: self._with_restarts(i, "peak_memory_gib", lambda gang: self._ask(gang, "peak_memory_gib"))
+        )
 
     def where(self) -> list[str]:
         """Describe each worker, with the memory that it uses."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ptf.compute import checkpoint
-from ptf.compute.meter import memory_gib
+from ptf.compute.meter import peak_memory_gib
 from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.world import World, alone
 from ptf.config.logprob_limits import LogprobLimits
@@ -65,12 +65,12 @@ def logprob_check(
 
     def check(means: Mapping[str, float]) -> None:
         difference = LogprobDifference.of_metrics(means, tokens)
-        difference.refuse(limits, f"step {step}: the engine's and the trainer's log-probs of the sampled tokens")
+        difference.refuse(limits, f"step {step + 1}: the engine's and the trainer's log-probs of the sampled tokens")
 
     return check
 
 
-class FrozenModel:
+class FrozenModelRole:
     """A role whose model is not trained."""
 
     distributed: ClassVar[bool] = True
@@ -113,12 +113,12 @@ class FrozenModel:
         self.offloaded.restore()
 
     @broadcast
-    def memory_gib(self) -> float:
-        """See Role.memory_gib."""
-        return memory_gib(self.world.device)
+    def peak_memory_gib(self) -> float:
+        """See Role.peak_memory_gib."""
+        return peak_memory_gib(self.world.device)
 
 
-class LogprobModel(FrozenModel):
+class LogprobModel(FrozenModelRole):
     """A frozen model that computes log-probs: the reference, or a teacher."""
 
     def __init__(self, world: World, *, processing: LogitsProcessing, **kwargs: Any) -> None:
@@ -336,6 +336,6 @@ class Learner:
         self.offloaded.restore()
 
     @broadcast
-    def memory_gib(self) -> float:
-        """See Role.memory_gib."""
-        return memory_gib(self.world.device)
+    def peak_memory_gib(self) -> float:
+        """See Role.peak_memory_gib."""
+        return peak_memory_gib(self.world.device)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ptf.compute.meter import memory_gib
+from ptf.compute.meter import peak_memory_gib
 from ptf.compute.offload import own_file, release_freed_memory
 from ptf.compute.world import World
 from ptf.config import Plugin, plugin
@@ -189,9 +189,9 @@ class Sampler:
         self.engine.wake()
 
     @broadcast
-    def memory_gib(self) -> float:
-        """See Role.memory_gib."""
-        return memory_gib(self.world.device)
+    def peak_memory_gib(self) -> float:
+        """See Role.peak_memory_gib."""
+        return peak_memory_gib(self.world.device)
 
 
 def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int:

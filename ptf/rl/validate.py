@@ -21,14 +21,14 @@ def pass_rates(
     samples: int,
     temperature: float,
     max_new_tokens: int,
-    max_no_result: float,
+    max_no_result_share: float,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
 
     The rates are `greedy_pass_rate` (the one greedy answer passes), `reward` (its mean reward), and with samples > 1
     `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more.
     Answers without a result are counted in `no_result` and left out. Raises UserError if their share exceeds
-    `max_no_result`, because the remaining answers would be a biased sample.
+    `max_no_result_share`, because the remaining answers would be a biased sample.
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
@@ -39,7 +39,7 @@ def pass_rates(
     greedy = [group[0] for group in answer(1, 0.0, "greedy")]
     values = np.array([t.outcome.value for t in greedy if isinstance(t.outcome, Reward)])
     failed = [t.outcome.reason for t in greedy if isinstance(t.outcome, NoResult)]
-    if len(failed) > max_no_result * len(greedy) or not len(values):
+    if len(failed) > max_no_result_share * len(greedy) or not len(values):
         raise UserError(
             f"{len(failed)} of {len(greedy)} held-out answers have no reward; the first reason: "
             f"{failed[0] if failed else 'there are no prompts'}"

@@ -33,7 +33,7 @@ from ptf.model.packed_weights import packed_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
-from ptf.recipes.protocol import FrozenModel, Recipe
+from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.train.components import parts_of
 from ptf.train.frozen_models import forward_flops, needs_weights
 from ptf.train.optimizer_offload import BUCKET_BYTES
@@ -212,7 +212,7 @@ def budget(
     mfu: float = 0.4,
     gpu: str = "H100",
     recipe: Recipe | None = None,
-    beside: Mapping[str, FrozenModel] | None = None,
+    beside: Mapping[str, FrozenModelSpec] | None = None,
 ) -> Budget:
     """Return the budget of an offline job on `gpus` GPUs; `directory` needs only a config.json.
 
@@ -254,7 +254,7 @@ def budget(
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer_offload,
     )
-    in_step *= getattr(recipe, "epochs", 1) if job.rollout else 1
+    in_step *= getattr(recipe, "update_epochs", 1) if job.rollout else 1
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     dim, room = model.config.dim, room_gib * GIB
@@ -285,7 +285,7 @@ def _beside(
     recipe: Recipe,
     mesh: DeviceMesh,
     sizes: _Sizes,
-    by_role: Mapping[str, FrozenModel],
+    by_role: Mapping[str, FrozenModelSpec],
     others: Sequence[tuple[_Sizes | None, Flops]],
 ) -> tuple[float, int]:
     """Return the weights of the frozen models on the same GPUs, as a multiple of the elements of `sizes`, and the most
@@ -327,7 +327,7 @@ def frozen_memory(
 
 
 def _frozen_model(
-    frozen_model: FrozenModel, role: str, model: Decoder, mesh: DeviceMesh, precision: str
+    frozen_model: FrozenModelSpec, role: str, model: Decoder, mesh: DeviceMesh, precision: str
 ) -> tuple[_Sizes | None, Flops]:
     """Return a frozen model's sizes (None if they are the model's) and the FLOPs of its forward pass."""
     if frozen_model.same_architecture:

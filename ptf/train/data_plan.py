@@ -32,7 +32,7 @@ def preview_data(
             name: describe_order(ordered) for name, ordered in prompts.orders.items()
         }
     with tempfile.TemporaryDirectory() as aside:
-        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad=1.0)
+        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad_rows_share=1.0)
         return planned(lanes, job.train.global_batch_size, job.train.steps, exact=is_cheap(lanes, few)), {
             name: describe_order(lanes.opened(name)[0]) for name in lanes.sources
         }

@@ -42,7 +42,7 @@ def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None 
         reorder=data.baskets == "shuffle",
         share_prefixes=data.share_prefixes,
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
-        max_bad=data.max_bad,
+        max_bad_rows_share=data.max_bad_rows_share,
     )
 
 
@@ -109,7 +109,7 @@ def held_out_sequences(
 
     for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
-        set_aside = Quarantine(file, data.max_bad).add if data.on_bad_row == "skip" else None
+        set_aside = Quarantine(file, data.max_bad_rows_share).add if data.on_bad_row == "skip" else None
         units = pack_units_once(
             {name: spec},
             tokenizer=tokenizer,

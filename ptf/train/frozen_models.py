@@ -17,7 +17,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import refuse_larger_tokenizer, rows
-from ptf.recipes.protocol import FrozenModel
+from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train.components import without_adapters
 from ptf.train.starting_model import is_own_reference, start_directory
 from ptf.train.trainer import load_model
@@ -26,7 +26,7 @@ FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no fo
 
 
 def load_frozen_models(
-    by_role: Mapping[str, FrozenModel],
+    by_role: Mapping[str, FrozenModelSpec],
     job: Job,
     world: World,
     model_world: World,
@@ -69,7 +69,7 @@ def load_frozen_models(
     return loaded
 
 
-def located(frozen_model: FrozenModel, role: str, verify_up_to: float | None) -> Path:
+def located(frozen_model: FrozenModelSpec, role: str, verify_up_to: float | None) -> Path:
     """Return the frozen model's local directory, verified as `bridge.locate` does. Raises UserError if there is
     none."""
     try:
@@ -78,7 +78,7 @@ def located(frozen_model: FrozenModel, role: str, verify_up_to: float | None) ->
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 
 
-def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: FrozenModel, model: Path) -> None:
+def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: FrozenModelSpec, model: Path) -> None:
     """Raise UserError unless the frozen model's tokenizer gives the ids that the model is trained on.
 
     Its chat template is not used, so it may differ.
@@ -119,7 +119,7 @@ def checkpoint_section(spec: ModelConfig, path: Path) -> ModelConfig:
     return without_adapters(spec).model_copy(update={"path": str(path), "init": "pretrained"})
 
 
-def needs_weights(frozen_model: FrozenModel, spec: ModelConfig) -> bool:
+def needs_weights(frozen_model: FrozenModelSpec, spec: ModelConfig) -> bool:
     """Return whether the frozen model is a model of its own; `spec` is the section of the model that trains."""
     return frozen_model.path is not None or not is_own_reference(spec)
 

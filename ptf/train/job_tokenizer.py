@@ -41,7 +41,7 @@ def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
     """
     template = job.model.chat_template
     tokenizer.set_template(None if template is None else template_text(template), job.model.template_args)
-    return with_run_rendering(job, tokenizer, run, served=job.data.answer_text == "served")
+    return with_run_rendering(job, tokenizer, run, served=job.data.answer_text == "generation_prompt")
 
 
 def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:

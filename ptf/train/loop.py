@@ -11,7 +11,7 @@ import torch
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.meter import memory_gib, peak_flops
+from ptf.compute.meter import peak_flops, peak_memory_gib
 from ptf.compute.saver import Saver
 from ptf.compute.shutdown import StopSignal, on_sigterm
 from ptf.compute.tracking import Tracker
@@ -26,7 +26,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.sharding import compilation
 from ptf.recipes import registry
-from ptf.recipes.protocol import FrozenModel
+from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.dataloading import held_out_sequences, make_lanes, make_loader, planned_steps
@@ -40,7 +40,7 @@ from ptf.train.resume import refuse_frozen_changes
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
-from ptf.train.validate import held_out_loss
+from ptf.train.validate import held_out_metrics
 
 
 def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
@@ -146,7 +146,7 @@ class OfflineAttempt:
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
-    def load_by_role(self, by_role: Mapping[str, FrozenModel]) -> dict[str, Decoder]:
+    def load_by_role(self, by_role: Mapping[str, FrozenModelSpec]) -> dict[str, Decoder]:
         """Load frozen models by role."""
         return load_frozen_models(
             by_role,
@@ -224,10 +224,10 @@ class OfflineAttempt:
         ).tolist()
         metrics |= {"tokens": tokens, "packing_efficiency": tokens / slots}
         for name in job.data.sources:
-            if share := metrics.get(f"share/{name}"):
-                metrics[f"loss/{name}"] /= share
+            if share := metrics.get(f"source_share/{name}"):
+                metrics[f"source_loss/{name}"] /= share
             else:  # the source is the only one, or has no documents in this step
-                metrics.pop(f"loss/{name}", None)
+                metrics.pop(f"source_loss/{name}", None)
         reported = [name for name, applies in COUNTED.items() if applies(job)]
         without_samples, rows, *counts = world.sum(
             [self.loader.counts[name] for name in ("rows_without_samples", "rows", *reported)]
@@ -235,14 +235,10 @@ class OfflineAttempt:
         metrics["unused_rows_share"] = without_samples / max(1.0, rows)
         metrics |= dict(zip(reported, counts, strict=True))
         spent = time.perf_counter() - began
-        metrics |= {
-            "tokens_per_s": tokens / spent,
-            "mfu": work / spent / self.peak,
-            "memory_gib": memory_gib(world.device),
-        }
-        # the maximum is over all ranks, including those of one tensor-parallel group
-        is_stopping = world.max(float(self.stop_signal.is_set)) > 0
-        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, is_stopping
+        # the maxima are over all ranks, including those of one tensor-parallel group
+        stopping, peak_memory = world.maxima(float(self.stop_signal.is_set), peak_memory_gib(world.device))
+        metrics |= {"tokens_per_s": tokens / spent, "mfu": work / spent / self.peak, "peak_memory_gib": peak_memory}
+        return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.
@@ -260,14 +256,14 @@ class OfflineAttempt:
             raise UserError(f"{error}{repeats}. The documents of this step are in {directory}; {advice}") from error
         if self.world.leads:
             print(f"{error}; the step is skipped. Its documents are in {directory}", flush=True)
-        return {"skipped": 1.0}
+        return {"nonfinite_step_skipped": 1.0}
 
     def validate(self) -> dict[str, float]:
         """Measure the held-out losses. Early stopping and `train.lr_decay_at_loss` may move the end of the run
         nearer."""
         train = self.job.train
         micro_batch_size = 1 if train.deterministic else train.micro_batch_size
-        losses = held_out_loss(
+        losses = held_out_metrics(
             self.model,
             self.recipe,
             self.held_out,
@@ -306,7 +302,7 @@ class OfflineAttempt:
         step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
         refuse_frozen_changes(manifest["job"], self.job)
         provenance.refuse_other(
-            manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_changes, world.leads
+            manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, world.leads
         )
         with self.trainer.whole_optimizer():
             checkpoint.load_tensors(path, self.trainer.model, self.trainer.optimizer, world)
@@ -384,13 +380,13 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     if train.activation_checkpointing != "offload":
         stronger = "offload" if train.activation_checkpointing == "block" else "block"
         advice.append(f"set train.activation_checkpointing: {stronger}")
-    advice += [
-        "lower data.seq_len",
-        "raise compute.workers or compute.mesh.tensor_parallel_size",
-        "train adapters (model.lora)",
-    ]
+    if not train.optimizer_offload:
+        advice.append("set train.optimizer_offload: true")
+    advice.append("raise compute.workers or compute.mesh.tensor_parallel_size")
     return UserError(
-        f"out of memory ({str(error).splitlines()[0]}). {', or '.join(advice)}; `ptf plan` shows what a job needs"
+        f"out of memory ({str(error).splitlines()[0]}). To continue this run, {', or '.join(advice)}. A new run could "
+        "also have a lower data.seq_len or train adapters (model.lora). `ptf plan CONFIG --workers N --fit` looks for "
+        "settings that fit"
     )
 
 

@@ -36,7 +36,7 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import AnnotatingRecipe, FrozenModel
+from ptf.recipes.protocol import AnnotatingRecipe, FrozenModelSpec
 from ptf.train.batch_sharding import deal
 from ptf.train.components import without_adapters
 from ptf.train.frozen_models import located
@@ -46,7 +46,7 @@ from ptf.train.trainer import forget_forwards
 ROUND = 4  # micro-batches of each rank that are annotated at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group
 
-Load = Callable[[Mapping[str, FrozenModel]], dict[str, Decoder]]
+Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Decoder]]
 
 
 def annotate_sources(

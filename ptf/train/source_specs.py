@@ -15,7 +15,7 @@ def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("
             s.columns,
             s.limit,
             s.epochs or epochs,
-            s.rows,
+            s.row_count,
             s.config,
             s.split,
             s.revision,

@@ -14,7 +14,15 @@ from ptf.recipes import registry
 from ptf.train.dataloading import unread_columns
 from ptf.train.source_specs import specs
 
-SETTINGS = ("recipe", "algo", "data.seq_len", "data.too_long", "data.train_on", "data.on_bad_row", "data.max_bad")
+SETTINGS = (
+    "recipe",
+    "algo",
+    "data.seq_len",
+    "data.too_long",
+    "data.train_on",
+    "data.on_bad_row",
+    "data.max_bad_rows_share",
+)
 
 
 def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | None = None) -> dict[str, str]:
@@ -46,7 +54,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
             too_long=data.too_long,
             tokenizer=tokenizer,
             config_fingerprint=key,
-            max_bad=data.max_bad if data.on_bad_row == "skip" else None,
+            max_bad_rows_share=data.max_bad_rows_share if data.on_bad_row == "skip" else None,
             processes=processes,
         )
         spent = time.perf_counter() - began

@@ -147,7 +147,7 @@ def is_largest(metric: str) -> bool:
 
 
 class Trainer:
-    """A model, its optimizer, its schedule and its frozen frozen models."""
+    """A model, its optimizer, its schedule and the frozen models that its loss uses."""
 
     def __init__(
         self, model: Decoder, world: World, config: TrainConfig, frozen_models: Mapping[str, Decoder] | None = None

@@ -14,7 +14,7 @@ from ptf.train.batch_sharding import deal
 
 
 @torch.no_grad()
-def held_out_loss(
+def held_out_metrics(
     model: Decoder,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
@@ -51,7 +51,7 @@ FEW_SEQUENCES = 64  # below this number of packed sequences, each document becom
 
 
 @torch.no_grad()
-def held_out_losses(
+def held_out_sequence_losses(
     model: Decoder,
     recipe: Recipe,
     sequences: Sequence[Sequence[PackUnit]],

@@ -83,7 +83,7 @@ def test_the_error_that_explains_the_others_is_raised(gang):
 def test_a_deadline_names_who_is_late(gang):
     began = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=rf"rank 1 \(actor \w+, pid {gang.members[1].pid}.*not done with .*sleep after 1 s"
+        RuntimeError, match=rf"rank 1 \(actor \w+, pid {gang.members[1].pid}.*did not finish .*sleep within 1 s"
     ):
         gang.execute(time.sleep, [(0,), (3,)], timeout_s=1)
     assert time.monotonic() - began < 2.5

@@ -208,7 +208,7 @@ def test_of_all_that_ask_at_once_one_gets_it(job: Job, tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(type(one).__name__ for one in found) == ["RunInUse"] * 4 + ["Lease"]
+    assert sorted(type(one).__name__ for one in found) == ["Lease"] + ["RunInUse"] * 4
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"token": 1}'])

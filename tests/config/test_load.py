@@ -253,15 +253,11 @@ def test_rules_between_keys_are_reported_together(write):
     assert problems(
         "a.yaml",
         "v.yaml",
-        overrides=("compute={workers: 3, launcher: local}", "train.warmup_steps=20", "data.validation.chat.path=x"),
+        overrides=("compute={workers: 3, launcher: local}", "train.warmup_steps=20"),
     ) == [
         (
             "--set compute={workers: 3, launcher: local}  compute.launcher  local is one process; "
             "use ray or torchrun for compute.workers > 1"
-        ),
-        (
-            "--set data.validation.chat.path=x  data.validation.chat  has the name of one of data.sources, "
-            "and both may report loss/chat; rename one"
         ),
         (
             "--set train.warmup_steps=20  train.warmup_steps  and train.lr_decay_steps together are longer than the "
@@ -274,15 +270,12 @@ def test_rules_between_keys_are_reported_together(write):
     ]
 
 
-def test_a_held_out_reward_does_not_overwrite_that_of_a_source(write):
-    """Both metrics would be reward/chat, in one row."""
-    write(a=GRPO)
+def test_held_out_sources_may_have_the_names_of_trained_ones(write):
+    """Metrics of trained sources have names of their own: source_loss/NAME, source_reward/NAME."""
+    write(a=SFT, b=GRPO)
+    load("a.yaml", overrides=("data.validation.chat.path=x",))
     held_out = ("evaluate={sources: {chat: {path: x, kind: prompt}}}", "train.validate_every=2")
-    more = "data.sources.other={path: y, kind: prompt}"
-    (problem,) = problems("a.yaml", overrides=(*held_out, more))
-    assert problem.endswith("has the name of one of data.sources, and both report reward/chat; rename one of them")
-    load("a.yaml", overrides=held_out)  # one source has no metric of its own
-    load("a.yaml", overrides=(more, held_out[0].replace("{chat:", "{test:"), held_out[1]))
+    load("b.yaml", overrides=(*held_out, "data.sources.other={path: y, kind: prompt}"))
 
 
 def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
@@ -573,7 +566,7 @@ def test_resolve_puts_paths_in_place():
         job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"}
     )
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
-    chosen = dict.fromkeys(("config", "split", "revision", "rows"))
+    chosen = dict.fromkeys(("config", "split", "revision", "row_count"))
     done_chat = {
         "path": "/tok/chat",
         **chosen,

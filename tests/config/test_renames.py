@@ -48,7 +48,7 @@ data:
   prepare:
     use: ptf.data.events:generated  # moved
     args: {users: 10}
-  sources: {a: {path: a.jsonl, kind: events, rows: 7}}   # `rows` of a source are rows
+  sources: {a: {path: a.jsonl, kind: events, rows: 7}}   # `rows` of a source are counted
   "lanes": 4
 
 train: {steps: 10, 'rows': 8, lr: 1e-4,
@@ -68,7 +68,7 @@ data:
   prepare:
     use: ptf.events.prepare:generated  # moved
     args: {users: 10}
-  sources: {a: {path: a.jsonl, kind: events, rows: 7}}   # `rows` of a source are rows
+  sources: {a: {path: a.jsonl, kind: events, row_count: 7}}   # `rows` of a source are counted
   "partitions": 4
 
 train: {steps: 10, 'global_batch_size': 8, lr: 1e-4,
@@ -83,6 +83,7 @@ flow:
 CHANGES = [
     "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
     "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated",
+    "job.yaml:8  data.sources.a.rows is now data.sources.a.row_count",
     "job.yaml:9  data.lanes is now data.partitions",
     "job.yaml:11  train.rows is now train.global_batch_size",
     "job.yaml:12  train.micro_rows is now train.micro_batch_size",
@@ -157,6 +158,7 @@ def test_old_names_are_refused_at_their_lines(here):
         "`ptf upgrade job.yaml` rewrites it",
         "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated; "
         "`ptf upgrade job.yaml` rewrites it",
+        "job.yaml:8  data.sources.a.rows  is now data.sources.a.row_count; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:9  data.lanes  is now data.partitions; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:11  train.rows  is now train.global_batch_size; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:12  train.micro_rows  is now train.micro_batch_size; `ptf upgrade job.yaml` rewrites it",
@@ -229,7 +231,7 @@ def test_both_names_at_once_are_refused(here):
 
 def test_names_of_the_users_own_are_left_alone():
     own = {
-        "data": {"sources": {"lanes": {"path": "a", "rows": 3, "columns": {"rows": "r"}}}},
+        "data": {"sources": {"lanes": {"path": "a", "row_count": 3, "columns": {"rows": "r"}}}},
         "train": {"lr_multipliers": {"rows": 2.0}},
         "evaluate": {"metrics": {"stop": {"use": "mine:stop", "args": {"rows": 1, "group": 2, "gate": "start"}}}},
         "publish": {"to": "start"},

@@ -298,6 +298,6 @@ def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp
     assert [row.where for row in rows_in(file)] == ["a.jsonl:2", "a.jsonl:4", "a.jsonl:3"]
     with pytest.raises(
         UserError,
-        match=r"3 of 3 rows are bad, more than data\.max_bad \(0\.002\) allows; the last is a\.jsonl:3: `text` must be",
+        match=r"3 of 3 rows are bad, more than data\.max_bad_rows_share \(0\.002\) allows; the last is a\.jsonl:3",
     ):
         run([bad] * 10_000)

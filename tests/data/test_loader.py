@@ -345,7 +345,7 @@ def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: T
     ):
         make(sources, characters, world=3)
     half = make(sources, characters, 0, 2).state_dict()
-    with pytest.raises(UserError, match=r"no state of lanes \[1, 3\]"):
+    with pytest.raises(UserError, match=r"no state of the partitions \[1, 3\]"):
         make(sources, characters, 1, 2).load_state_dict(half)
 
 
@@ -450,7 +450,7 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
 
 def test_a_lane_of_which_nothing_is_left_does_not_end_the_run(characters: Tokenizer, tmp_path: Path) -> None:
     """Of 8 rows in the order of the file, a lane has the same ones in every epoch; those of two lanes are bad."""
-    options: dict[str, Any] = {"quarantine": str(tmp_path / "q"), "max_bad": 1.0}
+    options: dict[str, Any] = {"quarantine": str(tmp_path / "q"), "max_bad_rows_share": 1.0}
     bad = {"a": write(tmp_path, "a", 8, range(2, 4))}
     assert trained(bad, characters, 8, **options) == Counter(f"a{i}" for i in (0, 1, 4, 5, 6, 7))
     endless = make(bad, characters, encode=once, lanes=4, shuffle=0, **options)

@@ -87,7 +87,7 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
     sources = {"a": SourceSpec("a.jsonl.gz"), "b": SourceSpec("b.jsonl")}
     with pytest.raises(
         UserError,
-        match=r"data\.sources\.a do not tell how many rows they have.*give it `rows`.*or give the .* `sampling_weight`",
+        match=r"data\.sources\.a do not tell how many rows they have.*give it `row_count`.*or.* `sampling_weight`",
     ):
         Mixture(sources, 0).shares({"a": None, "b": 10})
     assert Mixture({**sources, "a": SourceSpec("a.jsonl.gz", rows=30)}, 0).shares({"a": None, "b": 10}) == {
@@ -96,7 +96,7 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
     }
     assert Mixture({**sources, "b": SourceSpec("b.jsonl", 2.0)}, 0).shares({"a": None, "b": 10}) == {"a": 1.0, "b": 2.0}
     assert Mixture({"a": sources["a"]}, 0).shares({"a": None}) == {"a": 1.0}
-    with pytest.raises(UserError, match=r"sources\.b\.rows is 11, but its files contain 10 rows; remove `rows`"):
+    with pytest.raises(UserError, match=r"sources\.b\.row_count is 11, but its files contain 10 rows; remove"):
         Mixture({"b": SourceSpec("b.jsonl", rows=11)}, 0).shares({"b": 10})
 
 

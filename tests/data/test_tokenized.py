@@ -240,7 +240,7 @@ def test_processes_write_what_one_does(
         json.dumps({"prompt": f"{i}+", "completion": "x" * (i * i % 40)}) if i % 700 != 9 else "{" for i in range(3000)
     ]
     source.write_text("\n".join(lines))
-    made = [write(str(source), tmp_path / f"t{n}", characters, max_bad=0.1, processes=n) for n in (1, 3)]
+    made = [write(str(source), tmp_path / f"t{n}", characters, max_bad_rows_share=0.1, processes=n) for n in (1, 3)]
     out = capfd.readouterr().out
     assert "tokenize: sums: 3,000 rows, 100%" in out
     assert "s to go" in out

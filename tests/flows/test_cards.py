@@ -62,7 +62,7 @@ def test_charts_follow_the_columns():
         {
             "step": n,
             "time": n,
-            "memory_gib": 1,
+            "peak_memory_gib": 1,
             "seconds/rollout": 2,
             "seconds/update": 3,
             "reward_std": 1,
@@ -73,7 +73,7 @@ def test_charts_follow_the_columns():
     ]
     rows[1] = {**rows[1], "loss/dev": 5}
     found = charts.charts(rows)
-    assert list(found) == ["loss", "reward", "seconds", "memory_gib"]
+    assert list(found) == ["loss", "reward", "seconds", "peak_memory_gib"]
     assert drawn(found["loss"]) == {"loss": [(1, 4), (2, 4)], "loss/dev": [(2, 5)]}
     assert drawn(found["seconds"]).keys() == {"seconds/rollout", "seconds/update"}
     assert charts.charts([]) == {}

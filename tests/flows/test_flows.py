@@ -183,6 +183,11 @@ def test_a_spin_keeps_out_of_the_runs_checkpoints(story):
 def unpublished(tmp_path_factory):
     """A run that goes on with a name, is preempted in training, is retried, and does not pass the gate."""
     toy = Toy(tmp_path_factory.mktemp("unpublished"))
+    unknown = toy("run", "--continue", "another")
+    assert unknown.returncode
+    assert "--continue another: runs has no run of this name" in unknown.stdout + unknown.stderr
+    (begun := toy.directory / "runs" / "a-run").mkdir(parents=True)
+    (begun / "job.yaml").write_text("# of an earlier attempt")
     words = ["--continue", "a-run", "--set", "train.lr=0.25", "--with", "retry:times=1,minutes_between_retries=0"]
     return toy, toy("run", *words, act="preempt unpublished")
 

@@ -57,7 +57,7 @@ RECIPES: Mapping[str, Recipe] = {
     "rm": RM(),
     "kd": KD(teachers={"teacher": TeacherConfig(path="-")}),
     "grpo": GRPO(),
-    "grpo, old log-probs": GRPO(epochs=2),
+    "grpo, old log-probs": GRPO(update_epochs=2),
 }
 
 

@@ -58,8 +58,10 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     beside = {"scores": {"auc/held_out", "length_baseline_auc/held_out", "calibration_error/held_out"}}.get(
         name, {"length_baseline_accuracy/held_out"}
     )
-    start = {key.removeprefix("baseline/"): value for key, value in found.items() if key.startswith("baseline/")}
-    assert found.keys() - seen.keys() == beside | {f"baseline/{key}" for key in start}
+    start = {
+        key.removeprefix("starting_model/"): value for key, value in found.items() if key.startswith("starting_model/")
+    }
+    assert found.keys() - seen.keys() == beside | {f"starting_model/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
     assert start.keys() == {*seen, *beside} - {"length_baseline_accuracy/held_out"}, (
         "the same of what training started from"
@@ -84,10 +86,10 @@ def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(
     start = facts(forward)[-1]
     run = train(raw, "run", train__lr=5e-3)
     found = measure_run(loads(yaml.safe_dump(raw)), run)
-    assert found.keys() == {"kl/held_out", "ce/held_out", "baseline/kl/held_out", "baseline/ce/held_out"}
-    assert found["baseline/kl/held_out"] == pytest.approx(start["divergence/held_out"], rel=1e-4)
-    assert found["baseline/ce/held_out"] == pytest.approx(start["ce/held_out"], rel=1e-4)
-    assert found["kl/held_out"] < 0.9 * found["baseline/kl/held_out"]
+    assert found.keys() == {"kl/held_out", "ce/held_out", "starting_model/kl/held_out", "starting_model/ce/held_out"}
+    assert found["starting_model/kl/held_out"] == pytest.approx(start["divergence/held_out"], rel=1e-4)
+    assert found["starting_model/ce/held_out"] == pytest.approx(start["ce/held_out"], rel=1e-4)
+    assert found["kl/held_out"] < 0.9 * found["starting_model/kl/held_out"]
     assert found["kl/held_out"] > facts(run)[-1]["divergence/held_out"], "of three tokens and the rest it is less"
 
 
@@ -178,8 +180,8 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
     found = measure_run(job, run)
     answers = [json.loads(line)["answer"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
     assert found["longest/test"] == max(map(len, answers))
-    assert found["at_least/test"] == found["baseline/at_least/test"] == 999
-    assert "baseline/longest/test" in found
+    assert found["at_least/test"] == found["starting_model/at_least/test"] == 999
+    assert "starting_model/longest/test" in found
 
 
 def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path):
@@ -191,17 +193,17 @@ def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path
     old |= {"next/all/ndcg@5": 0.6, "start/next/new/hr@5": 0.7, "loss/test": 0.8, "train/reward": 0.9}
     found = with_current_names(job := loads(yaml.safe_dump(raw)), old)
     assert found == {"greedy_pass_rate/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
-        "baseline/greedy_pass_rate/test": 0.5,
+        "starting_model/greedy_pass_rate/test": 0.5,
         "all/ndcg@5/next": 0.6,
-        "baseline/new/hr@5/next": 0.7,
+        "starting_model/new/hr@5/next": 0.7,
         "loss/test": 0.8,
         "train/reward": 0.9,
     }
     assert with_current_names(job, found) == found
     assert with_current_names(job, {"pass@1/test": 0.1, "start/pass@1/test": 0.2, "start/loss/test": 0.3}) == {
         "greedy_pass_rate/test": 0.1,
-        "baseline/greedy_pass_rate/test": 0.2,
-        "baseline/loss/test": 0.3,
+        "starting_model/greedy_pass_rate/test": 0.2,
+        "starting_model/loss/test": 0.3,
     }
 
 

@@ -21,7 +21,7 @@ FAULTS = {
     "SIGKILL": "died while doing",
     "garbage": "log-probs that are not numbers",
     "SIGSTOP": "has not answered for",
-    "hang": "not done with",
+    "hang": "did not finish",
 }
 DEADLINE_S = 25.0  # of a call, and of a process's start, which takes 6 s of an idle core
 

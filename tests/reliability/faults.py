@@ -111,7 +111,7 @@ def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
         "group_size": GROUP,
         "max_new_tokens": 6,
         "reward_timeout_s": DEADLINE_S,
-        "max_no_result": 0.5,
+        "max_no_result_share": 0.5,
     }
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}
     never = {**args, "at": 10**9}

@@ -129,7 +129,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (torch.Tensor, "backward"),
         (torch.optim.AdamW, "step"),
         (Trainer, "step"),
-        (ptf.train.loop, "held_out_loss"),
+        (ptf.train.loop, "held_out_metrics"),
         (ptf.train.loop, "export"),
         (ptf.train.loop.OfflineAttempt, "restore"),
         (ptf.run, "write_job_file"),

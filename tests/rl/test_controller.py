@@ -120,7 +120,7 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
             )
             rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "zero_variance_groups": equal}
             rows = read_metrics(train({**raw, "rollout": rollout}, equal) / "metrics.jsonl")
-        assert 0.2 < sum(row["zero_variance_groups"] for row in rows) / len(rows) < 0.8
+        assert 0.2 < sum(row["zero_variance_share"] for row in rows) / len(rows) < 0.8
     assert trained["replace"] == [8] * 6
     assert max(trained["keep"]) < 8
 
@@ -138,8 +138,8 @@ def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "zero_variance_groups": "replace", "max_rounds": 2}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
-    assert rows[0]["zero_variance_groups"] < 1
-    assert [row["zero_variance_groups"] for row in rows[3:]] == [1.0] * 3
+    assert rows[0]["zero_variance_share"] < 1
+    assert [row["zero_variance_share"] for row in rows[3:]] == [1.0] * 3
 
 
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
@@ -326,14 +326,14 @@ def test_rewards_are_told_by_source(raw, tmp_path):
     """With several sources, the metrics contain the mean reward of each."""
     (row,) = read_metrics(train({**raw, "train": {**raw["train"], "steps": 1}}) / "metrics.jsonl")
     assert row["staleness"] == 0
-    assert not any(name.startswith("reward/") for name in row)
+    assert not any(name.startswith("source_reward/") for name in row)
     prompt = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
     raw["data"]["sources"] = {"p": prompt, "q": prompt}
     rows = read_metrics(train({**raw, "train": {**raw["train"], "steps": 3}}, "two") / "metrics.jsonl")
     for row in rows:
-        assert {name for name in row if name.startswith("reward/")} - {"reward/dev"} == {"reward/p", "reward/q"}
-        assert row["reward"] == pytest.approx((row["reward/p"] + row["reward/q"]) / 2)
-    assert any(row["reward/p"] != row["reward/q"] for row in rows)
+        assert {name for name in row if name.startswith("source_reward/")} == {"source_reward/p", "source_reward/q"}
+        assert row["reward"] == pytest.approx((row["source_reward/p"] + row["source_reward/q"]) / 2)
+    assert any(row["source_reward/p"] != row["source_reward/q"] for row in rows)
 
 
 @pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])

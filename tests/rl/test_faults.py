@@ -12,7 +12,7 @@ SAID = {
     "raise": "out of order",
     "SIGKILL": "died while doing",
     "SIGSTOP": "has not answered for",
-    "hang": "not done with",
+    "hang": "did not finish",
 }
 
 

@@ -144,7 +144,7 @@ def test_answers_without_a_result_enter_no_advantage():
     assert GRPO().compute_advantages([(ok[0], failed)]) == []
 
 
-@pytest.mark.parametrize("rest", [{}, {"kl_coef": 0.1, "epochs": 2, "clip_low": 0.01, "tis_cap": 0.9}])
+@pytest.mark.parametrize("rest", [{}, {"kl_coef": 0.1, "update_epochs": 2, "clip_low": 0.01, "tis_cap": 0.9}])
 def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path, rest):
     """Its coefficients do not add up to the number of answers that a step divides by."""
     model, family = bridge.build(checkpoint(tmp_path / "m"))

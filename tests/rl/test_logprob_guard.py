@@ -80,7 +80,7 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
     assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
 
 
-@pytest.mark.parametrize("loss_aggregation", ["tokens", "samples", "constant_length"])
+@pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
@@ -91,7 +91,7 @@ def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation
     off[0, 0] = 0.5  # of the first answer's four tokens
     found = recipe.logprob_differences(TokenLogprobs(off, off, torch.zeros_like(off)), batch)
     units = float(recipe.denominator(batch))
-    share = 1 / 12 if loss_aggregation == "tokens" else 1 / 4 / 2
+    share = 1 / 12 if loss_aggregation == "token_mean" else 1 / 4 / 2
     assert float(found["logprob_diff_mean"]) / units == pytest.approx(0.25 + 0.25 * share)
     assert float(found["logprob_diff_share"]) / units == pytest.approx(share)
     assert float(found["logprob_diff_max"]) == 0.5

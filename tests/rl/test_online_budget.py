@@ -32,7 +32,7 @@ def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: di
         "train": TRAIN,
         "rollout": {
             "reward": {"use": "ptf.rl.rewards:exact"},
-            "workers": 4,
+            "replicas": 4,
             "prompts": 64,
             "group_size": 8,
             "max_new_tokens": 256,
@@ -78,7 +78,7 @@ def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
 
 
 def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_path) -> None:
-    kl = {"kl_coef": 0.01, "epochs": 2}
+    kl = {"kl_coef": 0.01, "update_epochs": 2}
     plan = planned(tmp_path, algo=kl)
     assert {"update", "logprobs", "reference", "rollout"} <= phases(plan).keys()
     (pool,) = plan.pools
@@ -101,7 +101,7 @@ def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_pa
     assert adapted.pools[0].phases["reference"].keys() == {"policy"}
     assert adapted.pools[0].phases["update"]["policy"] < 0.8 * pool.phases["update"]["policy"]
 
-    ppo = planned(tmp_path, recipe="ppo", algo={"epochs": 2})
+    ppo = planned(tmp_path, recipe="ppo", algo={"update_epochs": 2})
     assert {"values", "update critic"} <= phases(ppo).keys()
     update = ppo.pools[0].phases
     assert update["values"]["critic"] < update["update critic"]["critic"] < update["update"]["policy"]  # no vocabulary
@@ -125,7 +125,7 @@ def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
 
 
 def test_an_update_has_the_answers_of_a_step_whatever_the_sequences_of_offline_jobs_are(tmp_path) -> None:
-    plan = planned(tmp_path, gpus=16, algo={"epochs": 2}, compute={"workers": 16}, rollout={"replicas": 16})
+    plan = planned(tmp_path, gpus=16, algo={"update_epochs": 2}, compute={"workers": 16}, rollout={"replicas": 16})
     assert plan.update.micro_batch_size == 2
     assert plan.update.tokens == 2 * 64 * 8 * 1024  # epochs × prompts × answers × tokens
     alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"replicas": 16, "prompts": 1})
@@ -150,9 +150,9 @@ def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsy
     )
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job(tmp_path).model_dump(mode="json", exclude_defaults=True)))
-    assert main(["plan", str(file), "--num-gpus", "4", "--gpu-memory-gib", "0.2"]) == 1
+    assert main(["plan", str(file), "--workers", "4", "--gpu-memory-gib", "0.2"]) == 1
     assert "does not fit: pool all, phase update" in capsys.readouterr().out
-    assert main(["plan", str(file), "--num-gpus", "4", "--json"]) == 0
+    assert main(["plan", str(file), "--workers", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     whole = planned(tmp_path)
     assert found["memory_gib"]["update"] == {

@@ -183,7 +183,7 @@ class Noting:
         self.waiting = False
         Noting.turns.append(f"{self.name} wakes")
 
-    def memory_gib(self) -> float:
+    def peak_memory_gib(self) -> float:
         return 0.25 if self.waiting else 2.0
 
 
@@ -310,9 +310,9 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
         size = sum(p.nbytes for p in learner.model.parameters())
         weights = [p.detach().sum().item() for p in learner.model.parameters()]
         release_freed_memory()
-        before = learner.memory_gib()
+        before = learner.peak_memory_gib()
         learner.offload()
-        assert (before - learner.memory_gib()) * 2**30 >= 0.99 * 3 * size, (
+        assert (before - learner.peak_memory_gib()) * 2**30 >= 0.99 * 3 * size, (
             "weights and both moments, but for parts of pages"
         )
         learner.onload()

@@ -75,7 +75,7 @@ class Echo:
         return self.log
 
     @broadcast
-    def memory_gib(self) -> float:
+    def peak_memory_gib(self) -> float:
         return 0.25
 
 
@@ -181,7 +181,7 @@ def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster)
         gang.timeout_s = 1.0
     # both are: either is first
     late = "|".join(rf"rollout {i} rank 0 \(actor \w+, pid {pid}," for i, pid in enumerate(pids))
-    with pytest.raises(Lost, match=rf"({late}).*not done with rollout\.sleep after 1 s"):
+    with pytest.raises(Lost, match=rf"({late}).*did not finish rollout\.sleep within 1 s"):
         group.call("sleep", 2.0)
     for gang in group.gangs:
         gang.timeout_s = 40.0

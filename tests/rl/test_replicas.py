@@ -92,7 +92,7 @@ class Worker:
         return [(self.weights, getattr(self, "asleep", False))] * len(items)
 
     @broadcast
-    def memory_gib(self) -> float:
+    def peak_memory_gib(self) -> float:
         return 0.5
 
 

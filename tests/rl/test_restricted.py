@@ -106,7 +106,7 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
     ("algo", "said"),
     [
         ({"minibatches": 2}, "several updates"),
-        ({"epochs": 2}, "several updates"),
+        ({"update_epochs": 2}, "several updates"),
         ({"kl_coef": 0.1}, "algo.kl_coef"),
         ({}, None),
     ],

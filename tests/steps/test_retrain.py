@@ -70,7 +70,7 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     better = again(raw, "better")
     assert "sums changed since first" in capsys.readouterr().out
     assert better.published == f"{root}/better"
-    assert better.metrics["baseline/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), (
+    assert better.metrics["starting_model/loss/held_out"] == pytest.approx(first.metrics["loss/held_out"], abs=1e-5), (
         "it began with what was published"
     )
     assert better.metrics["loss/held_out"] < first.metrics["loss/held_out"]
@@ -79,7 +79,7 @@ def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_p
     worse = again(
         raw | {"data": {**raw["data"], "sources": {"sums": {"path": str(tmp_path / "data/300*.jsonl")}}}}, "worse"
     )
-    assert worse.metrics["loss/held_out"] > worse.metrics["baseline/loss/held_out"]
+    assert worse.metrics["loss/held_out"] > worse.metrics["starting_model/loss/held_out"]
     assert worse.published is None
     assert published_versions.pointer(root) == published_versions.Pointer("better", ("first",))
     assert "retrain: not published: worse than what training started from: loss/held_out" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             frozen_models = {role: _frozen(directory, mesh, config.precision) for role in recipe.frozen_models}
             trainer = Trainer(model, World(rank=0, size=ranks, mesh=mesh), config, frozen_models)
             units = _units(job)
-            passes = config.sequences // ranks // config.micro_batch_size
+            passes = config.global_batch_size // ranks // config.micro_batch_size
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
             held = [model, *frozen_models.values()]
             live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))

@@ -13,7 +13,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 from ptf.recipes.sft.recipe import SFT
 
 
@@ -25,7 +25,7 @@ class Value:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:

@@ -114,11 +114,11 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
-    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.9"]) == 1
+    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.9"]) == 1
     text = capsys.readouterr().out
     assert "does not fit: activations take most" in text
     assert "--fit finds what to change" in text
-    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.9", "--fit"]) == 0
+    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.9", "--fit"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Give ")]
     assert main(["plan", str(file), "--gpu-memory-gib", "0.9", *line.removeprefix("Give ").split()]) == 0
 
@@ -212,5 +212,5 @@ def test_what_cannot_be_planned_is_refused(tmp_path, more, message) -> None:
 def test_configs_of_real_models_can_be_planned_from_a_config_json(tmp_path, name, capsys) -> None:
     """Their config.json is on the hub; here a small one of the same family stands for it."""
     directory(tmp_path, DENSE if "0p6b" in name else MOE)
-    assert main(["plan", f"configs/sft/{name}.yaml", "--num-gpus", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
+    assert main(["plan", f"configs/sft/{name}.yaml", "--workers", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
     assert "GiB on each GPU" in capsys.readouterr().out

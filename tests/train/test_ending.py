@@ -83,7 +83,7 @@ def scaled_loss(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_kept(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_loss(monkeypatch, {6})
-    with pytest.raises(UserError, match=r"step 3: .*nan.*The documents of this step are in .*nonfinite/step_00000002"):
+    with pytest.raises(UserError, match=r"step 3: .*nan.*The documents of this step are in .*nonfinite/step_00000003"):
         train(raw, "a")
     lines = (Path(raw["output"]) / "a" / "nonfinite" / "step_00000003" / "rank_00000.jsonl").read_text().splitlines()
     documents = [json.loads(line) for line in lines]
@@ -95,7 +95,7 @@ def test_a_step_may_be_left_out(raw: dict[str, Any], monkeypatch: pytest.MonkeyP
     scaled_loss(monkeypatch, {6})
     directory = train(raw, "a", train__on_nonfinite="skip")
     rows = read_metrics(directory / "metrics.jsonl")
-    assert [row["step"] for row in rows if row.get("skipped")] == [3]
+    assert [row["step"] for row in rows if row.get("nonfinite_step_skipped")] == [3]
     assert "loss" not in rows[2]
     assert all(torch.isfinite(w).all() for w in weights(directory).values())
 
@@ -110,7 +110,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
     raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 1.99, 5.0, 5.0])
-    monkeypatch.setattr(loop, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
+    monkeypatch.setattr(loop, "held_out_metrics", lambda *args: {"loss/held_out": next(losses)})
     raw["train"] |= {
         "validate_every": 2,
         "early_stopping": {"metric": "loss/held_out", "patience": 2, "min_delta": 0.1},
@@ -124,7 +124,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
 
 def test_the_best_checkpoint_is_kept_and_exported(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5, 2.2, 2.1])
-    monkeypatch.setattr(loop, "held_out_loss", lambda *args: {"loss/held_out": next(losses)})
+    monkeypatch.setattr(loop, "held_out_metrics", lambda *args: {"loss/held_out": next(losses)})
     raw["train"]["validate_every"] = 2
     raw["checkpoint"] = {"every": 2, "keep": 1, "best": {"metric": "loss/held_out"}}
     directory = train(raw, "a")
@@ -182,9 +182,9 @@ def test_other_code_is_refused_unless_accepted(
 ) -> None:
     train(raw, "a")
     monkeypatch.setattr(provenance, "code", lambda: "another")
-    with pytest.raises(UserError, match=r"ptf's code was \w+, is another.*checkpoint\.accept_changes"):
+    with pytest.raises(UserError, match=r"ptf's code was \w+, is another.*checkpoint\.accept_version_changes"):
         train(raw, "a")
-    train(raw, "a", checkpoint__accept_changes=True)
+    train(raw, "a", checkpoint__accept_version_changes=True)
     assert "continuing, although" in capsys.readouterr().out
 
 

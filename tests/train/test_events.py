@@ -170,8 +170,8 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
-    assert found["invalid/slates"] == found["baseline/invalid/slates"] == 0
-    assert found["reward/slates"] > found["baseline/reward/slates"] + 0.02
+    assert found["invalid/slates"] == found["starting_model/invalid/slates"] == 0
+    assert found["reward/slates"] > found["starting_model/reward/slates"] + 0.02
     assert agreed(directory, tmp_path) == 25 * 16 * 8
 
 
@@ -271,7 +271,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
         "catalogue": str(made / "catalogue.json"),
     }
     found, directory = trained(raw, "both")
-    losses = [(row["loss/chats"], row["loss/items"]) for row in read_metrics(directory / "metrics.jsonl")]
+    losses = [(row["source_loss/chats"], row["source_loss/items"]) for row in read_metrics(directory / "metrics.jsonl")]
     assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
     assert found["all/ndcg@10/next"] > 0.3
     tokenizer = Tokenizer.load(str(directory / "model"))

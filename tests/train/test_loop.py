@@ -97,7 +97,7 @@ def test_another_seed_is_another_run(raw):
 
 
 def test_how_sequences_are_split_into_passes_does_not_change_the_loss(raw):
-    a, b = train(raw, "a"), train(raw, "b", train__micro_sequences=1)
+    a, b = train(raw, "a"), train(raw, "b", train__micro_batch_size=1)
     for x, y in zip(facts(a), facts(b), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-6)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-5)
@@ -136,7 +136,7 @@ def test_a_finished_run_that_is_run_again_trains_nothing(raw):
 
 def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
     train(raw, "a")
-    train(raw, "a", train__micro_sequences=4)
+    train(raw, "a", train__micro_batch_size=4)
     with pytest.raises(UserError, match=r"train\.lr"):
         train(raw, "a", train__lr=2e-3)
 
@@ -193,7 +193,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(raw, 
 
     loss = SFT.loss
     monkeypatch.setattr(SFT, "loss", lambda *a: tuple(x if isinstance(x, dict) else x * float("nan") for x in loss(*a)))
-    with pytest.raises(UserError, match="step 0"):
+    with pytest.raises(UserError, match="step 1"):
         train(raw, "a")
 
 
@@ -209,7 +209,7 @@ def test_what_a_run_leaves_is_what_it_says(raw):
         "tokens_per_s",
         "mfu",
         "packing_efficiency",
-        "memory_gib",
+        "peak_memory_gib",
         "data_wait_s",
     } <= rows[0].keys()
     assert [r["step"] for r in rows if "loss/held_out" in r] == [4, 8, 12]
@@ -238,9 +238,9 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
     # a character a token, and the end of the turn
     trained = sum(len(row["messages"][1]["content"]) + 1 for row in rows)
     assert sum(row["denominator"] for row in found) == 2 * trained
-    assert found[0]["share/b"] > found[-1].get("share/b", 0.0)  # b has ended by then
+    assert found[0]["source_share/b"] > found[-1].get("source_share/b", 0.0)  # b has ended by then
     for row in found:
-        parts = [row[f"share/{name}"] * row.get(f"loss/{name}", 0.0) for name in "ab"]
+        parts = [row[f"source_share/{name}"] * row.get(f"source_loss/{name}", 0.0) for name in "ab"]
         assert row["loss"] == pytest.approx(sum(parts), rel=1e-6)
     stopped(monkeypatch, 5, lambda: train(made, "stopped"))
     assert same(weights(whole), weights(train(made, "stopped")))
@@ -267,15 +267,15 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
         ("7", "not JSON"),
         ("8", "a row mu"),
     }
-    made["data"]["max_bad"] = 0.001
+    made["data"]["max_bad_rows_share"] = 0.001
     (tmp_path / "train.jsonl").write_text("\n".join(["{}", *good[:20], "[]", "{}"] * 3) + "\n")
-    with pytest.raises(UserError, match=r"rows are bad, more than data\.max_bad \(0\.001\) allows"):
+    with pytest.raises(UserError, match=r"rows are bad, more than data\.max_bad_rows_share \(0\.001\) allows"):
         train(made, "b")
 
 
 def test_warm_up_and_decay_may_be_shares_of_the_run() -> None:
-    config = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup=0.1, decay=0.5)
-    same = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup=4, decay=20)
+    config = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup_steps=0.1, lr_decay_steps=0.5)
+    same = TrainConfig(steps=40, lr=1.0, schedule="linear", warmup_steps=4, lr_decay_steps=20)
     shares, steps = Schedule.of(config, 40), Schedule.of(same, 40)
     assert shares == steps
     assert [shares(step) for step in (0, 3, 20, 30)] == [0.25, 1.0, 1.0, 0.5]

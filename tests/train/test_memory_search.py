@@ -72,22 +72,22 @@ def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys:
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
     given = ["plan", str(file), "--gpu-memory-gib", "0.9"]
-    assert main([*given, "--num-gpus", "8"]) == 1
-    assert main([*given, "--num-gpus", "8", "--fit"]) == 0
+    assert main([*given, "--workers", "8"]) == 1
+    assert main([*given, "--workers", "8", "--fit"]) == 0
     text = capsys.readouterr().out
     assert "GiB, of which activations take most" in text
     (line,) = [line for line in text.splitlines() if line.startswith("Give ")]
     assert main([*given, *line.removeprefix("Give ").split()]) == 0
     capsys.readouterr()
-    assert main([*given, "--num-gpus", "8", "--fit", "--json"]) == 0
+    assert main([*given, "--workers", "8", "--fit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     *others, last = found["tried"]
     assert last["fits"]
     assert all(not one["fits"] and "GiB" in one["why"] for one in others)
     assert found["memory_gib"]["step"]["total"] <= 0.9
-    assert main(["plan", str(file), "--num-gpus", "8", "--fit", "--roofline"]) == 2
+    assert main(["plan", str(file), "--workers", "8", "--fit", "--roofline"]) == 2
     assert "give --fit first" in capsys.readouterr().err
-    assert main([*given, "--num-gpus", "3", "--fit", "--set", "compute.mesh.tensor_parallel_size=3"]) == 2
+    assert main([*given, "--workers", "3", "--fit", "--set", "compute.mesh.tensor_parallel_size=3"]) == 2
     assert "found no setting that the job can have:\n3 GPUs" in capsys.readouterr().err
-    assert main(["plan", str(file), "--num-gpus", "8", "--gpu-memory-gib", "0.01", "--fit"]) == 1
+    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.01", "--fit"]) == 1
     assert "nothing that was tried fits" in capsys.readouterr().out

@@ -287,6 +287,6 @@ def test_the_evaluate_stage_measures_what_training_measured_last_and_what_it_beg
     job = job_of(raw | {"model": {**raw["model"], **model}})
     directory = run(job, "run")
     found, rows = measure_run(job, directory), read_metrics(directory / "metrics.jsonl")
-    assert found.keys() == {"loss/held_out", "baseline/loss/held_out"}
+    assert found.keys() == {"loss/held_out", "starting_model/loss/held_out"}
     assert found["loss/held_out"] == pytest.approx(rows[-1]["loss/held_out"], abs=1e-4)
-    assert found["baseline/loss/held_out"] > found["loss/held_out"]
+    assert found["starting_model/loss/held_out"] > found["loss/held_out"]

@@ -142,7 +142,7 @@ def test_what_is_not_counted_is_refused_by_name(tmp_path, gpu, train, message):
 def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     write_config("Qwen3-0.6B", tmp_path / "model", num_hidden_layers=2)
     (tmp_path / "job.yaml").write_text(json.dumps(raw(tmp_path / "model")))
-    command = ["plan", str(tmp_path / "job.yaml"), "--num-gpus", "2", "--gpu-type", "H200", "--roofline"]
+    command = ["plan", str(tmp_path / "job.yaml"), "--workers", "2", "--gpu-type", "H200", "--roofline"]
     assert cli.main(command) == 0
     assert "MFU at most" in capsys.readouterr().out
     assert cli.main([*command, "--json"]) == 0

@@ -30,6 +30,6 @@ class CheckpointConfig(Section):
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
     SHA-256 when they are read again; a file that has not changed since it was last hashed is not hashed again. If a
     directory has more GiB to hash than this, only sizes are compared, and the run says so."""
-    accept_changes: bool = free(False)
+    accept_version_changes: bool = free(False)
     """Continue although ptf or its packages have changed since the checkpoint. The run may then differ in its bits from
     one that was never interrupted."""

@@ -37,10 +37,10 @@ class Source(Section):
     """Share in the mixture, relative to the other sources; a source without one counts 1. If no source has one, every
     row is read once per epoch: sources are interleaved in proportion to their numbers of rows, and each ends after its
     epochs. It does not change the loss of a row; the column `weight` of a row does."""
-    rows: Positive | None = None
-    """Number of rows; give it only if an error asks for it. It stands in for the count of files whose rows ptf can
-    count only by reading them (compressed files, lines in an object store), and there it may be approximate. If ptf
-    counts the files itself, a different number is an error."""
+    row_count: Positive | None = None
+    """The number of rows that the files have; it limits nothing (`limit` does). Give it only if an error asks for it.
+    It stands in for the count of files whose rows ptf can count only by reading them (compressed files, lines in an
+    object store), and there it may be approximate. If ptf counts the files itself, a different number is an error."""
     limit: Positive | None = None
     """Most rows that are used: the first ones in the order of the files."""
     epochs: Positive | None = None
@@ -113,10 +113,10 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that cannot be encoded. `skip` writes the row's location and the reason to `quarantine`,
     and counts it."""
-    max_bad: Fraction = 0.01
+    max_bad_rows_share: Fraction = 0.01
     """Largest share of the rows read from a source that may be skipped (`on_bad_row: skip`); above it the run stops.
-    Until 1,000 rows have been read, up to `max_bad` × 1,000 rows may be skipped, so that a few bad rows at the
-    beginning do not end the run. While training, each partition counts the rows that it reads itself."""
+    Until 1,000 rows have been read, up to `max_bad_rows_share` × 1,000 rows may be skipped, so that a few bad rows at
+    the beginning do not end the run. While training, each partition counts the rows that it reads itself."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = free(4)

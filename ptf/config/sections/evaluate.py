@@ -40,7 +40,7 @@ class EvaluateConfig(Section):
     vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
     `model.backend: hf`, `auto` is vllm."""
     starting_model: bool = free(True)
-    """Also measure the model that training started from; its metrics begin with `baseline/`."""
+    """Also measure the model that training started from; its metrics begin with `starting_model/`."""
     limit: Positive = free(512)
     """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = free(8)
@@ -49,4 +49,5 @@ class EvaluateConfig(Section):
     temperature: Temperature = free(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = free(256)
-    """Largest number of tokens of an answer."""
+    """Largest number of tokens of a held-out answer, in the evaluate stage and in validation. It is not taken from
+    `rollout.max_new_tokens`: set both, or longer answers are cut here."""

@@ -73,8 +73,8 @@ class ModelConfig(Section):
     quantization: Literal["nf4"] | None = None
     """Hold the projections of the layers that do not train in four bits (QLoRA): 4.5 bits a weight instead of 16, and
     longer steps. It needs `lora` and bitsandbytes (`pip install 'ptf[nf4]'`). Adapters learn beside the rounded
-    weights; what is published is the adapter, and the merged model, in which it is added to the weights of the
-    checkpoint."""
+    weights, and the merged model has them added to the unrounded weights of the checkpoint, so it differs slightly from
+    the model that was trained. `publish.what` says which of adapter and merged model is published."""
     trainable: Patterns | None = None
     """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
     adapters always train, and these patterns add to them."""

@@ -19,7 +19,9 @@ class PublishConfig(Section):
     """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
     the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below
     -`max_regression`). The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out
-    losses, whichever of these the job has first. `off`: publish without this comparison."""
+    losses, whichever of these the job has first. A metric that is not stored by row (`pass@k`, `accuracy`, `auc`, your
+    own `evaluate.metrics`) has no interval: any change for the worse beyond `max_regression` is refused. `off`: publish
+    without this comparison."""
     metric: str | None = free(None)
     """A metric of the evaluate stage, such as `greedy_pass_rate/test`. A version is refused if its value is worse than
     the published version's by more than `max_regression`."""

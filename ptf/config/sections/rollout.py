@@ -97,7 +97,7 @@ class RolloutConfig(Section):
     max_logprob_diff_share: Fraction | None = free(None)
     """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`; above it the run
     stops before the update. Default: 0 in fp32, 0.05 in bf16."""
-    max_no_result: Fraction = 0.1
+    max_no_result_share: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must

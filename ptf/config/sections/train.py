@@ -26,8 +26,8 @@ class TrainConfig(Section):
 
     steps: Positive | None = None
     """Number of steps. In offline recipes a step is one optimizer step. In online recipes it generates
-    `rollout.prompts` × `rollout.group_size` answers and makes up to `algo.epochs` × `algo.minibatches` optimizer steps
-    on them; schedule, checkpoints and validation count these steps."""
+    `rollout.prompts` × `rollout.group_size` answers and makes up to `algo.update_epochs` × `algo.minibatches` optimizer
+    steps on them; schedule, checkpoints and validation count these steps."""
     epochs: Positive | None = None
     """Passes over the data, in place of `steps` (offline recipes). The number of steps is computed before training, in
     a pass over the data."""

@@ -30,7 +30,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes.documents import document_weights, pairs, sums
 from ptf.recipes.dpo.config import DPOConfig
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class DPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The reference, unless the loss needs none."""
-        return {} if self.loss_type == "simpo" else {"reference": FrozenModel(self.reference)}
+        return {} if self.loss_type == "simpo" else {"reference": FrozenModelSpec(self.reference)}
 
     @property
     def evaluated(self) -> "DPO":
@@ -69,7 +69,7 @@ class DPO:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
         chosen, rejected = pairs(batch)
         # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
-        reference = self.reference_answers(model, batch, frozen_models)
+        reference = self.reference_logprobs(model, batch, frozen_models)
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
@@ -105,7 +105,7 @@ class DPO:
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
-    def reference_answers(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
+    def reference_logprobs(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None

@@ -38,7 +38,7 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.documents import document_weights, sums
 from ptf.recipes.grpo.config import GRPOConfig
-from ptf.recipes.protocol import Critic, FrozenModel, Metrics
+from ptf.recipes.protocol import Critic, FrozenModelSpec, Metrics
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GRPO:
     tis_cap: float | None = None
     entropy_coef: float = 0.0
     overlong_buffer_tokens: int = 0
-    epochs: int = 1
+    update_epochs: int = 1
     minibatches: int = 1
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
     max_new_tokens: int = 1  # the largest number of tokens of an answer
@@ -72,9 +72,9 @@ class GRPO:
         return None
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The reference, if a KL to it has a weight."""
-        return {"reference": FrozenModel()} if self.kl_coef else {}
+        return {"reference": FrozenModelSpec()} if self.kl_coef else {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Raise NotImplementedError: rows become prompts, and rollouts are trained on."""
@@ -222,7 +222,7 @@ class GRPO:
 
         They must where several steps are made from the same rollouts, or where `compute_advantages` reads them.
         """
-        return self.epochs * self.minibatches > 1 or bool(self.kl_coef and self.kl_in == "reward")
+        return self.update_epochs * self.minibatches > 1 or bool(self.kl_coef and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the loss, a sum that the step divides by `denominator`: [B, T]."""

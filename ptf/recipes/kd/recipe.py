@@ -29,7 +29,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
 from ptf.recipes.kd.config import KDConfig, TeacherConfig
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head
 
@@ -50,10 +50,10 @@ class KD:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teachers, by name."""
         return {
-            name: FrozenModel(teacher.path, teacher.revision, same_architecture=False)
+            name: FrozenModelSpec(teacher.path, teacher.revision, same_architecture=False)
             for name, teacher in self.teachers.items()
         }
 

@@ -18,7 +18,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class OPD(GRPO):
     teacher_revision: str | None = None
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teacher."""
-        return {"teacher": FrozenModel(self.teacher, self.teacher_revision, same_architecture=False)}
+        return {"teacher": FrozenModelSpec(self.teacher, self.teacher_revision, same_architecture=False)}
 
     @property
     def needs_old_logprobs(self) -> bool:

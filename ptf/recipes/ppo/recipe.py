@@ -24,7 +24,7 @@ from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
 from ptf.recipes.ppo.config import PPOConfig
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Critic:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """A critic has no frozen models."""
         return {}
 

@@ -28,7 +28,7 @@ from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.documents import document_weights, ends, pairs
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 from ptf.recipes.rm.config import RMConfig
 
 
@@ -43,7 +43,7 @@ class RM:
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """A reward model has no frozen models."""
         return {}
 

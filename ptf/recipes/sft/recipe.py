@@ -18,7 +18,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import FrozenModel, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics
 from ptf.recipes.sft.config import SFTConfig
 
 
@@ -32,7 +32,7 @@ class SFT:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def frozen_models(self) -> Mapping[str, FrozenModel]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """SFT has no frozen models."""
         return {}
 
@@ -60,7 +60,7 @@ class SFT:
             of_source = torch.tensor([source == name for source in batch.sources])
             of_source = of_source.to(losses.device, non_blocking=True)
             metrics |= {
-                f"loss/{name}": losses.where(of_source, 0.0).sum(),
-                f"share/{name}": denominator.where(of_source, 0.0).sum(),
+                f"source_loss/{name}": losses.where(of_source, 0.0).sum(),
+                f"source_share/{name}": denominator.where(of_source, 0.0).sum(),
             }
         return metrics

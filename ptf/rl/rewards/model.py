@@ -20,7 +20,7 @@ from ptf.model.scalar import is_scalar
 from ptf.recipes.rm.recipe import RM
 from ptf.rl.cluster import RoleGroup, sharded
 from ptf.rl.forward_passes import per_document
-from ptf.rl.roles import FrozenModel
+from ptf.rl.roles import FrozenModelRole
 from ptf.train.trainer import forget_forwards
 
 
@@ -33,7 +33,7 @@ def refuse_without_score(place: Path) -> None:
         )
 
 
-class RewardModel(FrozenModel):
+class RewardModel(FrozenModelRole):
     """Role of a model that scores conversations."""
 
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"

@@ -102,13 +102,13 @@ def test_a_policy_learns_what_it_likes(raw, liked):
     raw["rollout"] = {
         **{k: v for k, v in raw["rollout"].items() if k != "reward"},
         "reward_model": {"path": liked},
-        "max_no_result": 0.8,
+        "max_no_result_share": 0.8,
     }
     raw["train"] = {**raw["train"], "steps": 25, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}
     made = train({**raw, "evaluate": {}})
     rows = read_metrics(made / "metrics.jsonl")
     assert np.mean([row["reward"] for row in rows[-5:]]) > rows[0]["reward"] + 0.5
-    assert {"seconds/reward model", "memory_gib/reward"} <= rows[0].keys()
+    assert {"seconds/reward model", "peak_memory_gib/reward"} <= rows[0].keys()
 
 
 def test_held_out_answers_need_a_reward_that_was_not_trained_on(raw, liked):
@@ -125,7 +125,7 @@ def test_a_model_without_a_score_is_refused(raw):
 def test_its_pool_may_be_its_own(raw, liked):
     with_model = {
         **raw,
-        "rollout": {**raw["rollout"], "reward_model": {"path": liked, "weight": 0.1}, "max_no_result": 0.8},
+        "rollout": {**raw["rollout"], "reward_model": {"path": liked, "weight": 0.1}, "max_no_result_share": 0.8},
         "train": {**raw["train"], "steps": 1},
     }
     pools = {"a": {"roles": ["policy", "rollout"]}, "b": {"roles": ["reward"], "offload": "disk"}}
