@@ -43,12 +43,16 @@ CASES: dict[str, list[tuple[int, int]]] = {  # workers and sequences a pass, one
 def trained(raw: dict, name: str, attempts: list[tuple[int, int]], steps: int) -> Path:
     """A run whose attempts each make an equal part of the steps."""
     directory = Path()
-    for number, (workers, micro_batch_size) in enumerate(attempts, 1):
+    for number, (workers, micro_batch_sequences) in enumerate(attempts, 1):
         compute = {**raw["compute"], "workers": workers, "launcher": "torchrun" if workers > 1 else "local"}
         directory = run(
             loads(
                 yaml.safe_dump(
-                    {**raw, "train": {**raw["train"], "micro_batch_size": micro_batch_size}, "compute": compute}
+                    {
+                        **raw,
+                        "train": {**raw["train"], "micro_batch_sequences": micro_batch_sequences},
+                        "compute": compute,
+                    }
                 )
             ),
             name,
@@ -78,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         raw = arithmetic(Path(scratch), rows=2000)
         raw["data"] |= {"validation": {}}
-        raw["train"] |= {"steps": asked.steps, "global_batch_size": SEQUENCES, "validate_every": 0}
+        raw["train"] |= {"steps": asked.steps, "global_batch_sequences": SEQUENCES, "validate_every": 0}
         raw["compute"] = {"threads": 1, "device": "cpu"}
         raw["checkpoint"] = {"every": asked.steps // 4, "keep": 9}
         for deterministic in (False, True):

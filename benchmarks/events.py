@@ -470,7 +470,7 @@ def plot(bars: Mapping[str, tuple[float, ...]], path: Path) -> None:
 def curve(steps: Sequence[Mapping[str, float]], path: Path) -> None:
     """The reward of GRPO's slates: a step's mean over what was drawn, and greedily for the customers held out."""
     drawn = [(row["step"], row["reward"]) for row in steps]
-    held = [(row["step"], row["reward/slates"]) for row in steps if "reward/slates" in row]
+    held = [(row["step"], row["greedy_reward/slates"]) for row in steps if "greedy_reward/slates" in row]
     last, (low, high) = drawn[-1][0], (min(y for _, y in drawn), max(y for _, y in drawn))
 
     def at(x, y):

@@ -61,8 +61,8 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
         "train": {
             "steps": steps,
             "lr": 1e-5,
-            "global_batch_size": given.rows,
-            "micro_batch_size": given.rows,
+            "global_batch_sequences": given.rows,
+            "micro_batch_sequences": given.rows,
             "precision": "bf16",
             "activation_checkpointing": given.checkpointing,
         },

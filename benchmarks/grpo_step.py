@@ -100,7 +100,7 @@ def ours(given: dict[str, Any]) -> None:
                 "steps": given["steps"] + given["warmup"],
                 "lr": LR,
                 "schedule": "constant",
-                "micro_batch_size": 1,
+                "micro_batch_sequences": 1,
                 "precision": given["dtype"],
                 "betas": [0.9, 0.999],
             },

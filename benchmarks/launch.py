@@ -94,7 +94,12 @@ def main() -> None:
         config = Path(scratch) / "model" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | SHAPE))
         raw["data"] |= {"seq_len": 512, "validation": {}}
-        raw["train"] |= {"steps": asked.steps, "global_batch_size": 8, "micro_batch_size": 4, "validate_every": 0}
+        raw["train"] |= {
+            "steps": asked.steps,
+            "global_batch_sequences": 8,
+            "micro_batch_sequences": 4,
+            "validate_every": 0,
+        }
         raw["checkpoint"] = {"every": 10_000}
         for number in range(asked.rounds):
             for name in LAUNCHERS:

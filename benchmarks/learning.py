@@ -145,7 +145,7 @@ class Seed:
         train = {
             "steps": steps,
             "lr": lr,
-            "global_batch_size": rows,
+            "global_batch_sequences": rows,
             "warmup_steps": 20,
             "schedule": "linear",
             "precision": "fp32",

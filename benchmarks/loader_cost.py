@@ -87,7 +87,7 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
     time, and what is loaded when it is needed is loaded. Garbage of the imports and of writing the data is collected
     before."""
     reader = Loader(
-        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_batch_size=8, seq_len=SEQ_LEN
+        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_batch_sequences=8, seq_len=SEQ_LEN
     )
     rates, step = [], 0
     gc.collect()

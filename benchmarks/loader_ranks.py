@@ -91,7 +91,7 @@ def rank_of_group(
         sequences=SEQUENCES_A_RANK * ranks,
         rank=rank,
         world_size=ranks,
-        micro_batch_size=SEQUENCES_A_RANK,
+        micro_batch_sequences=SEQUENCES_A_RANK,
         seq_len=SEQ_LEN,
         peers=peers,
     )

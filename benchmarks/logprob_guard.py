@@ -113,7 +113,7 @@ def trained(model: Any, generations: Sequence[Generation], world: World) -> list
     ]
     seq_len = 8 * (PROMPT + LENGTH)
     values = sample_logprobs(
-        model, samples, world, seq_len=seq_len, micro_batch_size=1, processing=NO_LOGITS_PROCESSING
+        model, samples, world, seq_len=seq_len, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING
     )
     return [v[PROMPT:] for v in values]
 
@@ -249,7 +249,7 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
             bridge.load_hf_tensors(policy, weights.after, family)
             samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
             values = sample_logprobs(
-                policy, samples, world, seq_len=1152, micro_batch_size=1, processing=NO_LOGITS_PROCESSING
+                policy, samples, world, seq_len=1152, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING
             )
             expected = [v[1:] for v in values]
             canary = ([t[:PROMPT] for t in texts[:4]], [e[: PROMPT - 1] for e in expected[:4]])

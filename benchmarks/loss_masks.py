@@ -271,7 +271,7 @@ a description are ours (`tests/data/chat_templates`), with a byte-level tokenize
 the 13 real ones are tried with the Qwen3 tokenizer,
 their special tokens added; `own/…` is a tokenizer directory as it is. Behind a comma stand the keys that are set: \
 of `data`
-(`render`, `unseen_context`), or arguments in `model.template_args`. Real conversations are GSM8K,
+(`render`, `omitted_context`), or arguments in `model.template_args`. Real conversations are GSM8K,
 OpenAssistant, SGD with its tools, τ-bench airline, and the last answers of the preference data, \
 with ids of calls renumbered to the nine characters that
 Mistral-Nemo asks for. Fuzzed ones are short, with all that could go wrong in what is said: \

@@ -116,7 +116,7 @@ def ours(given: dict[str, Any]) -> None:
             sequences=given["rows"],
             rank=world.data_rank,
             world_size=world.data_size,
-            micro_batch_size=given["rows"] // RANKS,
+            micro_batch_sequences=given["rows"] // RANKS,
             seq_len=WIDTH,
         )
         found: dict[str, list[float]] = {

@@ -108,7 +108,7 @@ def job(directory: Path, changes: dict[str, Any]) -> dict[str, Any]:
             "seq_len": SEQ_LEN,
             "partitions": 1,
         },
-        "train": {"steps": 1 if online else 2, "lr": 1e-5, "precision": "bf16", "micro_batch_size": 1},
+        "train": {"steps": 1 if online else 2, "lr": 1e-5, "precision": "bf16", "micro_batch_sequences": 1},
         "checkpoint": {"every": 10},
         "compute": {"launcher": "local", "device": "cpu"},
         "track": {"tensorboard": False},

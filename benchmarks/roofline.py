@@ -45,8 +45,8 @@ def job(directory: Path, gpus: int, width: int, sequences: int, mode: str) -> Jo
         "train": {
             "steps": 1,
             "lr": 1e-5,
-            "global_batch_size": PASSES * gpus * sequences,
-            "micro_batch_size": sequences,
+            "global_batch_sequences": PASSES * gpus * sequences,
+            "micro_batch_sequences": sequences,
             "activation_checkpointing": mode,
         },
     }

@@ -59,7 +59,7 @@ def read(directory: Path) -> None:
     base = resident_mb()
     sources = {"s3": SourceSpec(f"s3://{BUCKET}/*.parquet", epochs=1)}
     lanes = Lanes(sources, None, encode, lanes=LANES, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64)
-    loader = Loader(lanes, lanes=LANES, sequences=SEQUENCES, micro_batch_size=SEQUENCES, seq_len=SEQ_LEN)
+    loader = Loader(lanes, lanes=LANES, sequences=SEQUENCES, micro_batch_sequences=SEQUENCES, seq_len=SEQ_LEN)
     state = directory / "state.pkl"
     if state.exists():
         loader.load_state_dict(pickle.loads(state.read_bytes()))

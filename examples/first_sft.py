@@ -24,7 +24,9 @@ data:
   validation:
     held_out: {{path: {output}/held_out.jsonl}}
   seq_len: 128
-train: {{steps: 300, lr: {lr}, global_batch_size: 8, micro_batch_size: 8, precision: {precision}, validate_every: 100}}
+train:
+  {{steps: 300, lr: {lr}, global_batch_sequences: 8, micro_batch_sequences: 8, precision: {precision},
+   validate_every: 100}}
 evaluate:
   sources:
     questions: {{path: {output}/questions.jsonl, kind: prompt}}

@@ -22,7 +22,8 @@ PACKAGED = ("ptf", "steps", "flows")
 
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the Metaflow decorators of one step and their arguments, from its settings (schema.StepConfig)."""
-    resources = {key: settings.get(key) for key in ("cpu", "gpu", "memory") if settings.get(key) is not None}
+    names = {"cpu": "cpu", "gpu": "gpu", "memory": "memory_mib"}  # Metaflow's → ptf's
+    resources = {name: settings[key] for name, key in names.items() if settings.get(key) is not None}
     # flows/base.py sets the variables that are references
     literal = {
         key: value for key, value in (settings.get("environment") or {}).items() if not REFERENCE.fullmatch(value)
@@ -30,7 +31,7 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     settings = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},
-        "timeout": {"minutes": settings["minutes"]} if settings.get("minutes") else {},
+        "timeout": {"minutes": settings["timeout_minutes"]} if settings.get("timeout_minutes") else {},
         "environment": {"vars": literal} if literal else {},
     }
     return {name: arguments for name, arguments in settings.items() if arguments}

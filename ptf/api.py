@@ -95,7 +95,8 @@ def evaluate(
 
 def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) -> str:
     """Publish a run's model as a version below `publish.to`, and return its directory or URI. It must give the trained
-    model's log-probs when it is loaded again, and must not be worse than what training started from. `overrides` change
+    model's log-probs when it is loaded again, and must not be significantly worse than what training started
+    from. `overrides` change
     keys that are free to change, such as `publish.gate`. Raises UserError, and RunInUse where another process works in
     the run."""
     from ptf.publishing import publish as publish_version

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (verify, inspect,
-    check-engine), or the job does not fit (plan). 2: it stopped with one message."""
+    """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
+    inspect, check-engine), or the job does not fit (plan). 2: it stopped with one message."""
     parser, words = _parser(), sys.argv[1:] if argv is None else argv
     if words[:1] == ["verify"]:
         parser.error("ptf verify is now ptf check-model")

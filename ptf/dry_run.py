@@ -184,8 +184,8 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
             update={
                 "steps": 1,
                 "epochs": None,
-                "global_batch_size": 1,
-                "micro_batch_size": 1,
+                "global_batch_sequences": 1,
+                "micro_batch_sequences": 1,
                 "warmup_steps": 0,
                 "lr_decay_steps": None,
                 "lr_decay_at_loss": None,
@@ -241,7 +241,7 @@ def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
 def check_rewards(job: Job, directory: Path) -> None:
     """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    if job.rollout and (failed := rows[-1].get("no_result", 0.0)) > 0:
+    if job.rollout and (failed := rows[-1].get("no_result_share", 0.0)) > 0:
         what = "reward" if job.rollout.reward else "environment"
         plugin = job.rollout.reward or job.rollout.environment
         raise UserError(

@@ -56,7 +56,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
         | {"lora": None, "trainable": None}
     )
     job = job.model_copy(
-        update={"model": section, "evaluate": job.evaluate.model_copy(update={"starting_model": False})}
+        update={"model": section, "evaluate": job.evaluate.model_copy(update={"measure_starting_model": False})}
     )
     check_evaluation(job)
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)

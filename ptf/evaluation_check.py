@@ -42,18 +42,25 @@ def check_evaluation(job: Job) -> None:
         )
 
 
+FORMER_RATES = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
+
+
 def former_names(job: Job) -> dict[str, str]:
     """Return the names that metrics of answers and rankings had in earlier versions, each with the name that it has
-    now, METRIC/NAME: they were NAME/METRIC, and the share of right greedy answers was pass@1."""
+    now, METRIC/NAME: they were NAME/METRIC, and some had other names before and after that."""
     evaluate_config, ranking = job.evaluate, job.evaluate.ranking
     sampled = [f"pass@{evaluate_config.samples_per_prompt}"] if evaluate_config.samples_per_prompt > 1 else []
-    rates = [*sampled, "reward", "no_result", *evaluate_config.metrics]
-    pairs = [(source, rate) for source in evaluate_config.sources for rate in rates]
+    names = {
+        former: f"{now}/{source}"
+        for source in evaluate_config.sources
+        for rate, now in FORMER_RATES.items()
+        for former in (f"{source}/{rate}", f"{rate}/{source}")
+    }
+    pairs = [(source, rate) for source in evaluate_config.sources for rate in (*sampled, *evaluate_config.metrics)]
     if ranking:
         measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
         pairs += [(source, measure) for source in ranking.sources for measure in measures]
-    greedy = {old: f"greedy_pass_rate/{s}" for s in evaluate_config.sources for old in (f"{s}/pass@1", f"pass@1/{s}")}
-    return greedy | {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
+    return names | {f"{source}/{metric}": f"{metric}/{source}" for source, metric in pairs}
 
 
 def with_current_names(job: Job, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -67,13 +67,13 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     """Compare the trained model with the model that training started from.
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
-    was measured on both: mean reward and accuracy of greedy answers, NDCG of the ranking, the held-out loss. The
-    list is empty if nothing is held out or `evaluate.starting_model` is off. Raises UserError if the stored rows of the
-    two models are not the same rows.
+    was measured on both: mean reward and accuracy of greedy answers, NDCG of the ranking, the held-out loss. The list
+    is empty if nothing is held out or `evaluate.measure_starting_model` is off. Raises UserError if the stored rows of
+    the two models are not the same rows.
     """
     named = job.publish.metric
     if named is not None and f"starting_model/{named}" in metrics:
-        named_values = [(named, job.publish.mode == "max", _paired_values(job, run, named))]
+        named_values = [(named, job.publish.metric_direction == "max", _paired_values(job, run, named))]
     else:
         wanted = [names for names in defaults(job) if any(f"starting_model/{name}" in metrics for name in names)]
         named_values = [
@@ -94,7 +94,7 @@ def commit_rows(run: Path) -> None:
 
 def defaults(job: Job) -> Iterator[list[str]]:
     """Yield groups of metrics that may be compared, in order of preference."""
-    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("reward", "greedy_pass_rate")]
+    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("greedy_reward", "greedy_pass_rate")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
     metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
@@ -103,7 +103,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
 
 def needs_losses(job: Job) -> bool:
     """Return whether, by the config, the gate will compare the held-out loss of each row."""
-    if job.publish.gate == "off" or not job.evaluate.starting_model:
+    if job.publish.gate == "off" or not job.evaluate.measure_starting_model:
         return False
     metric = job.publish.metric
     if metric is not None and not metric.startswith("train/"):
@@ -130,9 +130,9 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
             None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
         )
     measure, _, source = metric.rpartition("/")
-    if source in job.evaluate.sources and measure in ("reward", "greedy_pass_rate"):
+    if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
         then, now = _read(run / ANSWERS, source)
-        value = float if measure == "reward" else lambda outcome: float(outcome >= 1)
+        value = float if measure == "greedy_reward" else lambda outcome: float(outcome >= 1)
         pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
         return _paired(
             [(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)]
@@ -210,8 +210,8 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
         return "not compared with what training started from: publish.gate is off"
     if not compared:
         why = (
-            "evaluate.starting_model is off"
-            if not job.evaluate.starting_model
+            "evaluate.measure_starting_model is off"
+            if not job.evaluate.measure_starting_model
             else "the job has no held-out data (evaluate.sources, data.validation)"
         )
         return f"not compared with what training started from: {why}"
@@ -224,5 +224,6 @@ def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
         raise Worse(
             f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "
-            "publish.gate: off publishes it anyway (a flow: run --continue RUN_NAME --set publish.gate=off)"
+            "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
+            "checks of the exported files and against the published version remain"
         )

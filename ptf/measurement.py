@@ -77,8 +77,8 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
     For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer answer. With
-    `evaluate.starting_model`, it adds the metrics of the model that training started from. If the job's workers run on
-    Ray, as many of them as in training measure the model; otherwise this process does.
+    `evaluate.measure_starting_model`, it adds the metrics of the model that training started from. If the job's workers
+    run on Ray, as many of them as in training measure the model; otherwise this process does.
     """
     compute = job.compute
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
@@ -147,7 +147,7 @@ def measure_on_rank(text: str, directory: str) -> None:
         with_losses = gate.needs_losses(job)
         if with_losses:
             write_sequence_losses(model, recipe, sets, job, world, beside, run / gate.LOSSES)
-        if job.evaluate.starting_model:
+        if job.evaluate.measure_starting_model:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before = load(Path(str(place)))
             metrics |= {
@@ -180,13 +180,13 @@ def measure_sequences(
     With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
     the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
     """
-    micro_batch_size, seq_len = job.train.micro_batch_size, job.data.seq_len
-    metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_size, seq_len, beside))
+    micro_batch_sequences, seq_len = job.train.micro_batch_sequences, job.data.seq_len
+    metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_sequences, seq_len, beside))
     if not getattr(recipe, "scores_are_logits", False):
         return metrics
     recipe = cast(ScoringRecipe, recipe)
     for name, sequences in sets.items():
-        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_size, seq_len)
+        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_sequences, seq_len)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
         if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false answers
             metrics |= {
@@ -227,12 +227,12 @@ def score_answers(
     recipe: ScoringRecipe,
     sequences: Sequence[Sequence[PackUnit]],
     world: World,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
     seq_len: int,
 ) -> np.ndarray:
     """Return scores, labels and lengths of all answers, on every rank: [3, answers]."""
     judgements = []
-    for batch in deal(sequences, world, micro_batch_size, seq_len):
+    for batch in deal(sequences, world, micro_batch_sequences, seq_len):
         batch = batch.to(world.device)
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)
@@ -272,7 +272,7 @@ def _engine_here(job: Job) -> str | Plugin:
 
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
     """Return the greedy accuracy, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
-    `evaluate.starting_model`, also those of the model that training started from.
+    `evaluate.measure_starting_model`, also those of the model that training started from.
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.
     """
@@ -286,7 +286,9 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
         held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit),
         trie_of(job.rollout, tokenizer),
     )
-    models = {"": run / "model"} | ({"start/": starting.with_weights()} if evaluate_config.starting_model else {})
+    models = {"": run / "model"} | (
+        {"start/": starting.with_weights()} if evaluate_config.measure_starting_model else {}
+    )
     metrics: dict[str, float] = {}
     length = (
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
@@ -347,7 +349,8 @@ def measure_answers_to(
 
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; with
-    `evaluate.starting_model`, also those of the model that training started from, unless its weights were random.
+    `evaluate.measure_starting_model`, also those of the model that training started from, unless its weights were
+    random.
 
     The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
     """
@@ -356,7 +359,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     starting = StartingModel.of(job, run)
     tokenizer = starting.load_tokenizer()
     models = {"": run / "model"}
-    if job.evaluate.starting_model and job.model.init == "pretrained":
+    if job.evaluate.measure_starting_model and job.model.init == "pretrained":
         models["start/"] = starting.with_weights()
     prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}

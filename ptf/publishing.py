@@ -194,4 +194,4 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
             before = {metric: artifact.metrics[f"starting_model/{metric}"]}
-        refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.mode)
+        refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.metric_direction)

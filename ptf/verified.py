@@ -84,7 +84,8 @@ def refuse_other(directory: str, expected: Mapping[str, Any], up_to: float, mend
     manifest = verify(directory, up_to, mend)
     for key, value in expected.items():
         if manifest.get(key) != value:
-            raise Corrupt(f"{directory} was made for a different {key}, {manifest.get(key)}; {mend}")
+            what = {"lineage": "run"}.get(key, key)  # the stored key is older than the word
+            raise Corrupt(f"{directory} was made for a different {what}, {manifest.get(key)}; {mend}")
 
 
 def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:
@@ -131,7 +132,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
         if size > up_to:
             print(
                 f"not verified: {base} has {size / 2**30:.3g} GiB to read, "
-                f"more than checkpoint.max_hash_gib ({up_to / 2**30:.3g}): sizes were compared, "
+                f"more than checkpoint.sha256_up_to_gib ({up_to / 2**30:.3g}): sizes were compared, "
                 "SHA-256 were not",
                 flush=True,
             )

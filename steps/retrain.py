@@ -32,9 +32,9 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
         raise UserError("publish.metric: retraining publishes only what is better; name a metric of the evaluate stage")
-    if not job.evaluate.starting_model:
+    if not job.evaluate.measure_starting_model:
         raise UserError(
-            "evaluate.starting_model: retraining compares with the published version, which it starts from; "
+            "evaluate.measure_starting_model: retraining compares with the published version, which it starts from; "
             "leave it true"
         )
     if job.publish.what == "adapter":

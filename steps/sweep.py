@@ -55,7 +55,7 @@ def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:
     """Return the number of the best trial, and print the metric of all. Raises UserError if no trial has the metric."""
     from ptf.evaluation_check import with_current_names
 
-    name, sign = str(job.publish.metric), 1 if job.publish.mode == "max" else -1
+    name, sign = str(job.publish.metric), 1 if job.publish.metric_direction == "max" else -1
     found = [with_current_names(job, trial) for trial in metrics]
     values = [trial.get(name, math.nan) for trial in found]
     if all(map(math.isnan, values)):

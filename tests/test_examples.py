@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 EXAMPLES = ROOT / "examples"
 SMALL = [
     "train.steps=2",
-    "train.global_batch_size=1",
-    "train.micro_batch_size=1",
+    "train.global_batch_sequences=1",
+    "train.micro_batch_sequences=1",
     "data.validation.held_out.limit=4",
     "train.validate_every=1",
     "evaluate.limit=4",

@@ -67,9 +67,11 @@ def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") ->
 
     both = {"starting_model/": then, "": now}
     return {
-        f"{p}{rate}/{source}": mean(v if rate == "reward" else [x if isinstance(x, str) else float(x >= 1) for x in v])
+        f"{p}{rate}/{source}": mean(
+            v if rate == "greedy_reward" else [x if isinstance(x, str) else float(x >= 1) for x in v]
+        )
         for p, v in both.items()
-        for rate in ("reward", "greedy_pass_rate")
+        for rate in ("greedy_reward", "greedy_pass_rate")
     }
 
 
@@ -99,7 +101,7 @@ def test_what_is_worse_beyond_its_interval_is_named(
 ) -> None:
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     compared = gate.comparisons(job, tmp_path, metrics)
-    assert [one.metric for one in compared] == ["reward/test", "greedy_pass_rate/test"]
+    assert [one.metric for one in compared] == ["greedy_reward/test", "greedy_pass_rate/test"]
     assert [one.is_worse() for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
@@ -120,12 +122,12 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_pass_rate/test"}}))
     gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
     assert [one.metric for one in compared] == ["greedy_pass_rate/test"]
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test"}}))
-    with pytest.raises(Worse, match="reward/test"):
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test"}}))
+    with pytest.raises(Worse, match="greedy_reward/test"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test", "max_regression": 0.9}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "max_regression": 0.9}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "reward/test", "mode": "min"}}))
+    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "metric_direction": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
     with pytest.raises(Worse, match=r"pass@8/test 0\.5 at the start, 0\.4 now; not a mean over rows"):
@@ -235,7 +237,7 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
         "max_new_tokens": 6,
     }
     job, artifact = staged(rl_raw)
-    assert artifact.metrics["reward/dev"] < artifact.metrics["starting_model/reward/dev"]
-    with pytest.raises(Worse, match=r"worse than what training started from: reward/dev"):
+    assert artifact.metrics["greedy_reward/dev"] < artifact.metrics["starting_model/greedy_reward/dev"]
+    with pytest.raises(Worse, match=r"worse than what training started from: greedy_reward/dev"):
         publish(job, artifact)
     assert published_versions.pointer(job.versions) is None

@@ -102,8 +102,8 @@ def arithmetic(directory: Path, *, rows: int = 200) -> dict:
         "train": {
             "steps": 12,
             "lr": 1e-3,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
+            "global_batch_sequences": 4,
+            "micro_batch_sequences": 2,
             "precision": "fp32",
             "validate_every": 4,
         },

@@ -16,7 +16,7 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 
-CLOCKS = ("tokens_per_s", "generated_tokens_per_step_second", "mfu", "peak_memory_gib", "time")
+CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time")
 
 
 def is_clock(name: str) -> bool:

@@ -30,7 +30,7 @@ EXPECTED = {
     "dict_type": "a section",
     "model_type": "a section",
 }
-OFFLINE_ONLY = ("data.validation", "train.epochs", "train.global_batch_size")  # no use in online recipes
+OFFLINE_ONLY = ("data.validation", "train.epochs", "train.global_batch_sequences")  # no use in online recipes
 LIMITS = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",

@@ -20,8 +20,12 @@ def at(*keys: str, note: str = "") -> Here:
     return Here(keys, note)
 
 
-BATCH = at("train.global_batch_size", "rollout.prompts", note="of a whole step, over all workers")
-PASS = at("train.micro_batch_size", note="packed, of data.seq_len tokens, in one pass of a worker")
+BATCH = at(
+    "train.global_batch_sequences",
+    "rollout.prompts",
+    note="of a whole step, over all workers: packed sequences of data.seq_len tokens; online: prompts",
+)
+PASS = at("train.micro_batch_sequences", note="packed, of data.seq_len tokens, in one pass of a worker")
 PARTS = at("algo.minibatches", note="how many optimizer steps a pass over the rollouts has")
 LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and answer together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
@@ -60,13 +64,13 @@ FOREIGN: dict[str, Here] = {
     ),
     "torch_compile": at("train.compile"),
     # batches
-    **dict.fromkeys(("batch_size", "train_batch_size"), BATCH),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),
     **dict.fromkeys(
-        ("per_device_train_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
+        ("per_device_train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"),
         PASS,
     ),
     "gradient_accumulation_steps": at(
-        "train.micro_batch_size", note="passes follow from it and train.global_batch_size"
+        "train.micro_batch_sequences", note="passes follow from it and train.global_batch_sequences"
     ),
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size", "num_mini_batches"), PARTS),
     **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations"), at("algo.update_epochs")),

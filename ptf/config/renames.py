@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 # old keys have one new key, the last one listed is the oldest, and is used for fingerprints.
 KEYS = {
     "train.decay_at_loss": "train.lr_decay_at_loss",
-    "train.micro_sequences": "train.micro_batch_size",
-    "train.sequences": "train.global_batch_size",
+    "train.micro_sequences": "train.micro_batch_sequences",
+    "train.sequences": "train.global_batch_sequences",
     "algo.ce": "algo.ce_coef",
     "algo.centring": "algo.center_coef",
     "algo.entropy": "algo.entropy_coef",
@@ -28,13 +28,14 @@ KEYS = {
     "algo.precomputed": "algo.precompute",
     "algo.ratio": "algo.importance_sampling_level",
     "checkpoint.accept_changes": "checkpoint.accept_version_changes",
-    "checkpoint.verify_gib": "checkpoint.max_hash_gib",
+    "checkpoint.verify_gib": "checkpoint.sha256_up_to_gib",
     "compute.mesh.tensor": "compute.mesh.tensor_parallel_size",
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
     "data.lanes": "data.partitions",
     "data.lookahead": "data.packing_lookahead",
     "data.max_bad": "data.max_bad_rows_share",
     "data.render": "data.answer_text",
+    "data.unseen_context": "data.omitted_context",
     "data.share_beginnings": "data.share_prefixes",
     "data.shuffle": "data.shuffle_buffer",
     "data.sources.NAME.rows": "data.sources.NAME.row_count",
@@ -44,8 +45,11 @@ KEYS = {
     "evaluate.samples": "evaluate.samples_per_prompt",
     "evaluate.sources.NAME.rows": "evaluate.sources.NAME.row_count",
     "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
-    "evaluate.start": "evaluate.starting_model",
+    "evaluate.start": "evaluate.measure_starting_model",
     "model.train": "model.trainable",
+    "flow.steps.NAME.memory": "flow.steps.NAME.memory_mib",
+    "flow.steps.NAME.minutes": "flow.steps.NAME.timeout_minutes",
+    "publish.mode": "publish.metric_direction",
     "publish.max_drop": "publish.max_regression",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
     "rollout.equal": "rollout.zero_variance_groups",
@@ -65,9 +69,9 @@ KEYS = {
     "train.decay": "train.lr_decay_steps",
     "train.decay_at": "train.lr_decay_at_loss",
     "train.lr_groups": "train.lr_multipliers",
-    "train.micro_rows": "train.micro_batch_size",
+    "train.micro_rows": "train.micro_batch_sequences",
     "train.min_lr": "train.min_lr_ratio",
-    "train.rows": "train.global_batch_size",
+    "train.rows": "train.global_batch_sequences",
     "train.stop": "train.early_stopping",
     "train.warmup": "train.warmup_steps",
 }
@@ -110,17 +114,21 @@ VALUES = {
 }
 # dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of answers
 # or of rankings was NAME/METRIC; what may be a held-out metric of a source that is called `reward` or `no_result` is
-# left alone. The share of right greedy answers was pass@1.
+# left alone. Some had other names.
 ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
 PATTERNS = {
     "publish.metric": (
         (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1"),
         (r"pass@1/([^/]+)", r"greedy_pass_rate/\1"),
+        (r"reward/([^/]+)", r"greedy_reward/\1"),
+        (r"no_result/([^/]+)", r"no_result_share/\1"),
     )
 }
 FIRST_PATTERNS = {
     "publish.metric": (
         (r"greedy_pass_rate/([^/]+)", r"pass@1/\1"),
+        (r"greedy_reward/([^/]+)", r"reward/\1"),
+        (r"no_result_share/([^/]+)", r"no_result/\1"),
         (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
     )
 }

@@ -71,7 +71,7 @@ def shares(job: Job) -> list[str]:
     dealt = (
         {}
         if job.rollout
-        else {"data.partitions": job.data.partitions, "train.global_batch_size": job.train.global_batch_size}
+        else {"data.partitions": job.data.partitions, "train.global_batch_sequences": job.train.global_batch_sequences}
     )
     return [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
 
@@ -105,7 +105,7 @@ def held_out(job: Job) -> list[str]:
         faults.append(
             "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
         )
-    taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples_per_prompt}", "reward", "no_result"}
+    taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples_per_prompt}", "greedy_reward", "no_result_share"}
     faults += [
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
         "choose another"
@@ -125,8 +125,8 @@ def deployment(job: Job) -> list[str]:
         )
     if job.publish.what != "merged" and job.model.lora is None:
         faults.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
-    if job.publish.mode == "max" and (job.publish.metric or "").startswith(SMALLER):
-        faults.append(f"publish.mode: {job.publish.metric} is better the lower it is; use min")
+    if job.publish.metric_direction == "max" and (job.publish.metric or "").startswith(SMALLER):
+        faults.append(f"publish.metric_direction: {job.publish.metric} is better the lower it is; use min")
     return faults
 
 
@@ -275,7 +275,7 @@ def watched(job: Job) -> list[str]:
         faults.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
     watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
     faults += [
-        f"{key} is {of.metric}, but what is measured is {', '.join(known)}"
+        f"{key}: {of.metric} cannot be watched; only held-out losses can: {', '.join(known)}"
         for key, of in watchers.items()
         if of and known and of.metric not in known
     ]

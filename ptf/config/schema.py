@@ -55,8 +55,8 @@ class Job(Section):
 
     @property
     def verify_bytes(self) -> float:
-        """How much is hashed of one directory before it is used."""
-        return self.checkpoint.max_hash_gib * 2**30
+        """Most bytes of one directory that are hashed before it is used; if it has more, only sizes are compared."""
+        return self.checkpoint.sha256_up_to_gib * 2**30
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

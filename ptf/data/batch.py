@@ -105,8 +105,10 @@ PLACES_AT_ONCE = 8192  # tokens; 64 KiB of int64
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
-def lay_out(documents: Documents, seq_len: int, micro_batch_size: int, memory: Memory | None = None) -> list[Batch]:
-    """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_size`; the last one may have fewer.
+def lay_out(
+    documents: Documents, seq_len: int, micro_batch_sequences: int, memory: Memory | None = None
+) -> list[Batch]:
+    """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_sequences`; the last one may have fewer.
 
     The batches are slices of the same arrays, which lie in `memory`: numpy's calls cost more than copying a short
     document, so all sequences are laid out together.
@@ -133,7 +135,7 @@ def lay_out(documents: Documents, seq_len: int, micro_batch_size: int, memory: M
         else {}
     )
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
-    firsts = range(0, max(1, sequences), micro_batch_size)  # the first sequence of each batch
+    firsts = range(0, max(1, sequences), micro_batch_sequences)  # the first sequence of each batch
     in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(before[[*firsts]], in_batches)
     offsets = starts - np.array(documents.prefix_lengths, np.int64)
@@ -146,7 +148,7 @@ def lay_out(documents: Documents, seq_len: int, micro_batch_size: int, memory: M
     _fill_places(arrays, pieces, numbers, offsets, [n + sequence for sequence, n in enumerate(cuts)], pads)
     batches = []
     for first in firsts:
-        end = min(first + micro_batch_size, sequences)
+        end = min(first + micro_batch_sequences, sequences)
         start, stop = cuts[first], cuts[end]
         part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
         units = owners[start:stop] - units_before[first]

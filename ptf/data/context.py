@@ -65,7 +65,7 @@ def refuse_unseen(
             raise UserError(
                 f"chat template {tokenizer.template_name}{where}: it does not show {part.name}, {part.content[:60]!r}; "
                 "give model.chat_template a template "
-                "that does, or set data.unseen_context: allow to train without what is not shown"
+                "that does, or set data.omitted_context: allow to train without what is not shown"
             )
 
 

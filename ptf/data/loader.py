@@ -84,7 +84,7 @@ class Loader:
         sequences: int,
         rank: int = 0,
         world_size: int = 1,
-        micro_batch_size: int,
+        micro_batch_sequences: int,
         seq_len: int,
         prefetch: int = 2,
         timeout_s: float = 1800.0,
@@ -99,11 +99,11 @@ class Loader:
         if lanes % world_size or sequences % world_size:
             raise UserError(
                 f"the number of workers ({world_size}) must divide data.partitions ({lanes}) "
-                f"and train.global_batch_size ({sequences})"
+                f"and train.global_batch_sequences ({sequences})"
             )
         self._factory, self._lanes, self._sequences = lane_factory, lanes, sequences
         self._rank, self._world = rank, world_size
-        self._micro_sequences, self._seq_len, self._prefetch = micro_batch_size, seq_len, prefetch
+        self._micro_sequences, self._seq_len, self._prefetch = micro_batch_sequences, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
         self._memory = Memory(pinned=pinned)
         self._thread: threading.Thread | None = None

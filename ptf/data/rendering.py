@@ -48,7 +48,7 @@ class Rendering:
     """Rendering settings of a run.
 
     `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
-    `data.answer_text: generation_prompt` and `data.unseen_context: allow`.
+    `data.answer_text: generation_prompt` and `data.omitted_context: allow`.
     """
 
     date: str | None = None

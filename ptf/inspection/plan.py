@@ -155,7 +155,7 @@ def _budget_table(step: Budget) -> Table:
         "gradients (fp32 shard)": memory.gradients,
         "optimizer (AdamW), on the GPU": memory.optimizer,
         "gathered blocks": memory.gathered,
-        f"activations ({step.micro_batch_size} sequences at a time)": memory.activations,
+        f"activations ({step.micro_batch_sequences} sequences at a time)": memory.activations,
         "logits and head": memory.logits,
     }
     table = Table("GiB on each GPU", "", box=SIMPLE)

@@ -83,7 +83,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         seq_len=room,
         too_long=data.too_long,
         lookahead=data.packing_lookahead,
-        sequences=job.train.global_batch_size,
+        sequences=job.train.global_batch_sequences,
         temperature=data.mix.temperature,
         by_tokens=data.mix.by == "tokens",
         limit=rows or few_or_all(sources, tokenizer),

@@ -97,7 +97,7 @@ def _packing(report: Report) -> Iterator[str]:
     about = "" if all(s.whole for s in survey.sources) else "about "
     line = f"an epoch of all sources: {about}{survey.tokens:,.0f} tokens"
     if not job.rollout:
-        size = f"{job.train.global_batch_size} sequences × {job.data.seq_len} tokens"
+        size = f"{job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens"
         line += f", {about}{survey.steps:,.1f} steps of {size}, "
         line += f"{survey.fill:.2%} full with {survey.documents:.1f} documents per sequence"
     yield line

@@ -199,9 +199,9 @@ class Controller:
             "reward_std": float(values.std()),
             **self.reward_by_source(answers),
             "staleness": float((self.step - versions).mean()),
-            "no_result": len(reasons) / len(answers),
+            "no_result_share": len(reasons) / len(answers),
             "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
-            "cut_off": float(np.mean([not t.complete for t in answers])),
+            "cut_off_share": float(np.mean([not t.complete for t in answers])),
             "generated": float(sum(t.num_sampled_tokens for t in answers)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in answers]))}
@@ -370,7 +370,7 @@ class Controller:
             f"peak_memory_gib/{phase.role}": phase.gib
             for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
         }
-        speed = {"generated_tokens_per_step_second": metrics["generated"] / step_s, "step_s": step_s}
+        speed = {"step_tokens_per_s": metrics["generated"] / step_s, "step_s": step_s}
         if rollout_s := phases.get("rollout"):
             speed["rollout_tokens_per_s"] = metrics["generated"] / rollout_s
         self.track.log(self.step, metrics | speed | seconds | memory)

@@ -29,7 +29,7 @@ def packed_batches(
     world: World,
     *,
     seq_len: int,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
     pack: Callable[[Sequence[PackUnit], int], list[list[PackUnit]]] = pack_all,
 ) -> Iterator[tuple[list[list[PackUnit]], Batch]]:
     """Yield packed sequences with their batch, which is on the device.
@@ -40,9 +40,9 @@ def packed_batches(
     """
     units: list[PackUnit] = [(replace(sample, source=str(number)),) for number, sample in enumerate(samples)]
     sequences = pack(units, seq_len) if seq_len else [[unit] for unit in units]
-    each = micro_batch_size if seq_len else 1
+    each = micro_batch_sequences if seq_len else 1
     batches = (
-        deal(sequences, alone(world), micro_batch_size, seq_len)
+        deal(sequences, alone(world), micro_batch_sequences, seq_len)
         if seq_len
         else shard_sequences_singly(sequences, alone(world))[0]
     )
@@ -64,7 +64,7 @@ def per_token(
     reduce: Callable[[Tensor, Any, Batch], Tensor],
     *,
     seq_len: int,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
 ) -> list[np.ndarray]:
     """Return the values of `reduce` for each sample, [n] each, aligned with the sample's tokens.
 
@@ -72,7 +72,7 @@ def per_token(
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
     for sequences, batch in packed_batches(
-        samples, world, seq_len=seq_len, micro_batch_size=micro_batch_size, pack=packer_of(model)
+        samples, world, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences, pack=packer_of(model)
     ):
         # [B, T]
         values = (
@@ -96,11 +96,13 @@ def per_document(
     find: Callable[[Decoder, Batch], Tensor],
     *,
     seq_len: int,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
 ) -> list[float]:
     """Return one value per sample, computed by `find`, a function of model and batch that returns [documents]."""
     out = [0.0] * len(samples)
-    for sequences, batch in packed_batches(samples, world, seq_len=seq_len, micro_batch_size=micro_batch_size):
+    for sequences, batch in packed_batches(
+        samples, world, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences
+    ):
         values = iter(find(model, batch).tolist())
         for sequence in sequences:
             for (sample,) in sequence:
@@ -114,7 +116,7 @@ def sample_logprobs(
     world: World,
     *,
     seq_len: int,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
     processing: LogitsProcessing,
 ) -> list[np.ndarray]:
     """Return the log-probs of each sample's trained tokens under the distribution that they were sampled from.
@@ -127,4 +129,4 @@ def sample_logprobs(
             x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states"), batch.trained
         ).logprobs
 
-    return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_batch_size=micro_batch_size)
+    return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences)

@@ -244,8 +244,8 @@ def _advice(phase: str) -> str:
     """Return the keys that lower the memory of a phase."""
     if phase.startswith("update"):
         return (
-            "train.activation_checkpointing: block or offload, train.micro_batch_size: 1, train.optimizer_offload, or "
-            "compute.mesh.tensor_parallel_size"
+            "train.activation_checkpointing: block or offload, train.micro_batch_sequences: 1, "
+            "train.optimizer_offload, or compute.mesh.tensor_parallel_size"
         )
     if phase == "sync policy and rollout":
         return "another pool for rollout (rollout.transport: nccl)"

@@ -187,7 +187,7 @@ def role_specs(
         "spec": without_adapters(common["spec"]),
         "precision": job.train.precision,
         "compiled": job.train.compile,
-        "micro_batch_size": job.train.micro_batch_size,
+        "micro_batch_sequences": job.train.micro_batch_sequences,
     }
     if job.train.deterministic:
         frozen["seq_len"] = 0
@@ -243,7 +243,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
         "precision": job.train.precision,
         "compiled": job.train.compile,
         "seq_len": 0 if job.train.deterministic else _reward_model_length(job, directory),
-        "micro_batch_size": job.train.micro_batch_size,
+        "micro_batch_sequences": job.train.micro_batch_sequences,
     }
 
 

@@ -85,11 +85,11 @@ class FrozenModelRole:
         seed: int,
         precision: str,
         seq_len: int,
-        micro_batch_size: int,
+        micro_batch_sequences: int,
         compiled: bool | Literal["auto"] = False,
         offload_path: str | None = None,
     ) -> None:
-        self.world, self.seq_len, self.micro_batch_size = world, seq_len, micro_batch_size
+        self.world, self.seq_len, self.micro_batch_sequences = world, seq_len, micro_batch_sequences
         self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
         self.model, self.family = load_model(
             Path(directory),
@@ -134,7 +134,7 @@ class LogprobModel(FrozenModelRole):
             samples,
             self.world,
             seq_len=self.seq_len,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_sequences=self.micro_batch_sequences,
             processing=self.processing,
         )
         forget_forwards(self.model)
@@ -164,7 +164,7 @@ class Learner:
         self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
         self.seq_len, self.processing = seq_len, processing
         self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
-        self.micro_batch_size, self.deterministic = train.micro_batch_size, train.deterministic
+        self.micro_batch_sequences, self.deterministic = train.micro_batch_sequences, train.deterministic
         # length of packed sequences that are only scored
         self.scoring_seq_len = 0 if train.deterministic else seq_len
         model_world = alone(world) if train.deterministic else world  # the ranks over which the model is sharded
@@ -200,7 +200,7 @@ class Learner:
             if self.deterministic:
                 micro, numbers = shard_sequences_singly(sequences, self.world)
             else:
-                micro, numbers = deal(sequences, self.world, self.micro_batch_size, self.seq_len), []
+                micro, numbers = deal(sequences, self.world, self.micro_batch_sequences, self.seq_len), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
         denominators = [r["denominator"] for r in results]
         return {
@@ -226,7 +226,7 @@ class Learner:
             self.world,
             values,
             seq_len=self.scoring_seq_len,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_sequences=self.micro_batch_sequences,
         )
 
     @sharded
@@ -250,7 +250,7 @@ class Learner:
             samples,
             self.world,
             seq_len=self.scoring_seq_len,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_sequences=self.micro_batch_sequences,
             processing=processing,
         )
 

@@ -25,10 +25,10 @@ def pass_rates(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
 
-    The rates are `greedy_pass_rate` (the one greedy answer passes), `reward` (its mean reward), and with samples > 1
-    `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more.
-    Answers without a result are counted in `no_result` and left out. Raises UserError if their share exceeds
-    `max_no_result_share`, because the remaining answers would be a biased sample.
+    The rates are `greedy_pass_rate` (the one greedy answer passes), `greedy_reward` (its mean reward), and with samples
+    > 1 `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more. Answers without a
+    result are counted in `no_result_share` and left out. Raises UserError if their share exceeds `max_no_result_share`,
+    because the remaining answers would be a biased sample.
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
@@ -46,8 +46,8 @@ def pass_rates(
         )
     rates = {
         "greedy_pass_rate": float((values >= 1).mean()),
-        "reward": float(values.mean()),
-        "no_result": len(failed) / len(greedy),
+        "greedy_reward": float(values.mean()),
+        "no_result_share": len(failed) / len(greedy),
     }
     if samples > 1:
         passed = [

@@ -24,7 +24,9 @@ def shard_sequences_singly(sequences: Sequence[Sequence[PackUnit]], world: World
     return [Batch.of([padded[i]], sum(length(unit) for unit in padded[i])) for i in numbers], list(numbers)
 
 
-def deal(sequences: Sequence[Sequence[PackUnit]], world: World, micro_batch_size: int, seq_len: int) -> list[Batch]:
+def deal(
+    sequences: Sequence[Sequence[PackUnit]], world: World, micro_batch_sequences: int, seq_len: int
+) -> list[Batch]:
     """Return this data-parallel rank's share of the sequences as micro-batches, at least one and equally many on every
     rank.
 
@@ -33,7 +35,7 @@ def deal(sequences: Sequence[Sequence[PackUnit]], world: World, micro_batch_size
     sequences_per_rank = max(1, -(-len(sequences) // world.data_size))
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
-        sequences_per_rank = -(-sequences_per_rank // micro_batch_size) * micro_batch_size
+        sequences_per_rank = -(-sequences_per_rank // micro_batch_sequences) * micro_batch_sequences
     work = [
         sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in sequence for sample in unit)
         for sequence in sequences
@@ -43,6 +45,6 @@ def deal(sequences: Sequence[Sequence[PackUnit]], world: World, micro_batch_size
     if world.device.type == "cpu":
         seq_len = max(sum(length(unit) for unit in sequence) for sequence in own_sequences)
     return [
-        Batch.of(own_sequences[i : i + micro_batch_size], seq_len)
-        for i in range(0, sequences_per_rank, micro_batch_size)
+        Batch.of(own_sequences[i : i + micro_batch_sequences], seq_len)
+        for i in range(0, sequences_per_rank, micro_batch_sequences)
     ]

@@ -77,7 +77,7 @@ class Budget:
     trained: int
     memory: Memory  # at the fullest moment
     forward: Memory  # in a forward pass alone, of log-probs or values
-    micro_batch_size: int
+    micro_batch_sequences: int
     flops: float  # of a global step
     tokens: int  # of a global step
     seconds: float
@@ -241,7 +241,7 @@ def budget(
         parallelize(model, mesh, precision)
         sizes = _sizes(model)
         frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
-    sequences = min(job.train.micro_batch_size, -(-in_step // data))
+    sequences = min(job.train.micro_batch_sequences, -(-in_step // data))
     held = frozen_dtype(directory, precision, exported=True).itemsize
     run = _Run(
         job.train.activation_checkpointing,
@@ -271,12 +271,12 @@ def _sequences_of_step(job: Job, ranks: int) -> int:
     it. Raises UserError unless each data-parallel rank trains as many."""
     if job.rollout:
         return job.rollout.prompts * job.rollout.group_size
-    if job.train.global_batch_size % ranks:
+    if job.train.global_batch_sequences % ranks:
         raise UserError(
-            f"train.global_batch_size ({job.train.global_batch_size}) must be a multiple of the {ranks} "
+            f"train.global_batch_sequences ({job.train.global_batch_sequences}) must be a multiple of the {ranks} "
             "data-parallel ranks: each trains at least one sequence"
         )
-    return job.train.global_batch_size
+    return job.train.global_batch_sequences
 
 
 def _beside(
@@ -322,7 +322,7 @@ def frozen_memory(
         sizes = _sizes(model)
     length = min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
-    run = _Run("none", job.train.micro_batch_size, length, dtype.itemsize, held)
+    run = _Run("none", job.train.micro_batch_sequences, length, dtype.itemsize, held)
     return run.forward(sizes, layers, model.config.dim)
 
 

@@ -33,6 +33,6 @@ def preview_data(
         }
     with tempfile.TemporaryDirectory() as aside:
         lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad_rows_share=1.0)
-        return planned(lanes, job.train.global_batch_size, job.train.steps, exact=is_cheap(lanes, few)), {
+        return planned(lanes, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(lanes, few)), {
             name: describe_order(lanes.opened(name)[0]) for name in lanes.sources
         }

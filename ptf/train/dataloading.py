@@ -55,10 +55,10 @@ def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
     return Loader(
         lanes,
         lanes=data.partitions,
-        sequences=job.train.global_batch_size,
+        sequences=job.train.global_batch_sequences,
         rank=world.data_rank,
         world_size=world.data_size,
-        micro_batch_size=1 if job.train.deterministic else job.train.micro_batch_size,
+        micro_batch_sequences=1 if job.train.deterministic else job.train.micro_batch_sequences,
         seq_len=data.seq_len,
         prefetch=data.prefetch,
         timeout_s=job.compute.timeout_s,
@@ -82,7 +82,7 @@ def planned_steps(job: Job, lanes: Lanes, loader: Loader, world: World) -> DataP
 
     plan = planned(
         lanes,
-        job.train.global_batch_size,
+        job.train.global_batch_sequences,
         job.train.steps,
         served=loader.served,
         total=total,

@@ -44,7 +44,7 @@ class DeterministicTrainer(Trainer):
             raise UserError(
                 f"train.deterministic keeps a gradient for each sequence, {size / 2**30:.1f} GiB on every worker here, "
                 f"and allows at most {MAX_GRADIENT_BYTES / 2**30:g}: "
-                "lower train.global_batch_size, or turn train.deterministic off"
+                "lower train.global_batch_sequences, or turn train.deterministic off"
             )
 
     def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:

@@ -22,7 +22,7 @@ def changes_rendering(job: Job) -> bool:
     """Return whether the job changes how conversations are rendered."""
     data, model = job.data, job.model
     return bool(
-        model.chat_template or model.template_args or data.answer_text != "template" or data.unseen_context != "error"
+        model.chat_template or model.template_args or data.answer_text != "template" or data.omitted_context != "error"
     )
 
 
@@ -49,7 +49,7 @@ def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served:
     date = None
     if renders_date(tokenizer.hf.chat_template):
         date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
-    tokenizer.rendering = Rendering(date, served, job.data.unseen_context == "allow")
+    tokenizer.rendering = Rendering(date, served, job.data.omitted_context == "allow")
     return tokenizer
 
 

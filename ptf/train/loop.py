@@ -72,7 +72,7 @@ class OfflineAttempt:
         self._load_model()
         data_job = self._prepare_frozen_models()
         self.trainer = trainer_of(job.train, self.model, world, self.frozen_models)
-        self.trainer.refuse_large(job.train.global_batch_size)
+        self.trainer.refuse_large(job.train.global_batch_sequences)
         lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
         self.loader = make_loader(data_job, lanes, world)
         self.held_out = held_out_sequences(
@@ -262,13 +262,13 @@ class OfflineAttempt:
         """Measure the held-out losses. Early stopping and `train.lr_decay_at_loss` may move the end of the run
         nearer."""
         train = self.job.train
-        micro_batch_size = 1 if train.deterministic else train.micro_batch_size
+        micro_batch_sequences = 1 if train.deterministic else train.micro_batch_sequences
         losses = held_out_metrics(
             self.model,
             self.recipe,
             self.held_out,
             self.model_world,
-            micro_batch_size,
+            micro_batch_sequences,
             self.job.data.seq_len,
             self.frozen_models,
         )
@@ -375,8 +375,8 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     """Return the error for a GPU that ran out of memory, with the settings that lower its use."""
     train = job.train
     advice: list[str] = []
-    if train.micro_batch_size > 1:
-        advice.append(f"lower train.micro_batch_size (now {train.micro_batch_size}; the loss stays the same)")
+    if train.micro_batch_sequences > 1:
+        advice.append(f"lower train.micro_batch_sequences (now {train.micro_batch_sequences}; the loss stays the same)")
     if train.activation_checkpointing != "offload":
         stronger = "offload" if train.activation_checkpointing == "block" else "block"
         advice.append(f"set train.activation_checkpointing: {stronger}")
@@ -414,7 +414,7 @@ def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | N
         if job.model.backend == "hf":
             attention = "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
         print(
-            f"train: {steps} steps of {job.train.global_batch_size} sequences × {job.data.seq_len} tokens, "
+            f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device)}, "

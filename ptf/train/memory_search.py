@@ -94,9 +94,9 @@ def _within(job: Job) -> list[dict[str, str]]:
     for mode in MODES[MODES.index(job.train.activation_checkpointing) :]:
         same = {} if mode == job.train.activation_checkpointing else {"train.activation_checkpointing": mode}
         changes.append(same)
-        sequences = job.train.micro_batch_size // 2
+        sequences = job.train.micro_batch_sequences // 2
         while sequences:
-            changes.append({**same, "train.micro_batch_size": str(sequences)})
+            changes.append({**same, "train.micro_batch_sequences": str(sequences)})
             sequences //= 2
     if not job.train.optimizer_offload:
         changes.append({**changes[-1], "train.optimizer_offload": "true"})

@@ -168,7 +168,7 @@ class _Annotating:
 
     def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[PackUnit]], bool]]:
         """Yield as many rows at a time as keep all ranks busy, and whether a row group ends with them."""
-        size = ROUND * self.job.train.micro_batch_size * self.world.data_size * self.job.data.seq_len
+        size = ROUND * self.job.train.micro_batch_sequences * self.world.data_size * self.job.data.seq_len
         left = limit
         for block, *_ in blocks_once(reader):
             rows: list[list[PackUnit]] = []
@@ -190,7 +190,7 @@ class _Annotating:
         numbered = [tuple(replace(sample, source=str(next(number))) for sample in unit) for row in rows for unit in row]
         own: dict[str, dict[str, np.ndarray]] = {}
         seq_len = self.job.data.seq_len
-        for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_batch_size, seq_len):
+        for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_batch_sequences, seq_len):
             batch = batch.to(self.world.device)
             own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.frozen_models))
             for frozen_model in self.frozen_models.values():

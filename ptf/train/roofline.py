@@ -303,13 +303,13 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     """
     refuse_uncounted(job, gpu)
     speeds, data = GPUS[gpu], gpus
-    if job.train.global_batch_size % data:
+    if job.train.global_batch_sequences % data:
         raise UserError(
-            f"train.global_batch_size ({job.train.global_batch_size}) must be a multiple of the {data} "
+            f"train.global_batch_sequences ({job.train.global_batch_sequences}) must be a multiple of the {data} "
             "data-parallel ranks"
         )
-    sequences = min(job.train.micro_batch_size, job.train.global_batch_size // data)
-    passes = math.ceil(job.train.global_batch_size / (data * sequences))
+    sequences = min(job.train.micro_batch_sequences, job.train.global_batch_sequences // data)
+    passes = math.ceil(job.train.global_batch_sequences / (data * sequences))
     model, family = bridge.build(directory, parts=parts_of(job.model, adapted=True))
     freeze(model, family, job.model.trainable)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -19,7 +19,7 @@ def held_out_metrics(
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
     world: World,
-    micro_batch_size: int,
+    micro_batch_sequences: int,
     seq_len: int,
     frozen_models: Mapping[str, Decoder],
 ) -> dict[str, float]:
@@ -31,7 +31,7 @@ def held_out_metrics(
     results: dict[str, float] = {}
     for name, sequences in sets.items():
         denominator, totals = torch.zeros((), dtype=torch.float64), {}
-        for batch in deal(sequences, world, micro_batch_size, seq_len):
+        for batch in deal(sequences, world, micro_batch_sequences, seq_len):
             batch = batch.to(world.device)
             _, metrics = recipe.loss(model, batch, frozen_models)
             denominator += recipe.denominator(batch).cpu()

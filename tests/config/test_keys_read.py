@@ -44,6 +44,6 @@ def test_every_key_is_read():
 
 def test_a_key_that_is_only_written_about_is_not_read(tmp_path):
     (tmp_path / "a.py").write_text(
-        '"""job.train.lr"""\nrows = dict(steps=1)  # train.global_batch_size\nprint(rows.items)\n'
+        '"""job.train.lr"""\nrows = dict(steps=1)  # train.global_batch_sequences\nprint(rows.items)\n'
     )
     assert attributes(tmp_path) == {"items"}

@@ -264,7 +264,7 @@ def test_rules_between_keys_are_reported_together(write):
             "run; shares of it (0.1) fit any number of steps"
         ),
         "v.yaml:3  data.partitions  (8) must be a multiple of compute.workers (3)",
-        "v.yaml:4  train.global_batch_size  (8) must be a multiple of compute.workers (3)",
+        "v.yaml:4  train.global_batch_sequences  (8) must be a multiple of compute.workers (3)",
         "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
         "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
@@ -597,7 +597,7 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
         differences(
             "compute.workers=2",
             "compute.mesh.replicate=2",
-            "train.micro_batch_size=1",
+            "train.micro_batch_sequences=1",
             "flow.steps.train.gpu=1",
             "checkpoint.every=7",
         )
@@ -682,8 +682,8 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
         ),
         (
             "gradient_accumulation_steps",
-            "unknown key at the top  (here it is train.micro_batch_size: passes follow from it and "
-            "train.global_batch_size)",
+            "unknown key at the top  (here it is train.micro_batch_sequences: passes follow from it and "
+            "train.global_batch_sequences)",
         ),
         (
             "data.max_seq_length",
@@ -691,7 +691,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
         ),
         (
             "train.batch_size",
-            "unknown key in train  (here it is train.global_batch_size: of a whole step, over all workers)",
+            "unknown key in train  (here it is train.global_batch_sequences: of a whole step, over all workers: packed",
         ),
         ("train.num_generations", "unknown key in train; known: "),  # SFT generates nothing
         ("train.lrr", "unknown key in train  (did you mean lr?)"),

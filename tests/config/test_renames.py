@@ -71,28 +71,28 @@ data:
   sources: {a: {path: a.jsonl, kind: events, row_count: 7}}   # `rows` of a source are counted
   "partitions": 4
 
-train: {steps: 10, 'global_batch_size': 8, lr: 1e-4,
-        micro_batch_size: 2}
+train: {steps: 10, 'global_batch_sequences': 8, lr: 1e-4,
+        micro_batch_sequences: 2}
 compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
-evaluate: {starting_model: true}
+evaluate: {measure_starting_model: true}
 publish: {gate: "starting_model", max_regression: 0.1}  # at the start
 flow:
   sweep:
-    - {publish.gate: starting_model, train.global_batch_size: 4, data.prepare.use: "ptf.events.prepare:prepare"}
+    - {publish.gate: starting_model, train.global_batch_sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
 """
 CHANGES = [
     "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
     "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated",
     "job.yaml:8  data.sources.a.rows is now data.sources.a.row_count",
     "job.yaml:9  data.lanes is now data.partitions",
-    "job.yaml:11  train.rows is now train.global_batch_size",
-    "job.yaml:12  train.micro_rows is now train.micro_batch_size",
+    "job.yaml:11  train.rows is now train.global_batch_sequences",
+    "job.yaml:12  train.micro_rows is now train.micro_batch_sequences",
     "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
-    "job.yaml:14  evaluate.start is now evaluate.starting_model",
+    "job.yaml:14  evaluate.start is now evaluate.measure_starting_model",
     "job.yaml:15  publish.gate  start is now starting_model",
     "job.yaml:15  publish.max_drop is now publish.max_regression",
     "job.yaml:18  publish.gate  start is now starting_model",
-    "job.yaml:18  train.rows is now train.global_batch_size",
+    "job.yaml:18  train.rows is now train.global_batch_sequences",
     "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
 ]
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
@@ -121,7 +121,7 @@ def test_new_keys_are_there_and_old_ones_are_not():
 
 def test_the_table_can_be_read_in_both_directions():
     assert FIRST_KEYS.keys() == {*KEYS.values()}
-    assert FIRST_KEYS["train.global_batch_size"] == "train.rows"  # not `sequences`, which it was in between
+    assert FIRST_KEYS["train.global_batch_sequences"] == "train.rows"  # not `sequences`, which it was in between
     assert len(FIRST_MODULES) == len(MODULES)
     assert not {*KEYS} & {*KEYS.values()}
     assert not {*MODULES} & {*MODULES.values()}
@@ -160,42 +160,42 @@ def test_old_names_are_refused_at_their_lines(here):
         "`ptf upgrade job.yaml` rewrites it",
         "job.yaml:8  data.sources.a.rows  is now data.sources.a.row_count; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:9  data.lanes  is now data.partitions; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:11  train.rows  is now train.global_batch_size; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:12  train.micro_rows  is now train.micro_batch_size; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:11  train.rows  is now train.global_batch_sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:12  train.micro_rows  is now train.micro_batch_sequences; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:13  compute.pools  is for recipes with rollouts; others have one group of compute.workers: remove it",
         "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:14  evaluate.start  is now evaluate.starting_model; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:14  evaluate.start  is now evaluate.measure_starting_model; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:15  publish.max_drop  is now publish.max_regression; `ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
         "`ptf upgrade job.yaml` rewrites it",
         "job.yaml:18  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:18  train.rows  is now train.global_batch_size; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:18  train.rows  is now train.global_batch_sequences; `ptf upgrade job.yaml` rewrites it",
     ]
 
 
 def test_what_is_wrong_besides_is_found_at_its_line_too(here):
     Path("a.yaml").write_text(SFT.replace("lr:", "rows: none,\n  lr:"))
     assert refusal("a.yaml") == [
-        "a.yaml:4  train.global_batch_size  expected a whole number, got the text 'none'",
-        "a.yaml:4  train.rows  is now train.global_batch_size; `ptf upgrade a.yaml` rewrites it",
+        "a.yaml:4  train.global_batch_sequences  expected a whole number, got the text 'none'",
+        "a.yaml:4  train.rows  is now train.global_batch_sequences; `ptf upgrade a.yaml` rewrites it",
     ]
 
 
 def test_each_file_is_named(here):
     Path("base.yaml").write_text("train: {micro_rows: 2}\n")
-    Path("a.yaml").write_text("extends: base.yaml\n" + SFT.replace("lr:", "rows: 4, micro_batch_size: 1, lr:"))
+    Path("a.yaml").write_text("extends: base.yaml\n" + SFT.replace("lr:", "rows: 4, micro_batch_sequences: 1, lr:"))
     assert refusal("a.yaml") == [
-        "a.yaml:5  train.rows  is now train.global_batch_size; `ptf upgrade a.yaml` rewrites it",
-        "base.yaml:1  train.micro_rows  is now train.micro_batch_size; `ptf upgrade base.yaml` rewrites it",
+        "a.yaml:5  train.rows  is now train.global_batch_sequences; `ptf upgrade a.yaml` rewrites it",
+        "base.yaml:1  train.micro_rows  is now train.micro_batch_sequences; `ptf upgrade base.yaml` rewrites it",
     ]
 
 
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("train.rows=4", "train.rows  is now train.global_batch_size"),
-        ("train={rows: 4}", "train.rows  is now train.global_batch_size"),
+        ("train.rows=4", "train.rows  is now train.global_batch_sequences"),
+        ("train={rows: 4}", "train.rows  is now train.global_batch_sequences"),
         ("train.stop.patience=4", "train.stop  is now train.early_stopping"),
         ("compute.pools.a.park=disk", "compute.pools.a.park  is now compute.pools.a.offload"),
         (
@@ -220,8 +220,8 @@ def test_an_override_is_refused_with_the_new_name(here, override, what):
 
 
 def test_both_names_at_once_are_refused(here):
-    Path("a.yaml").write_text(SFT.replace("lr:", "rows: 4, global_batch_size: 8, lr:"))
-    said = "train.rows  is now train.global_batch_size, which is set too; remove one"
+    Path("a.yaml").write_text(SFT.replace("lr:", "rows: 4, global_batch_sequences: 8, lr:"))
+    said = "train.rows  is now train.global_batch_sequences, which is set too; remove one"
     assert refusal("a.yaml") == [f"a.yaml:4  {said}"]
     with pytest.raises(ConfigError, match="remove one"):
         loads(Path("a.yaml").read_text())
@@ -245,8 +245,8 @@ def test_names_of_the_users_own_are_left_alone():
     [
         ("test/pass@1", "greedy_pass_rate/test"),
         ("test/pass@8", "pass@8/test"),
-        ("test/reward", "reward/test"),
-        ("test/no_result", "no_result/test"),
+        ("test/reward", "greedy_reward/test"),
+        ("test/no_result", "no_result_share/test"),
         ("next/all/ndcg@10", "all/ndcg@10/next"),
         ("next/new/revenue_recall@5", "new/revenue_recall@5/next"),
     ],
@@ -260,7 +260,7 @@ def test_a_metric_of_answers_begins_with_its_name(old, new):
 
 
 @pytest.mark.parametrize(
-    "name", ["train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine", "reward/reward"]
+    "name", ["train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine"]
 )
 def test_other_metrics_are_left_alone(name):
     assert outdated({"publish": {"metric": name}}) == []
@@ -301,17 +301,20 @@ def test_upgrade_does_nothing_to_what_is_current(here, capsys):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("\ufefftrain:\r\n  rows: 8\r\n", "\ufefftrain:\r\n  global_batch_size: 8\r\n"),
-        ('{"train": {"rows": 8}}', '{"train": {"global_batch_size": 8}}'),
-        ("train: {? rows : 8}", "train: {? global_batch_size : 8}"),
+        ("\ufefftrain:\r\n  rows: 8\r\n", "\ufefftrain:\r\n  global_batch_sequences: 8\r\n"),
+        ('{"train": {"rows": 8}}', '{"train": {"global_batch_sequences": 8}}'),
+        ("train: {? rows : 8}", "train: {? global_batch_sequences : 8}"),
         ("publish: {gate: start}", "publish: {gate: starting_model}"),
         (
             "algo: {ratio: answer, mean_over: answers}",
             "algo: {importance_sampling_level: sequence, loss_aggregation: sequence_mean}",
         ),
-        ("publish: {metric: 'test/reward', mode: max}", "publish: {metric: 'reward/test', mode: max}"),
+        (
+            "publish: {metric: 'test/reward', mode: max}",
+            "publish: {metric: 'greedy_reward/test', metric_direction: max}",
+        ),
         ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
-        ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key global_batch_size: 8}"),
+        ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key global_batch_sequences: 8}"),
         (
             "x: &here ptf.data.events:prepare\ndata: {prepare: {use: *here}}",
             "x: &here ptf.events.prepare:prepare\ndata: {prepare: {use: *here}}",
@@ -330,7 +333,7 @@ def test_upgrade_of_other_texts(old, new):
 def test_what_cannot_be_replaced_is_left_to_the_user(here, text):
     Path("good.yaml").write_text(OLD)
     Path("a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"a.yaml:1  train.rows  write train.global_batch_size here yourself"):
+    with pytest.raises(ConfigError, match=r"a.yaml:1  train.rows  write train.global_batch_sequences here yourself"):
         upgraded(text, "a.yaml")
     assert main(["upgrade", "good.yaml", "a.yaml"]) == 2
     assert Path("good.yaml").read_text() == OLD  # all or nothing
@@ -341,7 +344,7 @@ def test_upgrade_follows_nothing_outside_the_file(here):
     Path("a.yaml").write_text("extends: base.yaml\nmodel: {path: 'job:base.yaml'}\ntrain: {micro_rows: 1}\n")
     assert main(["upgrade", "a.yaml"]) == 0
     assert Path("base.yaml").read_text() == "train: {rows: 4}\n"
-    assert "micro_batch_size: 1" in Path("a.yaml").read_text()
+    assert "micro_batch_sequences: 1" in Path("a.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -387,7 +390,7 @@ def test_a_stored_job_is_the_job_of_today(stored):
     today = upgraded_job(stored)
     assert loads(text) == today == load(stored / "job.yaml")
     assert loads(dump(today)) == today
-    assert load(stored / "job.yaml", overrides=["train.micro_batch_size=1"]).train.micro_batch_size == 1
+    assert load(stored / "job.yaml", overrides=["train.micro_batch_sequences=1"]).train.micro_batch_sequences == 1
 
 
 def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
@@ -397,8 +400,8 @@ def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
     refuse_frozen_changes(text, today)
     write_job_file(today, stored)
     assert read_job_file(stored) == dump(today)
-    other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_size": 16})})
-    with pytest.raises(UserError, match=r"train\.global_batch_size: 4 → 16"):
+    other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_sequences": 16})})
+    with pytest.raises(UserError, match=r"train\.global_batch_sequences: 4 → 16"):
         write_job_file(other, stored)
 
 
@@ -418,16 +421,19 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
         if whole["rollout"]:
             del whole["rollout"][key]
     assert digest(whole) == WHOLE[stored.name]
-    changed = job.model_copy(update={"train": job.train.model_copy(update={"global_batch_size": 16})})
+    changed = job.model_copy(update={"train": job.train.model_copy(update={"global_batch_sequences": 16})})
     assert fingerprint(changed) != fingerprint(job)
     assert fingerprint(job, "data.partitions") == fingerprint(loads(json.dumps(job.model_dump())), "data.partitions")
 
 
 def test_a_fingerprint_of_a_renamed_key_has_its_first_name():
     job = loads(SFT)
-    said = json.dumps({"data.lanes": job.data.partitions, "train.rows": job.train.global_batch_size}, sort_keys=True)
+    said = json.dumps(
+        {"data.lanes": job.data.partitions, "train.rows": job.train.global_batch_sequences}, sort_keys=True
+    )
     assert (
-        fingerprint(job, "data.partitions", "train.global_batch_size") == hashlib.sha256(said.encode()).hexdigest()[:16]
+        fingerprint(job, "data.partitions", "train.global_batch_sequences")
+        == hashlib.sha256(said.encode()).hexdigest()[:16]
     )
 
 

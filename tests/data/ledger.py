@@ -76,7 +76,7 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
                     sequences=SEQUENCES,
                     rank=rank,
                     world_size=world,
-                    micro_batch_size=SEQUENCES,
+                    micro_batch_sequences=SEQUENCES,
                     seq_len=SEQ_LEN,
                 )
             )

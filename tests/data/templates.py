@@ -89,7 +89,7 @@ OURS = {
     "system_folded": Case(
         "system_folded", "the system is folded into the first question; no tools", "<|end|>", headers=MODEL, eos="</s>"
     ),
-    "system_folded, unseen_context: allow": Case(
+    "system_folded, omitted_context: allow": Case(
         "system_folded", "the same, what is not shown allowed", "<|end|>", eos="</s>", allow_unseen=True
     ),
     "system_required": Case("system_required", "a system is required; nothing behind the stop", "<|end|>"),
@@ -154,7 +154,7 @@ OURS = {
         "empty_thought_prompt", "the same, behind the served prompt", "<|end|>", headers=MODEL, eos="</s>", served=True
     ),
     "drops_tools": Case("drops_tools", "tools and calls are dropped", "<|end|>", headers=("<|assistant|>\n",)),
-    "drops_tools, unseen_context: allow": Case("drops_tools", "the same, allowed", "<|end|>", allow_unseen=True),
+    "drops_tools, omitted_context: allow": Case("drops_tools", "the same, allowed", "<|end|>", allow_unseen=True),
     "drops_results": Case("drops_results", "results of tools are dropped", "<|end|>", headers=("<|assistant|>",)),
     "first_system_only": Case("first_system_only", "later systems and developers are dropped"),
     "developer": Case(

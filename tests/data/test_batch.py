@@ -78,14 +78,16 @@ def packed(draw: Any) -> list[list[PackUnit]]:
 
 
 @settings(deadline=None)
-@given(sequences=packed(), micro_batch_size=st.integers(1, 8))
+@given(sequences=packed(), micro_batch_sequences=st.integers(1, 8))
 def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
-    sequences: list[list[PackUnit]], micro_batch_size: int
+    sequences: list[list[PackUnit]], micro_batch_sequences: int
 ) -> None:
     memory = Memory()
     memory.block(36 * len(sequences) * SEQ_LEN + 4)[:] = 255  # whatever was there before
-    parts = [sequences[i : i + micro_batch_size] for i in range(0, len(sequences), micro_batch_size)]
-    for batch, part in zip(lay_out(Documents.of(sequences), SEQ_LEN, micro_batch_size, memory), parts, strict=True):
+    parts = [sequences[i : i + micro_batch_sequences] for i in range(0, len(sequences), micro_batch_sequences)]
+    for batch, part in zip(
+        lay_out(Documents.of(sequences), SEQ_LEN, micro_batch_sequences, memory), parts, strict=True
+    ):
         wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name

@@ -55,7 +55,7 @@ def test_what_a_template_drops_is_named(template: str, messages: list[dict[str, 
         error.value
     )
     assert "model.chat_template" in str(error.value)
-    assert "data.unseen_context: allow" in str(error.value)
+    assert "data.omitted_context: allow" in str(error.value)
     allowing = Tokenizer(tokenizer.hf)
     allowing.rendering = Rendering(allow_unseen=True)
     assert chat_samples(messages, allowing, tools=tools, train_on="last")

@@ -72,7 +72,7 @@ def make(
     tokenizer: Tokenizer,
     rank: int = 0,
     world: int = 1,
-    micro_batch_size: int = 8,
+    micro_batch_sequences: int = 8,
     encode: Any = repeated,
     **kwargs: Any,
 ) -> Loader:
@@ -92,7 +92,7 @@ def make(
         sequences=SEQUENCES,
         rank=rank,
         world_size=world,
-        micro_batch_size=micro_batch_size,
+        micro_batch_sequences=micro_batch_sequences,
         seq_len=SEQ_LEN,
         prefetch=2,
         peers=peers,
@@ -150,7 +150,7 @@ def whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> list[list[tu
 def test_global_batches_do_not_depend_on_the_number_of_workers(
     sources: Any, characters: Tokenizer, whole: Any, world: int
 ) -> None:
-    loaders = [make(sources, characters, rank, world, micro_batch_size=3) for rank in range(world)]
+    loaders = [make(sources, characters, rank, world, micro_batch_sequences=3) for rank in range(world)]
     assert run(loaders, 30) == whole
     close(loaders)
 
@@ -282,7 +282,7 @@ def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, wh
 
 
 def test_batches_are_what_a_loss_expects(sources: Any, characters: Tokenizer) -> None:
-    loader = make(sources, characters, micro_batch_size=3)
+    loader = make(sources, characters, micro_batch_sequences=3)
     batches = next(loader)
     loader.close()
     assert [b.tokens.shape for b in batches] == [(3, SEQ_LEN), (3, SEQ_LEN), (2, SEQ_LEN)]
@@ -341,7 +341,7 @@ def test_close_leaves_no_thread(sources: Any, characters: Tokenizer) -> None:
 
 def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: Tokenizer) -> None:
     with pytest.raises(
-        UserError, match=r"workers \(3\) must divide data.partitions \(4\) and train.global_batch_size \(8\)"
+        UserError, match=r"workers \(3\) must divide data.partitions \(4\) and train.global_batch_sequences \(8\)"
     ):
         make(sources, characters, world=3)
     half = make(sources, characters, 0, 2).state_dict()
@@ -404,7 +404,7 @@ def trained(
     made = Lanes(
         finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options
     )
-    loader = Loader(made, lanes=lanes, sequences=SEQUENCES, micro_batch_size=8, seq_len=SEQ_LEN)
+    loader = Loader(made, lanes=lanes, sequences=SEQUENCES, micro_batch_sequences=8, seq_len=SEQ_LEN)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))

@@ -186,7 +186,7 @@ def test_dropped_tools_are_unseen_context_and_empty_ones_are_none() -> None:
     with pytest.raises(Refusal, match="unseen context"):
         oracle_of("drops_tools")(TWO_TURNS, TOOLS)
     assert spans_of("drops_tools", [Conversation("test", TWO_TURNS, tools) for tools in (TOOLS, [], None)]) == 4
-    assert spans_of("drops_tools, unseen_context: allow", [Conversation("test", TWO_TURNS, TOOLS)]) == 2
+    assert spans_of("drops_tools, omitted_context: allow", [Conversation("test", TWO_TURNS, TOOLS)]) == 2
 
 
 def shift_start(by: int) -> Callable[[np.ndarray], None]:
@@ -261,7 +261,7 @@ def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.hf.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
 
     mistakes: list[tuple[str, Any, str, Any]] = [
-        ("drops_tools, unseen_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
+        ("drops_tools, omitted_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
         ("drops_results", ptf.data.chat, "refuse_unseen", lambda *_, **__: None),  # dropped context passes
         (
             "drops_thinking, enable_thinking: false",

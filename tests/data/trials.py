@@ -177,7 +177,7 @@ def ranks(
             sequences=trial.sequences,
             rank=rank,
             world_size=world,
-            micro_batch_size=trial.sequences,
+            micro_batch_sequences=trial.sequences,
             seq_len=SEQ_LEN,
             peers=peer,
         )

@@ -67,7 +67,7 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
         "the same of what training started from"
     )
     before = measure_run(
-        loads(yaml.safe_dump(raw | {"evaluate": {"starting_model": False}})),
+        loads(yaml.safe_dump(raw | {"evaluate": {"measure_starting_model": False}})),
         train(raw, "unmoved", train__steps=1, train__lr=1e-12),
     )
     assert start == pytest.approx({key: before[key] for key in start}, abs=1e-5 if "scores" not in name else 2e-3)
@@ -192,7 +192,12 @@ def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path
     old = {"test/pass@1": 0.1, "test/pass@8": 0.2, "test/reward": 0.3, "test/longest": 0.4, "start/test/pass@1": 0.5}
     old |= {"next/all/ndcg@5": 0.6, "start/next/new/hr@5": 0.7, "loss/test": 0.8, "train/reward": 0.9}
     found = with_current_names(job := loads(yaml.safe_dump(raw)), old)
-    assert found == {"greedy_pass_rate/test": 0.1, "pass@8/test": 0.2, "reward/test": 0.3, "longest/test": 0.4} | {
+    assert found == {
+        "greedy_pass_rate/test": 0.1,
+        "pass@8/test": 0.2,
+        "greedy_reward/test": 0.3,
+        "longest/test": 0.4,
+    } | {
         "starting_model/greedy_pass_rate/test": 0.5,
         "all/ndcg@5/next": 0.6,
         "starting_model/new/hr@5/next": 0.7,
@@ -218,7 +223,7 @@ def test_a_published_version_whose_metrics_have_their_old_names_is_compared_with
 def test_a_metric_of_ones_own_may_not_have_the_name_of_a_held_out_metric(tmp_path):
     raw = generating(tmp_path)
     raw["data"]["validation"] = {"test": raw["data"]["sources"]["sums"]}
-    raw["evaluate"] |= {"metrics": {"loss": {"use": f"{HERE}:longest"}}, "starting_model": False}
+    raw["evaluate"] |= {"metrics": {"loss": {"use": f"{HERE}:longest"}}, "measure_starting_model": False}
     with pytest.raises(UserError, match=r"evaluate\.metrics: loss/test is a metric of data\.validation, too"):
         measure_run(loads(yaml.safe_dump(raw)), train(raw, "run"))
 
@@ -243,7 +248,7 @@ def test_a_metric_that_fails_is_named(name, message):
             r"publish.metric: test/m is now m/test",
         ),
         (
-            {"publish": {"metric": "loss/held_out", "mode": "min"}},
+            {"publish": {"metric": "loss/held_out", "metric_direction": "min"}},
             r"publish.metric: the evaluation will have no 'loss/held_out'",
         ),
         (

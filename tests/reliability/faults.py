@@ -61,7 +61,7 @@ SAID = {
     "no messages": "messages of a step",
 }
 NOT_ASKED_AGAIN = ("too few messages",)  # it is an answer, after which the conversation cannot go on
-REPEATED = "reward_retries"  # in metrics: differs where a fault passed
+REPEATED = "rewards_retried"  # in metrics: differs where a fault passed
 PLACES = {"reward": [*ENDS, *REWARDS], "environment": [*ENDS, *REWARDS, *TURNS], "engine": CALLS}
 SAID_OF_ENGINES = {
     "raise": "out of order",

@@ -93,8 +93,8 @@ def test_it_runs_and_agrees_with_its_engine(raw):
         "entropy",
         "clip_share",
         "response_length",
-        "cut_off",
-        "no_result",
+        "cut_off_share",
+        "no_result_share",
     } <= rows[0].keys()
 
 
@@ -308,8 +308,8 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "reward_processes": 2}
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
-    assert all(r["turns"] == 2 and r["logprob_diff_max"] <= 1e-5 and r["no_result"] == 0 for r in rows)
-    assert "reward/test" in rows[-1]
+    assert all(r["turns"] == 2 and r["logprob_diff_max"] <= 1e-5 and r["no_result_share"] == 0 for r in rows)
+    assert "greedy_reward/test" in rows[-1]
 
 
 def test_an_interrupt_while_it_generates_is_that_and_nothing_else(raw, monkeypatch):

@@ -19,7 +19,7 @@ TOKEN = 2 * 2 * LAYERS * KV_HEADS * HEAD  # bytes of keys and values in bf16
 APART = {"gang": {"roles": ["policy", "reference"]}, "generate": {"roles": ["rollout"]}}
 
 
-TRAIN = {"steps": 1, "lr": 1e-5, "micro_batch_size": 2, "precision": "bf16"}
+TRAIN = {"steps": 1, "lr": 1e-5, "micro_batch_sequences": 2, "precision": "bf16"}
 
 
 def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: dict | None = None, **sections) -> Job:
@@ -126,10 +126,10 @@ def test_roles_with_devices_of_their_own_do_not_share_them(tmp_path) -> None:
 
 def test_an_update_has_the_answers_of_a_step_whatever_the_sequences_of_offline_jobs_are(tmp_path) -> None:
     plan = planned(tmp_path, gpus=16, algo={"update_epochs": 2}, compute={"workers": 16}, rollout={"replicas": 16})
-    assert plan.update.micro_batch_size == 2
+    assert plan.update.micro_batch_sequences == 2
     assert plan.update.tokens == 2 * 64 * 8 * 1024  # epochs × prompts × answers × tokens
     alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"replicas": 16, "prompts": 1})
-    assert alone.update.micro_batch_size == 1  # eight answers over sixteen GPUs
+    assert alone.update.micro_batch_sequences == 1  # eight answers over sixteen GPUs
 
 
 def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None:
@@ -143,7 +143,9 @@ def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None
 def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsys) -> None:
     plan = planned(tmp_path, room_gib=0.2)
     assert not plan.fits
-    assert any("pool all, phase update" in problem and "train.micro_batch_size" in problem for problem in plan.problems)
+    assert any(
+        "pool all, phase update" in problem and "train.micro_batch_sequences" in problem for problem in plan.problems
+    )
     none = planned(tmp_path, rollout={"gpu_memory_utilization": 0.0001})
     assert any(
         "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size" in problem for problem in none.problems

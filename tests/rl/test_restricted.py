@@ -59,7 +59,9 @@ def test_a_policy_learns_which_of_them(raw, tmp_path):
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:by_length"}}
     rows = read_metrics(train(allowed(raw, tmp_path)) / "metrics.jsonl")
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
-    assert rows[-1]["reward/dev"] == pytest.approx(5 / 6)  # greedy: the shortest that is allowed, of one character
+    assert rows[-1]["greedy_reward/dev"] == pytest.approx(
+        5 / 6
+    )  # greedy: the shortest that is allowed, of one character
 
 
 def test_repeated_answers(short, tmp_path):

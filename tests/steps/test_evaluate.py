@@ -56,7 +56,7 @@ def stage(tmp_path: Path) -> Any:
         "limit": 4,
         "samples_per_prompt": 1,
         "max_new_tokens": 4,
-        "starting_model": False,
+        "measure_starting_model": False,
         "reward": {"use": "ptf.tasks.arithmetic:exact"},
         "engine": {"use": "tests.steps.test_evaluate:Listening"},
     }

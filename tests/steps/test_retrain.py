@@ -36,7 +36,7 @@ def raw(tmp_path) -> dict:
     raw["data"]["sources"]["sums"]["path"] = str(tmp_path / "data")
     raw["train"] = {**raw["train"], "steps": 25, "validate_every": 0, "schedule": "constant"}
     sums(tmp_path, 0, 150)
-    return raw | {"publish": {"metric": "loss/held_out", "mode": "min"}}
+    return raw | {"publish": {"metric": "loss/held_out", "metric_direction": "min"}}
 
 
 def sums(directory: Path, first: int, last: int, wrong: bool = False) -> None:
@@ -196,10 +196,10 @@ def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, ca
     [
         ({"publish": {}}, r"publish\.metric: retraining publishes only what is better; name a metric"),
         (
-            {"publish": {"metric": "train/loss", "mode": "min"}},
+            {"publish": {"metric": "train/loss", "metric_direction": "min"}},
             r"publish\.metric: retraining publishes only what is better",
         ),
-        ({"evaluate": {"starting_model": False}}, r"evaluate\.starting_model: retraining compares"),
+        ({"evaluate": {"measure_starting_model": False}}, r"evaluate\.measure_starting_model: retraining compares"),
     ],
 )
 def test_without_anything_to_compare_it_does_not_begin(raw, change, message):
@@ -211,7 +211,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
     with pytest.raises(
         UserError, match=r"publish\.metric: the evaluation will have no 'loss/dev'; it will have .* loss/held_out"
     ):
-        again(raw | {"publish": {"metric": "loss/dev", "mode": "min"}}, "a")
+        again(raw | {"publish": {"metric": "loss/dev", "metric_direction": "min"}}, "a")
     assert published_versions.pointer(f"{raw['output']}/published") is None
 
 

@@ -22,7 +22,7 @@ def raw(tmp_path) -> dict[str, Any]:
     raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
     return raw | {
         "publish": METRIC,
-        "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.global_batch_size": 8}]},
+        "flow": {"sweep": [{"train.lr": 1e-9}, {"train.lr": 3e-3, "train.global_batch_sequences": 8}]},
     }
 
 
@@ -36,10 +36,15 @@ def job(raw: dict[str, Any]):
 
 def test_trials_are_the_job_with_other_values(raw):
     one, two = map(loads, trials(job(raw)))
-    assert (one.train.lr, one.train.global_batch_size, two.train.lr, two.train.global_batch_size) == (1e-9, 4, 3e-3, 8)
+    assert (one.train.lr, one.train.global_batch_sequences, two.train.lr, two.train.global_batch_sequences) == (
+        1e-9,
+        4,
+        3e-3,
+        8,
+    )
     same = job(raw)
     assert dump(two) == dump(
-        same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "global_batch_size": 8})})
+        same.model_copy(update={"train": same.train.model_copy(update={"lr": 3e-3, "global_batch_sequences": 8})})
     )
 
 
@@ -63,7 +68,7 @@ def test_trials_are_the_job_with_other_values(raw):
             r"flow\.sweep\[1\]: data\.seq_len must be the same",
         ),
         (
-            {"publish": {"metric": "train/loss", "mode": "min"}},
+            {"publish": {"metric": "train/loss", "metric_direction": "min"}},
             r"publish\.metric: a sweep chooses the best trial by a metric of the evaluate stage",
         ),
         (
@@ -89,11 +94,14 @@ def test_what_is_no_sweep_is_refused(raw, change, message):
 def test_the_best_is_chosen_and_all_are_shown(raw, mode, values, chosen, capsys):
     one = job(
         raw
-        | {"publish": {"metric": "kl/dev", "mode": mode}, "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}}
+        | {
+            "publish": {"metric": "kl/dev", "metric_direction": mode},
+            "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]},
+        }
         if mode == "min"
         else raw
         | {
-            "publish": {"metric": "accuracy/dev", "mode": mode},
+            "publish": {"metric": "accuracy/dev", "metric_direction": mode},
             "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]},
         }
     )

@@ -123,7 +123,7 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             frozen_models = {role: _frozen(directory, mesh, config.precision) for role in recipe.frozen_models}
             trainer = Trainer(model, World(rank=0, size=ranks, mesh=mesh), config, frozen_models)
             units = _units(job)
-            passes = config.global_batch_size // ranks // config.micro_batch_size
+            passes = config.global_batch_sequences // ranks // config.micro_batch_sequences
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
             held = [model, *frozen_models.values()]
             live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))
@@ -141,7 +141,7 @@ def _units(job: Job) -> list[PackUnit]:
     each = 2 if job.recipe in ("dpo", "rm") else 1
     length = job.data.seq_len // each
     whole = [Sample(np.ones(length, np.int32), np.ones(length, np.float32)) for _ in range(each)]
-    return [tuple(whole)] * job.train.micro_batch_size
+    return [tuple(whole)] * job.train.micro_batch_sequences
 
 
 def _frozen(directory: Path, mesh: Any, precision: str) -> Any:
@@ -161,7 +161,12 @@ def published(shape: str, **changes: Any) -> Iterator[Path]:
 
 def raw_job(directory: Path, ranks: int, *, seq_len: int, sequences: int, **sections: Mapping[str, Any]) -> dict:
     """Return a job of two passes a step, with `sequences` a pass."""
-    train = {"steps": 1, "lr": 1e-5, "global_batch_size": 2 * ranks * sequences, "micro_batch_size": sequences}
+    train = {
+        "steps": 1,
+        "lr": 1e-5,
+        "global_batch_sequences": 2 * ranks * sequences,
+        "micro_batch_sequences": sequences,
+    }
     return {
         "recipe": "sft",
         "output": "runs",

@@ -48,7 +48,7 @@ def job(
         "output": str(path / "runs"),
         "model": {"path": str(path), **(model or {})},
         "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "partitions": 512},
-        "train": {"steps": 1, "lr": 1e-5, "global_batch_size": 512, "micro_batch_size": 4, **train},
+        "train": {"steps": 1, "lr": 1e-5, "global_batch_sequences": 512, "micro_batch_sequences": 4, **train},
         "compute": {"workers": workers, "mesh": {"tensor_parallel_size": tensor, "replicate": replicate}},
     }
     return yaml.safe_dump(raw)
@@ -104,7 +104,7 @@ def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
         {**DENSE, "num_hidden_layers": 64, "vocab_size": 64},
         1,
         optimizer_offload=True,
-        micro_batch_size=1,
+        micro_batch_sequences=1,
         activation_checkpointing="block",
     )
     assert little.memory.total == 16 * little.trained
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
 def test_logits_are_a_chunk_of_a_gpu_or_all_that_there_are(tmp_path) -> None:
     def logits(config: dict, **more) -> float:
         rows, tokens = config["vocab_size"], 2048
-        found = planned(tmp_path, config, 1, micro_batch_size=1, **more)
+        found = planned(tmp_path, config, 1, micro_batch_sequences=1, **more)
         element = 4 if more else 2
         return found.memory.logits - 2 * tokens * 512 * element - (4 + element) * rows * 512
 

@@ -76,8 +76,8 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
         "train": {
             "steps": 12,
             "lr": 3e-3,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
+            "global_batch_sequences": 4,
+            "micro_batch_sequences": 2,
             "precision": "fp32",
             "validate_every": 4,
         },
@@ -110,7 +110,7 @@ def trained(raw: dict[str, Any], run_name: str) -> tuple[dict[str, float], Path]
 @pytest.mark.parametrize("form", FORMS)
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
-    raw["train"] |= {"steps": 80, "validate_every": 0, "global_batch_size": 8, "micro_batch_size": 8}
+    raw["train"] |= {"steps": 80, "validate_every": 0, "global_batch_sequences": 8, "micro_batch_sequences": 8}
     raw["checkpoint"] = {"every": 80}
     found, directory = trained(raw, "whole")
     rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
 def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) -> dict[str, Any]:
     """The raw job of slates of four items, from a model that was trained on made-up histories for so many steps."""
     raw = histories(directory, users=users, **settings)
-    raw["train"] |= {"steps": steps, "validate_every": 0, "global_batch_size": 8, "micro_batch_size": 8}
+    raw["train"] |= {"steps": steps, "validate_every": 0, "global_batch_sequences": 8, "micro_batch_sequences": 8}
     raw["checkpoint"] = {"every": 40}
     _, start = trained(raw, "sft")
     made = directory / "made"
@@ -152,8 +152,8 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
         "train": {
             "steps": 25,
             "lr": 2e-3,
-            "global_batch_size": 8,
-            "micro_batch_size": 8,
+            "global_batch_sequences": 8,
+            "micro_batch_sequences": 8,
             "precision": "fp32",
             "schedule": "constant",
         },
@@ -171,7 +171,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
     assert found["invalid/slates"] == found["starting_model/invalid/slates"] == 0
-    assert found["reward/slates"] > found["starting_model/reward/slates"] + 0.02
+    assert found["greedy_reward/slates"] > found["starting_model/reward/slates"] + 0.02
     assert agreed(directory, tmp_path) == 25 * 16 * 8
 
 
@@ -225,7 +225,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}},
     }
     raw["rollout"] |= {"prompts": 8, "group_size": 4}
-    raw["data"]["unseen_context"] = "allow"  # the template shows what users did, and nothing that was recommended
+    raw["data"]["omitted_context"] = "allow"  # the template shows what users did, and nothing that was recommended
     raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")
     found, directory = trained(raw, "played")
@@ -246,7 +246,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         assert one["reward"] == pytest.approx(sum(worths), abs=1e-5)
     assert set(turns) == {1, 2}
     assert max(row["logprob_diff_max"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
-    assert found["reward/slates"] > 0
+    assert found["greedy_reward/slates"] > 0
 
 
 def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
             "items": {"path": str(made / "train.jsonl"), "sampling_weight": 3.0},
         },
     }
-    raw["train"] |= {"steps": 120, "global_batch_size": 8, "micro_batch_size": 8, "validate_every": 0}
+    raw["train"] |= {"steps": 120, "global_batch_sequences": 8, "micro_batch_sequences": 8, "validate_every": 0}
     raw["checkpoint"] = {"every": 120}
     raw["evaluate"]["ranking"] = {
         "sources": {"next": {"path": str(made / "held_out.jsonl"), "kind": "prompt"}},

@@ -172,11 +172,11 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
         **common,
         spec=spec,
         tokenizer="",
-        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2),
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
         recipe=SFT("assistant"),
     )
     spec_alone = ModelConfig(path=str(directory))
-    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_batch_size=2)
+    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_batch_sequences=2)
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)
@@ -213,7 +213,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
             "reward": {"use": "tests.rl.plugs:varied"},
             "lora": sent,
         },
-        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_size": 2},
+        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2},
     }
     run = train(raw, "grpo")
     rows = facts(run)
@@ -239,7 +239,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
         "recipe": SFT("assistant"),
     }
     learner = Learner(
-        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2)
+        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2)
     )
     engine = NativeEngine(
         str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True)

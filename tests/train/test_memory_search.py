@@ -27,7 +27,7 @@ def planned(room: float, asked: list[Setting]):
         if setting.keys.get("compute.mesh.tensor_parallel_size") == "8":
             raise UserError("the heads are 4\nsecond line")
         mode = MODES.index(setting.keys.get("train.activation_checkpointing", "none"))
-        rows = int(setting.keys.get("train.micro_batch_size", 4))
+        rows = int(setting.keys.get("train.micro_batch_sequences", 4))
         fixed = 3.5 if "train.optimizer_offload" in setting.keys else 4
         units = (
             (fixed + rows / (1 + mode))
@@ -50,7 +50,7 @@ def test_the_first_that_fits_costs_least(tmp_path: Path, room: float) -> None:
     if room == 9.0:
         assert found == Setting(1, {})  # nothing needs to change
     if room == 4.4:
-        assert found.keys == {"train.activation_checkpointing": "block", "train.micro_batch_size": "1"}
+        assert found.keys == {"train.activation_checkpointing": "block", "train.micro_batch_sequences": "1"}
     if room == 4.0:
         assert found.gpus == 1
         assert found.keys["train.optimizer_offload"] == "true"

@@ -102,11 +102,11 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
         **common,
         spec=ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4"),
         tokenizer="",
-        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_size=2),
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
         recipe=SFT("assistant"),
     )
     engine = LogprobModel(
-        World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_batch_size=2
+        World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_batch_sequences=2
     )
     samples = [tiny.sample(n, n) for n in (20, 33, 7)]
     learner.update([[(s,) for s in samples]], 0)

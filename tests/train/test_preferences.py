@@ -241,7 +241,7 @@ def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
         [{"prompt": f"{i}+1=", "completion": str(i + 1), "reward": float(i % 2)} for i in range(9)],
     )
     raw["data"] |= {"partitions": 8, "seq_len": 16, "validation": {}}
-    raw["train"] |= {"steps": None, "epochs": 1, "global_batch_size": 2, "validate_every": 0}
+    raw["train"] |= {"steps": None, "epochs": 1, "global_batch_sequences": 2, "validate_every": 0}
     if workers == 1:
         directory = train(raw, "a")
     else:
@@ -291,7 +291,7 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
         ),
         (
             {"publish": {"metric": "loss/held_out"}},
-            r"publish\.mode +loss/held_out is better the lower it is; use min",
+            r"publish\.metric_direction +loss/held_out is better the lower it is; use min",
         ),
         (
             {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precompute": True}},

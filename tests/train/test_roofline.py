@@ -27,7 +27,7 @@ def raw(directory: Path, **train: Any) -> dict[str, Any]:
         "output": "runs",
         "model": {"path": str(directory)},
         "data": {"seq_len": 2048, "sources": {"a": {"path": "a.jsonl", "kind": "text"}}},
-        "train": {"steps": 1, "lr": 1e-4, "global_batch_size": 4, "micro_batch_size": 1, **train},
+        "train": {"steps": 1, "lr": 1e-4, "global_batch_sequences": 4, "micro_batch_sequences": 1, **train},
     }
 
 

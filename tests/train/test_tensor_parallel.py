@@ -66,8 +66,8 @@ def test_a_tensor_group_gets_the_same_rows() -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ({"tensor": 3}, r"tensor \(3\) must divide compute.workers \(8\)"),
-        ({"tensor": 4, "replicate": 4}, r"replicate \(4\) × tensor \(4\)"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide compute.workers \(8\)"),
+        ({"tensor_parallel_size": 4, "replicate": 4}, r"replicate \(4\) × tensor_parallel_size \(4\)"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_workers_is_refused(tmp_path, mesh, message) -> None:

@@ -121,7 +121,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
             "max_new_tokens": 4,
             "reward": {"use": "ptf.tasks.arithmetic:exact"},
         },
-        "train": {"steps": 3, "lr": 1e-4, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 3, "lr": 1e-4, "global_batch_sequences": 4, "micro_batch_sequences": 2, "precision": "fp32"},
     }
 
     p.flow(FLOWS / "sft_flow.py", "run", "--config", sft)
@@ -199,7 +199,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         "seed": 1,
         "data": {"prepare": {"use": "ptf.tasks.arithmetic:prepare", "args": {"high": 30, "held_out": 20}}, **SMALL},
         "track": {"tensorboard": False},
-        "train": {"steps": 6, "lr": 1e-3, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 6, "lr": 1e-3, "global_batch_sequences": 4, "micro_batch_sequences": 2, "precision": "fp32"},
         "checkpoint": {"every": 2},
         "compute": {"launcher": "local", "device": "cpu", "threads": 1},
         "publish": {"to": f"{p.root}/published"},

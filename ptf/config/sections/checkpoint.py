@@ -26,10 +26,11 @@ class CheckpointConfig(Section):
     """Number of checkpoints that are kept, the newest ones."""
     best: BestConfig | None = None
     """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
-    max_hash_gib: PositiveFloat = free(64.0)
+    sha256_up_to_gib: PositiveFloat = free(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
-    SHA-256 when they are read again; a file that has not changed since it was last hashed is not hashed again. If a
-    directory has more GiB to hash than this, only sizes are compared, and the run says so."""
+    SHA-256 when they are read again. If a directory has more GiB to hash than this, only sizes are compared, and the
+    run says so. Checkpoints are always hashed whole; of other directories, only files that changed since they were
+    last hashed count."""
     accept_version_changes: bool = free(False)
     """Continue although ptf or its packages have changed since the checkpoint. The run may then differ in its bits from
     one that was never interrupted."""

@@ -104,7 +104,7 @@ class DataConfig(Section):
     that text does not continue the generation prompt, for example where the template drops the thinking of earlier
     answers. `generation_prompt`: in that case the thinking and the content are appended to the generation prompt, as a
     served model would generate them (for templates like those of DeepSeek-R1 and QwQ)."""
-    unseen_context: Literal["error", "allow"] = "error"
+    omitted_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier answers."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None

@@ -26,10 +26,11 @@ class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `reward/NAME` and so on. Without any, only the
-    held-out loss is measured."""
+    """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `greedy_reward/NAME` and so on. Without
+    any, offline recipes measure the loss of `data.validation`, and online recipes measure nothing."""
     reward: Plugin | None = free(None)
-    """Score of an answer, where 1 is a pass; default: `rollout.reward`."""
+    """Score of an answer; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
+    another scale; default: `rollout.reward`."""
     metrics: dict[str, Plugin] = free({})
     """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
     `outcome`, that returns a number."""
@@ -39,8 +40,9 @@ class EvaluateConfig(Section):
     """What generates the answers; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a GPU,
     vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
     `model.backend: hf`, `auto` is vllm."""
-    starting_model: bool = free(True)
-    """Also measure the model that training started from; its metrics begin with `starting_model/`."""
+    measure_starting_model: bool = free(True)
+    """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
+    compares with them: with `false`, versions are published without that comparison."""
     limit: Positive = free(512)
     """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = free(8)

@@ -12,12 +12,12 @@ class StepConfig(Section):
     """CPUs."""
     gpu: Count | None = None
     """GPUs."""
-    memory: Positive | None = None
-    """MiB of memory."""
+    memory_mib: Positive | None = None
+    """Memory of the machine, in MiB."""
     retries: Count = 0
     """Automatic retries after a failure; the train step continues from its last checkpoint."""
-    minutes: Positive | None = None
-    """Time limit."""
+    timeout_minutes: Positive | None = None
+    """Time limit; a step that takes longer is stopped."""
     environment: dict[str, str] = {}
     """Environment variables. A secret is written as `env:NAME`: its value is read from that variable where the step
     runs, and is not stored."""
@@ -35,4 +35,4 @@ class FlowConfig(Section):
     """Name of the event that starts a deployed flow."""
     sweep: list[dict[str, Any]] = free([])
     """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4,
-    train.global_batch_size: 8}`)."""
+    train.global_batch_sequences: 8}`)."""

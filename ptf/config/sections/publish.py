@@ -25,7 +25,7 @@ class PublishConfig(Section):
     metric: str | None = free(None)
     """A metric of the evaluate stage, such as `greedy_pass_rate/test`. A version is refused if its value is worse than
     the published version's by more than `max_regression`."""
-    mode: Literal["min", "max"] = free("max")
+    metric_direction: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = free(0.0)
     """By how much `metric` may be worse (lower, or with `mode: min` higher) and still be published."""

@@ -36,10 +36,10 @@ class TrainConfig(Section):
     lr_multipliers: dict[str, PositiveFloat] = {}
     """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`). The first pattern that matches
     applies; other parameters have factor 1."""
-    global_batch_size: Positive = 8
+    global_batch_sequences: Positive = 8
     """Packed sequences per optimizer step over all workers, in offline recipes. In online recipes the batch is the
     answers of a step, `rollout.prompts` × `rollout.group_size`."""
-    micro_batch_size: Positive = free(8)
+    micro_batch_sequences: Positive = free(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
@@ -60,7 +60,7 @@ class TrainConfig(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
-    """Largest global norm of the gradient."""
+    """A gradient with a larger global norm is scaled down to this norm (clipping)."""
     on_nonfinite: Literal["stop", "skip"] = free("stop")
     """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The
     documents of the step are written to `RUN/nonfinite/`."""
@@ -81,8 +81,8 @@ class TrainConfig(Section):
     but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
     on the device; no activations are held at that time."""
     deterministic: bool = False
-    """Compute the same bits for any `micro_batch_size` and any number of workers, by adding the gradients of sequences
-    in a fixed order. For small models in fp32 on a CPU."""
+    """Compute the same bits for any `micro_batch_sequences` and any number of workers, by adding the gradients of
+    sequences in a fixed order. For small models in fp32 on a CPU."""
     compile: Literal["auto"] | bool = free("auto")
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the

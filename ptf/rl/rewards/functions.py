@@ -87,8 +87,8 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     cannot run are errors, hence answers without a result.
 
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
-    `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses machines without
-    namespaces. Tests and answer are two processes, separate from each other and from this one
+    `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses the mode `subreaper`,
+    which isolates least. Tests and answer are two processes, separate from each other and from this one
     (ptf.rl.rewards.sandbox). A coroutine awaits `judge_code` instead.
     """
     return asyncio.run(judge_code(row, text, **args))

@@ -47,7 +47,7 @@ class RewardModel(FrozenModelRole):
             self.world,
             RM().scores,
             seq_len=self.seq_len,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_sequences=self.micro_batch_sequences,
         )
         forget_forwards(self.model)
         return values

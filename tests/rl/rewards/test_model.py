@@ -55,7 +55,7 @@ def taste(liked) -> RewardModelClient:
             "seed": 0,
             "precision": "fp32",
             "seq_len": 64,
-            "micro_batch_size": 2,
+            "micro_batch_sequences": 2,
         },
     )
     group = LocalCluster(World(), [Pool("all", frozenset({"reward"}), (1,))]).start(spec)
