@@ -3,6 +3,7 @@ PTF_DATA has it; and which of them go one after the other where there are severa
 
 import ast
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -74,6 +75,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return scope(nodeid)
 
     return Scheduling(config, log)  # type: ignore[arg-type]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what the imports and the collection made, more than a million objects, out of the searches of the garbage
+    collector, which took a tenth of the suite's CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,15 +24,22 @@ os.environ.update(
 )
 _handlers = list(logging.root.handlers)
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from verl.single_controller.base import Worker
-from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
+from ptf.entry import end_with_parent, large_imports
+
+with large_imports():
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from verl.single_controller.base import Worker
+    from verl.single_controller.ray.base import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        SubRayResourcePool,
+    )
 
 from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
-from ptf.entry import end_with_parent
 from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
