@@ -112,7 +112,7 @@ learning-spmd: setup                     ## SFT, reward models, DPO and distilla
 learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
 	$(PY) benchmarks/learning_rl.py
 
-kills: setup                             ## runs of every recipe killed and continued, on where the ledger ends (ANEW=1: another); writes benchmarks/results/kills.md
+kills: setup                             ## kill and resume runs of every recipe; continues the ledger (ANEW=1 starts a new one); writes benchmarks/results/kills.md
 	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes $(MINUTES))
 
 damage: setup                            ## 10,400 damaged files of every kind that a run reads, in batches that resume; writes benchmarks/results/damage.md

@@ -116,7 +116,9 @@ def ours(given: dict[str, Any]) -> None:
         for name in ("rollout", "logprobs", "update", "sync")
     }
     print(
-        json.dumps({"cpu_s": steps, "tokens": [int(r["generated"]) for r in rows[-given["steps"] :]], "seconds": spent})
+        json.dumps(
+            {"cpu_s": steps, "tokens": [int(r["sampled_tokens"]) for r in rows[-given["steps"] :]], "seconds": spent}
+        )
     )
 
 

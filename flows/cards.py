@@ -145,7 +145,10 @@ class TrainingPage:
     def _left(self) -> str:
         """Return the current step, and the time left at the rate of this attempt, as text."""
         total, step = self.job.train.steps, self._step()
-        text, mine = f"step {step} of {total or 'all'}", [row for row in self.rows if row.get("time", 0) >= self.begun]
+        text, mine = (
+            f"step {step} of {total}" if total else f"step {step}",
+            [row for row in self.rows if row.get("time", 0) >= self.begun],
+        )
         if total and step < total and len(mine) > 1:
             rate = (mine[-1]["time"] - mine[0]["time"]) / (mine[-1]["step"] - mine[0]["step"])
             text += f" · about {duration(rate * (total - step))} left"

@@ -11,7 +11,7 @@ from ptf.config import Job
 
 
 class RetrainFlow(PostTrainFlow):
-    """Look for new data; continue training from the published model; publish the result only if it is better. For any
+    """Look for new data; continue training from the published model; publish the result unless it is worse. For any
     recipe."""
 
     default_config = "configs/tiny/retrain.yaml"

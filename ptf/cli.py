@@ -111,7 +111,12 @@ def doctor(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train a job to its end."""
-    api.train(load(*options.config, overrides=options.set), options.run_name)
+    job = load(*options.config, overrides=options.set)
+    if options.continued:
+        from ptf.run import refuse_unknown_run
+
+        refuse_unknown_run(job, options.continued)
+    api.train(job, options.continued or options.run_name)
     return 0
 
 
@@ -445,7 +450,11 @@ class _Renamed(argparse.Action):
 
 def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
     command = commands.add_parser("train", parents=[config], help="train")
-    command.add_argument("--run-name", metavar="NAME", help="the training run to continue, or the name of a new one")
+    names = command.add_mutually_exclusive_group()
+    names.add_argument("--run-name", metavar="NAME", help="name of the run; a run of this name is continued")
+    names.add_argument(
+        "--continue", dest="continued", metavar="NAME", help="continue the run of this name; refused if there is none"
+    )
     command.add_argument("--lineage", action=_Renamed, const="--run-name", help=argparse.SUPPRESS)
     command.set_defaults(run=train)
 

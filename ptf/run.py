@@ -5,6 +5,7 @@
 
 import argparse
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -34,6 +35,16 @@ from ptf.train.resume import refuse_frozen_changes
 
 if TYPE_CHECKING:
     from ptf.compute.world import World
+
+
+def refuse_unknown_run(job: Job, run_name: str) -> None:
+    """Raise UserError unless the job's output has a run of this name, or runs of a sweep whose names begin with it."""
+    refuse_run_name(run_name)
+    if not any(Path(job.output).glob(f"{glob.escape(run_name)}*/{JOB}")):
+        raise UserError(
+            f"--continue {run_name}: {job.output} has no run of this name; give the name that an earlier run printed, "
+            "or leave --continue out"
+        )
 
 
 def new_run_name(job: Job) -> str:

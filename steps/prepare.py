@@ -1,6 +1,5 @@
 """The prepare stage: make the data and the models of other jobs that the job's later stages read."""
 
-import glob
 from pathlib import Path
 
 from ptf.config import Job, load, model_paths
@@ -43,16 +42,10 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 
 
 def refuse_unknown_run(job: Job, run_name: str) -> None:
-    """Raise UserError unless the job's output has a run of this name, or runs of a sweep whose names begin with it."""
-    from ptf.errors import UserError
-    from ptf.run import JOB, refuse_run_name
+    """Raise UserError unless the job's output has a run of this name (ptf.run.refuse_unknown_run)."""
+    from ptf.run import refuse_unknown_run as refuse
 
-    refuse_run_name(run_name)
-    if not any(Path(job.output).glob(f"{glob.escape(run_name)}*/{JOB}")):
-        raise UserError(
-            f"--continue {run_name}: {job.output} has no run of this name; give the run name that an earlier flow "
-            "printed, or leave --continue out"
-        )
+    refuse(job, run_name)
 
 
 def _run_stages(job: Job, run_name: str) -> None:

@@ -145,6 +145,18 @@ def test_a_wrong_command_line_is_status_2(capsys):
     assert "usage: ptf" in capsys.readouterr().err
 
 
+def test_a_run_that_is_to_be_continued_must_be_there(capsys, tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"recipe: sft\noutput: {tmp_path}/runs\nmodel: {{path: m}}\ndata: {{sources: {{a: {{path: a.jsonl}}}}}}\n"
+        "train: {steps: 1, lr: 1e-4}\n"
+    )
+    assert cli.main(["train", str(job), "--continue", "frist"]) == 2
+    assert f"--continue frist: {tmp_path}/runs has no run of this name" in capsys.readouterr().err.replace("\n", "")
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(job), "--continue", "a", "--run-name", "a"])
+
+
 def test_an_option_that_was_renamed_is_refused_by_name(capsys):
     for words, message in (
         (["train", "a.yaml", "--lineage", "a"], "--lineage is now --run-name"),

@@ -176,7 +176,9 @@ class Checkpoints:
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
         """Build the checkpoints of the run in this directory; `lease` is checked whenever one is begun or committed."""
         checkpoint_config = job.checkpoint
-        best = (checkpoint_config.best.metric, checkpoint_config.best.mode) if checkpoint_config.best else None
+        best = (
+            (checkpoint_config.best.metric, checkpoint_config.best.metric_direction) if checkpoint_config.best else None
+        )
         root = f"{checkpoint_config.to.rstrip('/')}/{run.name}" if checkpoint_config.to else str(run / "checkpoints")
         return cls(
             root,

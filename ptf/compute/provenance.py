@@ -105,8 +105,8 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, a
     ]
     if saved.get("allowed") != now.get("allowed"):
         raise UserError(
-            f"the allowed answers (rollout.allowed) are others than those of {place}; a run keeps its own: give "
-            "them back, or start a new run"
+            f"the allowed answers (rollout.allowed) are others than those of {place}, and a run cannot change "
+            "them: restore their file and settings, or start a new run"
         )
     if saved["ptf"] != now["ptf"]:
         changed.insert(0, f"ptf's code was {saved['ptf']}, is {now['ptf']}")

@@ -49,6 +49,8 @@ KEYS = {
     "model.train": "model.trainable",
     "flow.steps.NAME.memory": "flow.steps.NAME.memory_mib",
     "flow.steps.NAME.minutes": "flow.steps.NAME.timeout_minutes",
+    "checkpoint.best.mode": "checkpoint.best.metric_direction",
+    "train.early_stopping.mode": "train.early_stopping.metric_direction",
     "publish.mode": "publish.metric_direction",
     "publish.max_drop": "publish.max_regression",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
@@ -59,6 +61,7 @@ KEYS = {
     "rollout.lora": "rollout.lora_sync",
     "rollout.max_logprob_diff": "rollout.logprob_diff_bound",
     "rollout.max_no_result": "rollout.max_no_result_share",
+    "rollout.max_rounds": "rollout.max_resampling_rounds",
     "rollout.processes": "rollout.reward_processes",
     "rollout.retries": "rollout.reward_retries",
     "rollout.tensor": "rollout.tensor_parallel_size",
@@ -156,6 +159,7 @@ class Names(NamedTuple):
     modules: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
     patterns: Mapping[str, Sequence[tuple[str, str]]]
+    to_current: bool  # from earlier names to those of today; otherwise from those to the first ones
 
     def value(self, key: str, value: str) -> str:
         """Return the value that replaces `value` of a dotted key; the same one if it was not renamed."""
@@ -165,8 +169,8 @@ class Names(NamedTuple):
         return new
 
 
-TODAY = Names(KEYS, MODULES, VALUES, PATTERNS)
-FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES, FIRST_PATTERNS)
+TODAY = Names(KEYS, MODULES, VALUES, PATTERNS, True)
+FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES, FIRST_PATTERNS, False)
 
 
 class Rename(NamedTuple):
@@ -240,7 +244,8 @@ def _renames(value: Any, names: Names, path: tuple[str | int, ...], at: tuple[st
                 yield Rename(here, old, inner, moved, moved, False)
             if isinstance(inner, str) and (value_now := names.value(old, inner)) != inner:
                 yield Rename(here, old, inner, value_now, value_now, False)
-            yield from _renames(inner, names, here, (*at, *steps))
+            # a section may have been renamed too: keys below it are looked up by its name of today
+            yield from _renames(inner, names, here, (*at, *(now if names.to_current else steps)))
 
 
 def _renamed(at: tuple[str, ...], steps: list[str], keys: Mapping[str, str]) -> list[str]:

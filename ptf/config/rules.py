@@ -142,7 +142,9 @@ def schedule_of(job: Job) -> list[str]:
             "number of steps"
         )
     if train.lr_decay_steps == 0:
-        faults.append("train.lr_decay_steps must be greater than 0; without it all steps after the warm-up decay")
+        faults.append(
+            "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up"
+        )
     if train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation):
         faults.append("train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation")
     if train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float):

@@ -29,7 +29,9 @@ def show(report: Report, console: Console) -> None:
         for place, unit in source.examples:
             mark = "green" if console.is_terminal else "in ⟦ ⟧"
             console.print(
-                f"\n{source.name}, {place}: {sum(map(len, unit))} tokens; trained is {mark}", style="bold", markup=False
+                f"\n{source.name}, {place}: {sum(map(len, unit))} tokens; trained tokens are {mark}",
+                style="bold",
+                markup=False,
             )
             for sample in unit:
                 console.print(_marked(sample, report, console.is_terminal), soft_wrap=True)

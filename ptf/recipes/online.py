@@ -21,9 +21,9 @@ class OnlineConfig(AlgoConfig):
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     tis_cap: PositiveFloat | Literal["auto"] | None = "auto"
-    """Truncated importance sampling (TIS): multiply each token's loss by the ratio of the trainer's to the engine's
-    probability of it before the update, at most by this cap. null: no such factor. `auto`: 2 in bf16, where the two
-    probabilities differ by rounding, and null in fp32."""
+    """Truncated importance sampling (TIS): multiply each token's loss by min(π_old / π_engine, `tis_cap`), where π_old
+    is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two probabilities
+    differ by rounding, and null in fp32."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1

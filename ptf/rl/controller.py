@@ -128,11 +128,11 @@ class Controller:
 
         Returns the groups to train on, metrics over the rewards of all answers, and the seconds that scoring took.
         With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO), prompts are drawn until
-        `rollout.prompts` groups have different rewards, at most `rollout.max_rounds` times.
+        `rollout.prompts` groups have different rewards, at most `rollout.max_resampling_rounds` times.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
-        rounds = rollout_config.max_rounds if rollout_config.zero_variance_groups == "replace" else 1
+        rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
         for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts - len(usable))]
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
@@ -164,7 +164,7 @@ class Controller:
         """Print that no group has different rewards. Raises UserError in the first step."""
         message = (
             f"step {self.step + 1}: in each of {groups} groups all answers have the same reward, "
-            f"in {self.rollout_config.max_rounds} rounds (rollout.max_rounds): "
+            f"in {self.rollout_config.max_resampling_rounds} rounds (rollout.max_resampling_rounds): "
             f"there is nothing to learn from. The mean reward is {reward:.3g}"
         )
         if self.step == 0:
@@ -202,7 +202,7 @@ class Controller:
             "no_result_share": len(reasons) / len(answers),
             "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
             "cut_off_share": float(np.mean([not t.complete for t in answers])),
-            "generated": float(sum(t.num_sampled_tokens for t in answers)),
+            "sampled_tokens": float(sum(t.num_sampled_tokens for t in answers)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in answers]))}
                 if self.rollout_config.environment
@@ -289,7 +289,7 @@ class Controller:
         if not units:
             raise UserError(
                 f"step {self.step + 1}: no group has as many answers with a reward as the recipe needs; "
-                "there is nothing to train on"
+                "there is nothing to train on. The lines above say why rewards are missing; or raise rollout.group_size"
             )
         out = []
         for epoch in range(self.recipe.update_epochs):
@@ -370,9 +370,9 @@ class Controller:
             f"peak_memory_gib/{phase.role}": phase.gib
             for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
         }
-        speed = {"step_tokens_per_s": metrics["generated"] / step_s, "step_s": step_s}
+        speed = {"step_tokens_per_s": metrics["sampled_tokens"] / step_s, "step_s": step_s}
         if rollout_s := phases.get("rollout"):
-            speed["rollout_tokens_per_s"] = metrics["generated"] / rollout_s
+            speed["rollout_tokens_per_s"] = metrics["sampled_tokens"] / rollout_s
         self.track.log(self.step, metrics | speed | seconds | memory)
 
     def save(self) -> None:

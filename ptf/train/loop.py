@@ -368,7 +368,7 @@ class OfflineAttempt:
 def early_stopping_of(job: Job) -> Watch | None:
     """Return the early stopping of `train.early_stopping`, or None if the job has none."""
     stop = job.train.early_stopping
-    return Watch(stop.metric, stop.mode, stop.patience, stop.min_delta) if stop else None
+    return Watch(stop.metric, stop.metric_direction, stop.patience, stop.min_delta) if stop else None
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:

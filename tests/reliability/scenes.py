@@ -276,7 +276,7 @@ def localised_model(made: Made) -> Scene:
 
 def retraining(made: Made) -> Scene:
     root, counterpart = versions(made, "retrained")
-    job = at(made.job, publish={"to": str(root), "metric": "loss/held_out", "mode": "min"})
+    job = at(made.job, publish={"to": str(root), "metric": "loss/held_out", "metric_direction": "min"})
     artifact = Artifact("x", data={"sums": "changed"})
     for place, base in ((root, "two"), (counterpart, "third")):
         storage.write_record(

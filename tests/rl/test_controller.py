@@ -126,7 +126,11 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
 
 
 def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replaced(raw):
-    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:constant"}, "zero_variance_groups": "replace", "max_rounds": 3}
+    raw["rollout"] |= {
+        "reward": {"use": "tests.rl.plugs:constant"},
+        "zero_variance_groups": "replace",
+        "max_resampling_rounds": 3,
+    }
     with pytest.raises(
         UserError,
         match=r"step 1: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5",
@@ -135,7 +139,11 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
 
 
 def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
-    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:settles"}, "zero_variance_groups": "replace", "max_rounds": 2}
+    raw["rollout"] |= {
+        "reward": {"use": "tests.rl.plugs:settles"},
+        "zero_variance_groups": "replace",
+        "max_resampling_rounds": 2,
+    }
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
     assert rows[0]["zero_variance_share"] < 1

@@ -13,7 +13,7 @@ from steps.sweep import best, trials
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 
-METRIC = {"metric": "loss/held_out", "mode": "min"}
+METRIC = {"metric": "loss/held_out", "metric_direction": "min"}
 
 
 @pytest.fixture

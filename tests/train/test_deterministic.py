@@ -21,13 +21,13 @@ def raw(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_how_sequences_are_split_into_passes_changes_no_bit(raw: dict[str, Any]) -> None:
-    runs = [train(raw, f"split-{n}", train__micro_batch_size=n) for n in (1, 2, 4)]
+    runs = [train(raw, f"split-{n}", train__micro_batch_sequences=n) for n in (1, 2, 4)]
     assert all(facts(run) == facts(runs[0]) and same(weights(run), weights(runs[0])) for run in runs)
 
 
 def test_without_it_some_bits_change(raw: dict[str, Any]) -> None:
     """Negative control."""
-    runs = [train(raw, f"fast-{n}", train__micro_batch_size=n, train__deterministic=False) for n in (1, 4)]
+    runs = [train(raw, f"fast-{n}", train__micro_batch_sequences=n, train__deterministic=False) for n in (1, 4)]
     assert not same(*map(weights, runs))
 
 

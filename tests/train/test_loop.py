@@ -97,7 +97,7 @@ def test_another_seed_is_another_run(raw):
 
 
 def test_how_sequences_are_split_into_passes_does_not_change_the_loss(raw):
-    a, b = train(raw, "a"), train(raw, "b", train__micro_batch_size=1)
+    a, b = train(raw, "a"), train(raw, "b", train__micro_batch_sequences=1)
     for x, y in zip(facts(a), facts(b), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-6)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-5)
@@ -136,7 +136,7 @@ def test_a_finished_run_that_is_run_again_trains_nothing(raw):
 
 def test_a_frozen_key_may_not_change_and_a_free_one_may(raw):
     train(raw, "a")
-    train(raw, "a", train__micro_batch_size=4)
+    train(raw, "a", train__micro_batch_sequences=4)
     with pytest.raises(UserError, match=r"train\.lr"):
         train(raw, "a", train__lr=2e-3)
 

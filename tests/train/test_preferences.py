@@ -79,7 +79,7 @@ def test_how_sequences_are_split_changes_no_bit_in_the_deterministic_mode(raw):
         with pytest.raises(UserError, match=r"algo\.precompute .*because the last bits of precomputed values depend"):
             train(raw, "refused", train__deterministic=True)
         return
-    one, other = (train(raw, f"split-{n}", train__micro_batch_size=n, train__deterministic=True) for n in (1, 4))
+    one, other = (train(raw, f"split-{n}", train__micro_batch_sequences=n, train__deterministic=True) for n in (1, 4))
     assert facts(one) == facts(other)
     assert same(weights(one), weights(other))
 
@@ -221,7 +221,7 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     few = {"path": made["sums"], "kind": "tokenized", "limit": 3, "epochs": 1}
     raw["data"] |= {"sources": {"sums": few}, "validation": {}, "partitions": 1}
     rows = facts(
-        train(raw, "a", train__steps=None, train__epochs=1, train__global_batch_size=1, train__validate_every=0)
+        train(raw, "a", train__steps=None, train__epochs=1, train__global_batch_sequences=1, train__validate_every=0)
     )
     assert sum(row["denominator"] for row in rows) == 3
 

@@ -106,7 +106,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
         "validation": {"held_out": {"path": f"{p.root}/data/held_out.jsonl"}},
     }
     train = raw["train"] | {"steps": 30, "schedule": "constant", "validate_every": 0}
-    publish = {"metric": "loss/held_out", "mode": "min", "to": f"{p.root}/answers"}
+    publish = {"metric": "loss/held_out", "metric_direction": "min", "to": f"{p.root}/answers"}
     sft = p.config("sft.yaml", raw | {"output": "runs/sft", "data": data, "train": train, "publish": publish})
     rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track")} | {
         "recipe": "grpo",

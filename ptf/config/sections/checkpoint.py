@@ -10,7 +10,7 @@ class BestConfig(Section):
 
     metric: str
     """A metric of the step that the checkpoint was written after (`loss/NAME` of `data.validation`)."""
-    mode: Literal["min", "max"] = "min"
+    metric_direction: Literal["min", "max"] = "min"
     """Whether lower (`min`) or higher (`max`) is better."""
 
 

@@ -28,7 +28,7 @@ class PublishConfig(Section):
     metric_direction: Literal["min", "max"] = free("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = free(0.0)
-    """By how much `metric` may be worse (lower, or with `mode: min` higher) and still be published."""
+    """By how much `metric` may be worse (lower, or with `metric_direction: min` higher) and still be published."""
     hub: str | None = free(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""

@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     """Most tokens of an answer, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
     """What to do with groups whose answers all have the same reward, from which nothing is learned. `replace`: draw
-    other prompts in their place, in at most `max_rounds` rounds."""
-    max_rounds: Positive = 8
+    other prompts in their place, in at most `max_resampling_rounds` rounds."""
+    max_resampling_rounds: Positive = 8
     """Most rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then trains on
     the groups that it has."""
     temperature: Temperature = 1.0

@@ -12,7 +12,7 @@ class StopConfig(Section):
 
     metric: str
     """`loss/NAME` of one of `data.validation`."""
-    mode: Literal["min", "max"] = "min"
+    metric_direction: Literal["min", "max"] = "min"
     """Whether lower (`min`) or higher (`max`) is better."""
     patience: Positive = 3
     """Number of measurements in a row (one every `train.validate_every` steps) without an improvement after which the

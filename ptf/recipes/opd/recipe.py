@@ -1,6 +1,6 @@
-"""On-policy distillation: the student samples, and the reward of every token is its log-prob under a teacher
-(Agarwal et al., GKD, 2024, with the student's samples only and the reverse divergence, by policy gradient as in
-Gu et al., MiniLLM, 2024, eq. 2).
+"""On-policy distillation: the student samples, and each token's advantage is its log-prob under the teacher minus that
+under the student that sampled it (Agarwal et al., GKD, 2024, with the student's samples only and the reverse
+divergence, by policy gradient as in Gu et al., MiniLLM, 2024, eq. 2).
 
     Â = log π_teacher − log π_old    of each token; its negative estimates KL(π_old ‖ π_teacher) of that token
 

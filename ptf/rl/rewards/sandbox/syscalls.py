@@ -112,7 +112,8 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int) -> None:
-    """No files but those: for reading and executing, for everything."""
+    """Deny access to all files, except reading and executing those in `readable`, and everything with those in
+    `writable`."""
     every = (1 << (16 if version >= 5 else 15 if version >= 3 else 13 + version - 1)) - 1
     of_files, reading = every & 0b1100000000000111, 0b1101
     attributes = struct.pack("=QQQ", every, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
