@@ -622,7 +622,7 @@ def _add_publish(commands: Commands) -> None:
         nargs="?",
         const="",
         metavar="VERSION",
-        help="make the version before the current one, or VERSION, the current version again",
+        help="point latest.json back to VERSION (default: the version before the current one)",
     )
     command.set_defaults(run=publish)
 

@@ -1,7 +1,7 @@
 """Baskets: events that happened together, whose order means nothing.
 
-The order in which they are read is drawn anew every time, after encoding, from the row's place and the epoch, so data
-that were tokenized once teach no order either, and a resumed run draws the same orders.
+The order in which a basket is read is a function of the row's place and the epoch, applied after encoding. It changes
+in each epoch, also for data that were tokenized once, and a resumed run repeats it.
 """
 
 from dataclasses import replace

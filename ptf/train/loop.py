@@ -228,12 +228,12 @@ class OfflineAttempt:
                 metrics[f"source_loss/{name}"] /= share
             else:  # the source is the only one, or has no documents in this step
                 metrics.pop(f"source_loss/{name}", None)
-        reported = [name for name, applies in COUNTED.items() if applies(job)]
+        reported = [names for names, applies in COUNTED.items() if applies(job)]
         without_samples, rows, *counts = world.sum(
-            [self.loader.counts[name] for name in ("rows_without_samples", "rows", *reported)]
+            [self.loader.counts[name] for name in ("rows_without_samples", "rows", *(count for _, count in reported))]
         ).tolist()
         metrics["unused_rows_share"] = without_samples / max(1.0, rows)
-        metrics |= dict(zip(reported, counts, strict=True))
+        metrics |= dict(zip((metric for metric, _ in reported), counts, strict=True))
         spent = time.perf_counter() - began
         # the maxima are over all ranks, including those of one tensor-parallel group
         stopping, peak_memory = world.maxima(float(self.stop_signal.is_set), peak_memory_gib(world.device))
@@ -391,10 +391,12 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
 
 
 # Metrics of jobs that allow samples to be cut or rows to be skipped, each with a function that returns whether a job
-# has it. Tokenized data has these counts in its manifest instead.
+# has it; the metric's name, and the count's. Tokenized data has these counts in its manifest instead.
 COUNTED = {
-    "truncated": lambda job: job.data.too_long in ("truncate", "split") and not all_tokenized(job),
-    "bad": lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
+    ("truncated_samples", "truncated"): lambda job: (
+        job.data.too_long in ("truncate", "split") and not all_tokenized(job)
+    ),
+    ("bad_rows", "bad"): lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
 }
 
 

@@ -171,7 +171,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
     assert found["invalid/slates"] == found["starting_model/invalid/slates"] == 0
-    assert found["greedy_reward/slates"] > found["starting_model/reward/slates"] + 0.02
+    assert found["greedy_reward/slates"] > found["starting_model/greedy_reward/slates"] + 0.02
     assert agreed(directory, tmp_path) == 25 * 16 * 8
 
 

@@ -257,7 +257,7 @@ def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     made = {**raw, "data": {**raw["data"], "on_bad_row": "skip"}}
     run_directory = train(made, "a")
     last = facts(run_directory)[-1]
-    assert last["bad"] >= 2
+    assert last["bad_rows"] >= 2
     # a share of the rows; epochs are only begun
     assert last["unused_rows_share"] == pytest.approx(2 / (len(good) + 2), rel=0.5)
     aside = [

@@ -89,8 +89,8 @@ class DPO:
             "margin": (self.beta * gap * counts).sum(),
             "reward_chosen": (self.beta * rewards[chosen] * counts).sum(),
             "reward_rejected": (self.beta * rewards[rejected] * counts).sum(),
-            "logp_chosen": (answers[chosen] * counts).sum(),
-            "logp_rejected": (answers[rejected] * counts).sum(),
+            "logprob_chosen": (answers[chosen] * counts).sum(),
+            "logprob_rejected": (answers[rejected] * counts).sum(),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 

@@ -37,9 +37,8 @@ class Transport:
 
     # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
     passes: Mapping[str, int]
-    # True: engines read while the policy sends. Policy and engines must then be in memory together, the links of the
-    # transfer work at the same time, so that it takes as long as the slowest, and no engine can be sent the weights
-    # again alone
+    # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes as long as
+    # its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
     from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
