@@ -68,7 +68,7 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
 def table(found: dict[str, dict[str, Any]]) -> str:
     sft = found["SFT"]["metrics"]
     lines = [
-        f"{'held-out exact match':<28}{'greedy_pass_rate':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
+        f"{'held-out exact match':<28}{'greedy':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
         line("untrained", sft, "starting_model/"),
     ]
     lines += [
