@@ -161,8 +161,12 @@ class PostTrainFlow(FlowSpec):
         from steps.prepare import refuse_unknown_run
 
         with self._reporting_errors():
-            refuse_unknown_run(self._job(), str(self.continued))
+            refuse_unknown_run(str(self.continued), self._run_directories(str(self.continued)))
         return str(self.continued)
+
+    def _run_directories(self, run_name: str) -> list[Path]:
+        """Return the directories of the training runs of a flow that continues under this name; one of them exists."""
+        return [Path(self._job().output) / run_name]
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
         """Do a step's work on the artifact."""

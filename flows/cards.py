@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 REFRESH_S = 10
 SAMPLES = 8  # most samples on one page
 TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's answers
-KPIS = ("loss", "reward", "kl_reference", "tokens_per_s", "mfu")  # metrics of the last step in the header
+# metrics of the last step, in the header
+KPIS = ("loss", "reward", "kl_reference", "tokens_per_s", "step_tokens_per_s", "mfu")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ FIRST = (  # charts that come first, in this order
     "grad_norm",
     "lr",
     "tokens_per_s",
+    "step_tokens_per_s",
     "mfu",
     "seconds",
 )

@@ -9,6 +9,8 @@ stages are steps of this flow too, so that they are displayed, retried and resum
 # Metaflow creates `current.card` at run time:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
+from pathlib import Path
+
 from metaflow import card, current, step
 
 from flows import cards
@@ -103,6 +105,10 @@ class SFTThenRLFlow(PostTrainFlow):
             models={**self.artifact.models, self._job().model.path: str(self.published_first)}
         )
         self.next(self.tokenize)
+
+    def _run_directories(self, run_name: str) -> list[Path]:
+        first, second = loads(self.first), super()._job()
+        return [Path(second.output) / run_name, Path(first.output) / f"{run_name}-first"]
 
     def _job(self) -> Job:
         # neither attribute exists in `start`

@@ -6,6 +6,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metaflow import card, current, step
@@ -91,6 +92,10 @@ class SweepFlow(PostTrainFlow):
             except UserError as error:
                 print(f"trial {self.number}: {error}", file=sys.stderr)
                 self.failed, self.artifact = str(error), self.artifact.but(metrics={})
+
+    def _run_directories(self, run_name: str) -> list[Path]:
+        job = super()._job()
+        return [Path(job.output) / f"{run_name}-{number}" for number in range(len(job.flow.sweep))]
 
     def _job(self) -> Job:
         return loads(self.trial) if self.trial else super()._job()

@@ -12,7 +12,6 @@ from ptf.config import Job, dump
 from ptf.config.load import Problems
 from ptf.config.plugin_checks import load_checked, problems
 from ptf.config.tree import parse
-from ptf.entry import large_imports
 from ptf.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ def evaluate(
     name; `starting_model/…` is of the model that training started from. `overrides` change keys that are free to
     change, such as `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face
     id), which is measured by that job. Raises UserError, and RunInUse where another process works in the run."""
-    with large_imports():
-        from ptf.evaluation import evaluate_model, evaluate_run
+    from ptf.evaluation import evaluate_model, evaluate_run
 
     if job is not None:
         return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
@@ -101,8 +99,7 @@ def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) 
     from. `overrides` change
     keys that are free to change, such as `publish.gate`. Raises UserError, and RunInUse where another process works in
     the run."""
-    with large_imports():
-        from ptf.publishing import publish as publish_version
+    from ptf.publishing import publish as publish_version
 
     training_run = _run(run, overrides)
     return str(publish_version(training_run.job, training_run.artifact()).published)

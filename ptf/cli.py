@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
     inspect, check-engine), or the job does not fit (plan). 2: it stopped with one message."""
     parser, words = _parser(), sys.argv[1:] if argv is None else argv
-    if words[:1] == ["verify"]:
+    if list(words[:1]) == ["verify"]:
         parser.error("ptf verify is now ptf check-model")
     options = parser.parse_args(words)
     try:
@@ -115,7 +115,7 @@ def train(options: argparse.Namespace) -> int:
     if options.continued:
         from ptf.run import refuse_unknown_run
 
-        refuse_unknown_run(job, options.continued)
+        refuse_unknown_run(options.continued, [Path(job.output) / options.continued])
     api.train(job, options.continued or options.run_name)
     return 0
 

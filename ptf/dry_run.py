@@ -17,6 +17,7 @@ from typing import Any
 from ptf import storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
+from ptf.config.section import Plugin
 from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
@@ -88,19 +89,21 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
 
 
 def memory(job: Job) -> str:
-    """Return a line on what each GPU will need in an offline job, as `ptf plan` computes it."""
+    """Return a line on what the fullest GPU will need, as `ptf plan` computes it."""
+    from ptf.rl.online_budget import online_budget
     from ptf.train.budget import budget, config_directory
 
-    plan = budget(
-        job,
-        config_directory(job.model.path, job.model.revision),
-        job.compute.workers,
-        room_gib=GPU_GIB,
-        mfu=0.4,
-        gpu="H100",
-    )
-    need = f"memory: {plan.memory.total / 2**30:.1f} GiB on each of {job.compute.workers} GPUs"
-    return need if plan.fits else f"{need}, more than {GPU_GIB:g}: `ptf plan` says what to change"
+    directory, workers = config_directory(job.model.path, job.model.revision), job.compute.workers
+    if job.rollout and isinstance(job.rollout.engine, Plugin):
+        return "memory: not counted, because the rollout engine is your own"
+    if job.rollout:
+        plan = online_budget(job, directory, workers, room_gib=GPU_GIB)
+        need, gpus = max(pool.total(phase) for pool in plan.pools for phase in pool.phases), plan.gpus
+    else:
+        plan = budget(job, directory, workers, room_gib=GPU_GIB)
+        need, gpus = plan.memory.total, workers
+    line = f"memory: {need / 2**30:.1f} GiB on the fullest of {gpus} GPUs"
+    return line if plan.fits else f"{line}, which have {GPU_GIB:g}: `ptf plan` says what to change"
 
 
 def writable(key: str, place: str) -> None:

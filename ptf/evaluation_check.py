@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ptf.config import ConfigError, Job
 from ptf.config.plugin import bind
+from ptf.config.renames import METRICS
 from ptf.config.section import Plugin
 from ptf.events.ranking_metrics import MEASURES, TASKS
 from ptf.recipes import registry
@@ -42,9 +43,6 @@ def check_evaluation(job: Job) -> None:
         )
 
 
-FORMER_RATES = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
-
-
 def former_names(job: Job) -> dict[str, str]:
     """Return the names that metrics of answers and rankings had in earlier versions, each with the name that it has
     now, METRIC/NAME: they were NAME/METRIC, and some had other names before and after that."""
@@ -53,7 +51,7 @@ def former_names(job: Job) -> dict[str, str]:
     names = {
         former: f"{now}/{source}"
         for source in evaluate_config.sources
-        for rate, now in FORMER_RATES.items()
+        for rate, now in METRICS.items()
         for former in (f"{source}/{rate}", f"{rate}/{source}")
     }
     pairs = [(source, rate) for source in evaluate_config.sources for rate in (*sampled, *evaluate_config.metrics)]

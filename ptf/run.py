@@ -5,14 +5,13 @@
 
 import argparse
 import contextlib
-import glob
 import hashlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
     from ptf.compute.world import World
 
 
-def refuse_unknown_run(job: Job, run_name: str) -> None:
-    """Raise UserError unless the job's output has a run of this name, or runs of a sweep whose names begin with it."""
+def refuse_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
+    """Raise UserError unless a run has begun in one of the directories, which are those of the runs that continue."""
     refuse_run_name(run_name)
-    if not any(Path(job.output).glob(f"{glob.escape(run_name)}*/{JOB}")):
+    if not any((directory / JOB).exists() for directory in directories):
         raise UserError(
-            f"--continue {run_name}: {job.output} has no run of this name; give the name that an earlier run printed, "
-            "or leave --continue out"
+            f"--continue {run_name}: {directories[0].parent} has no run of this name; give the name that an earlier "
+            "run printed, or leave --continue out"
         )
 
 
@@ -193,8 +192,7 @@ def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
         shutdown.forget(directory)
         remove_leftovers(job, run_name)
     if registry.is_online(job):
-        with entry.large_imports():
-            from ptf.rl.online_run import train_online
+        from ptf.rl.online_run import train_online
 
         train_online(job, directory, lease)
     elif launch.needs_ray(compute):
@@ -295,8 +293,7 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
 
 def work(text: str, directory: str, lease: str) -> None:
     """Train as one rank of an offline job; the process that started it holds the lease."""
-    with entry.large_imports(), entry.large_imports():
-        from ptf.train.loop import train_offline
+    from ptf.train.loop import train_offline
 
     job = loads(text)
     with world_of(job) as world:
@@ -334,8 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} "
                 "processes"
             )
-        with entry.large_imports():
-            from ptf.train.loop import train_offline
+        from ptf.train.loop import train_offline
 
         with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
             text = together(

@@ -84,7 +84,7 @@ def refuse_other(directory: str, expected: Mapping[str, Any], up_to: float, mend
     manifest = verify(directory, up_to, mend)
     for key, value in expected.items():
         if manifest.get(key) != value:
-            what = {"lineage": "run"}.get(key, key)  # the stored key is older than the word
+            what = storage.WORDS.get(key, key)
             raise Corrupt(f"{directory} was made for a different {what}, {manifest.get(key)}; {mend}")
 
 

@@ -8,10 +8,7 @@ from steps.artifact import Artifact
 
 def evaluate(job: Job, artifact: Artifact) -> Artifact:
     """Add the evaluation's metrics to the artifact. Raises the errors of `ptf.evaluation.evaluate_run`."""
-    from ptf.entry import large_imports
-
-    with large_imports():
-        from ptf.evaluation import evaluate_run
+    from ptf.evaluation import evaluate_run
 
     assert artifact.run is not None
     metrics = evaluate_run(artifact.resolve(job), Path(artifact.run))

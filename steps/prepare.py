@@ -1,5 +1,6 @@
 """The prepare stage: make the data and the models of other jobs that the job's later stages read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ptf.config import Job, load, model_paths
@@ -41,11 +42,11 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
-def refuse_unknown_run(job: Job, run_name: str) -> None:
-    """Raise UserError unless the job's output has a run of this name (ptf.run.refuse_unknown_run)."""
+def refuse_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
+    """Raise UserError unless a run has begun in one of the directories (ptf.run.refuse_unknown_run)."""
     from ptf.run import refuse_unknown_run as refuse
 
-    refuse(job, run_name)
+    refuse(run_name, directories)
 
 
 def _run_stages(job: Job, run_name: str) -> None:

@@ -7,10 +7,7 @@ from steps.artifact import Artifact
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the artifact's model under the name of its run, and add its address to the artifact. Raises the
     errors of `ptf.publishing.publish`."""
-    from ptf.entry import large_imports
-
-    with large_imports():
-        from ptf.publishing import publish as publish_version
+    from ptf.publishing import publish as publish_version
 
     return publish_version(job, artifact)
 

@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what the imports and the collection made, more than a million objects, out of the searches of the garbage
-    collector, which took a tenth of the suite's CPU time."""
+    collector."""
     gc.collect()
     gc.freeze()
 

@@ -151,6 +151,10 @@ def test_a_run_that_is_to_be_continued_must_be_there(capsys, tmp_path):
         f"recipe: sft\noutput: {tmp_path}/runs\nmodel: {{path: m}}\ndata: {{sources: {{a: {{path: a.jsonl}}}}}}\n"
         "train: {steps: 1, lr: 1e-4}\n"
     )
+    for other in ("frist-2", "fris", "frist-first"):  # names that only begin alike
+        (tmp_path / "runs" / other).mkdir(parents=True)
+        (tmp_path / "runs" / other / "job.yaml").write_text("# of another run")
+    (tmp_path / "runs" / "frist").mkdir()
     assert cli.main(["train", str(job), "--continue", "frist"]) == 2
     assert f"--continue frist: {tmp_path}/runs has no run of this name" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(SystemExit):

@@ -1,5 +1,6 @@
 """`ptf check --dry-run` and `ptf doctor`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ import yaml
 
 from ptf import doctor
 from ptf.cli import main
-from ptf.dry_run import narrow
+from ptf.config import loads
+from ptf.dry_run import memory, narrow
+from ptf.rl.online_budget import online_budget
+from ptf.train.budget import budget, config_directory
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_preferences import preferences
 
@@ -51,6 +55,20 @@ def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: py
     status, text = said(online(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
     assert status == 0, text
     assert "reward" in text
+
+
+def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Of an online job, that of its fullest pool in its fullest phase, engine and frozen roles included."""
+    raw["compute"] = {"launcher": "ray", "workers": 2}
+    offline = loads(json.dumps(raw))
+    directory = config_directory(offline.model.path, None)
+    needed = budget(offline, directory, 2).memory.total / 2**30
+    assert memory(offline) == f"memory: {needed:.1f} GiB on the fullest of 2 GPUs"
+    job = loads(json.dumps(online(raw, tmp_path, "ptf.rl.rewards:numeric")))
+    plan = online_budget(job, directory, 2)
+    fullest = max(pool.total(phase) for pool in plan.pools for phase in pool.phases) / 2**30
+    assert memory(job) == f"memory: {fullest:.1f} GiB on the fullest of {plan.gpus} GPUs"
+    assert fullest > 2 * budget(job, directory, 2).memory.total / 2**30  # the engine's cache is most of it
 
 
 @pytest.mark.parametrize("name", ["kd", "kd ahead"])

@@ -119,10 +119,7 @@ class World:
         does), and repeat what they drew if the key is that of a step.
         """
         seed = int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0])
-        if torch.accelerator.is_available():
-            torch.manual_seed(seed)
-        else:  # torch would keep each seed, and the stack, for a GPU that is never used
-            torch.default_generator.manual_seed(seed)
+        torch.manual_seed(seed)
 
 
 def alone(world: World) -> World:

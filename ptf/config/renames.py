@@ -11,71 +11,74 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-# old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section. If two
-# old keys have one new key, the last one listed is the oldest, and is used for fingerprints.
+# old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section. In the
+# order of the new keys; if two old keys have one new key, the last one is the oldest, and is used for fingerprints.
 KEYS = {
-    "train.decay_at_loss": "train.lr_decay_at_loss",
-    "train.micro_sequences": "train.micro_batch_sequences",
-    "train.sequences": "train.global_batch_sequences",
     "algo.ce": "algo.ce_coef",
     "algo.centring": "algo.center_coef",
     "algo.entropy": "algo.entropy_coef",
-    "algo.epochs": "algo.update_epochs",
+    "algo.ratio": "algo.importance_sampling_level",
     "algo.kl": "algo.kl_coef",
-    "algo.max_importance": "algo.tis_cap",
     "algo.mean_over": "algo.loss_aggregation",
     "algo.overlong": "algo.overlong_buffer_tokens",
     "algo.precomputed": "algo.precompute",
-    "algo.ratio": "algo.importance_sampling_level",
+    "algo.max_importance": "algo.tis_cap",
+    "algo.epochs": "algo.update_epochs",
     "checkpoint.accept_changes": "checkpoint.accept_version_changes",
+    "checkpoint.best.mode": "checkpoint.best.metric_direction",
     "checkpoint.verify_gib": "checkpoint.sha256_up_to_gib",
     "compute.mesh.tensor": "compute.mesh.tensor_parallel_size",
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
-    "data.lanes": "data.partitions",
-    "data.lookahead": "data.packing_lookahead",
-    "data.max_bad": "data.max_bad_rows_share",
     "data.render": "data.answer_text",
+    "data.max_bad": "data.max_bad_rows_share",
     "data.unseen_context": "data.omitted_context",
+    "data.lookahead": "data.packing_lookahead",
+    "data.lanes": "data.partitions",
     "data.share_beginnings": "data.share_prefixes",
     "data.shuffle": "data.shuffle_buffer",
     "data.sources.NAME.rows": "data.sources.NAME.row_count",
     "data.sources.NAME.weight": "data.sources.NAME.sampling_weight",
     "data.validation.NAME.rows": "data.validation.NAME.row_count",
     "data.validation.NAME.weight": "data.validation.NAME.sampling_weight",
+    "evaluate.starting_model": "evaluate.measure_starting_model",
+    "evaluate.start": "evaluate.measure_starting_model",
+    "evaluate.ranking.sources.NAME.rows": "evaluate.ranking.sources.NAME.row_count",
+    "evaluate.ranking.sources.NAME.weight": "evaluate.ranking.sources.NAME.sampling_weight",
     "evaluate.samples": "evaluate.samples_per_prompt",
     "evaluate.sources.NAME.rows": "evaluate.sources.NAME.row_count",
     "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
-    "evaluate.start": "evaluate.measure_starting_model",
-    "model.train": "model.trainable",
     "flow.steps.NAME.memory": "flow.steps.NAME.memory_mib",
     "flow.steps.NAME.minutes": "flow.steps.NAME.timeout_minutes",
-    "checkpoint.best.mode": "checkpoint.best.metric_direction",
-    "train.early_stopping.mode": "train.early_stopping.metric_direction",
-    "publish.mode": "publish.metric_direction",
+    "model.train": "model.trainable",
     "publish.max_drop": "publish.max_regression",
+    "publish.mode": "publish.metric_direction",
     "rollout.allowed.repeat": "rollout.allowed.lines_per_answer",
-    "rollout.equal": "rollout.zero_variance_groups",
+    "rollout.kv_cache_gib": "rollout.cpu_kv_cache_gib",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
-    "rollout.kv_cache_gib": "rollout.cpu_kv_cache_gib",
-    "rollout.lora": "rollout.lora_sync",
     "rollout.max_logprob_diff": "rollout.logprob_diff_bound",
+    "rollout.lora": "rollout.lora_sync",
     "rollout.max_no_result": "rollout.max_no_result_share",
     "rollout.max_rounds": "rollout.max_resampling_rounds",
+    "rollout.workers": "rollout.replicas",
     "rollout.processes": "rollout.reward_processes",
     "rollout.retries": "rollout.reward_retries",
     "rollout.tensor": "rollout.tensor_parallel_size",
-    "rollout.workers": "rollout.replicas",
+    "rollout.equal": "rollout.zero_variance_groups",
     "track.samples": "track.sample_prompts",
     "train.checkpointing": "train.activation_checkpointing",
-    "train.clip": "train.max_grad_norm",
-    "train.decay": "train.lr_decay_steps",
+    "train.stop": "train.early_stopping",
+    "train.early_stopping.mode": "train.early_stopping.metric_direction",
+    "train.sequences": "train.global_batch_sequences",
+    "train.rows": "train.global_batch_sequences",
+    "train.decay_at_loss": "train.lr_decay_at_loss",
     "train.decay_at": "train.lr_decay_at_loss",
+    "train.decay": "train.lr_decay_steps",
     "train.lr_groups": "train.lr_multipliers",
+    "train.clip": "train.max_grad_norm",
+    "train.micro_sequences": "train.micro_batch_sequences",
     "train.micro_rows": "train.micro_batch_sequences",
     "train.min_lr": "train.min_lr_ratio",
-    "train.rows": "train.global_batch_sequences",
-    "train.stop": "train.early_stopping",
     "train.warmup": "train.warmup_steps",
 }
 # old module → new module, for the addresses `use: module:name`
@@ -115,23 +118,21 @@ VALUES = {
     "data.render": {"served": "generation_prompt"},
     "publish.gate": {"start": "starting_model"},
 }
+# metrics of answers: old name → new name
+METRICS = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
 # dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of answers
-# or of rankings was NAME/METRIC; what may be a held-out metric of a source that is called `reward` or `no_result` is
-# left alone. Some had other names.
+# or of rankings was NAME/METRIC; what may be a metric of a source that is called `reward` or `no_result` is left alone.
 ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
+NO_SOURCE = "|".join(("train|start|starting_model|loss|kl|ce|accuracy|reward|no_result|pass@\\d+", *METRICS.values()))
 PATTERNS = {
     "publish.metric": (
-        (rf"(?!(?:train|start|reward|no_result|loss|kl|ce|accuracy)/)([^/]+)/({ANSWER_METRIC})", r"\2/\1"),
-        (r"pass@1/([^/]+)", r"greedy_pass_rate/\1"),
-        (r"reward/([^/]+)", r"greedy_reward/\1"),
-        (r"no_result/([^/]+)", r"no_result_share/\1"),
+        (rf"(?!(?:{NO_SOURCE})/)([^/]+)/({ANSWER_METRIC})", r"\2/\1"),
+        *((rf"{old}/([^/]+)", rf"{new}/\1") for old, new in METRICS.items()),
     )
 }
 FIRST_PATTERNS = {
     "publish.metric": (
-        (r"greedy_pass_rate/([^/]+)", r"pass@1/\1"),
-        (r"greedy_reward/([^/]+)", r"reward/\1"),
-        (r"no_result_share/([^/]+)", r"no_result/\1"),
+        *((rf"{new}/([^/]+)", rf"{old}/\1") for old, new in METRICS.items()),
         (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
     )
 }
@@ -145,11 +146,8 @@ FORMER_SEAL = "# SHA-256 of the lineage and of what is above: "
 
 def sealed(text: str) -> tuple[str, str]:
     """Return what is above the seal of a job.yaml that a run wrote, and the digest; the text and "" if it has none."""
-    above, newline, last = text.rstrip().rpartition("\n")
-    for seal in (SEAL, FORMER_SEAL):
-        if last.startswith(seal):
-            return above + newline, last.removeprefix(seal)
-    return text, ""
+    found = re.fullmatch(rf"(.*\n)(?:{SEAL}|{FORMER_SEAL})([0-9a-f]{{64}})\n", text, re.DOTALL)
+    return (found[1], found[2]) if found else (text, "")
 
 
 class Names(NamedTuple):

@@ -9,6 +9,8 @@ from ptf.storage.reading import read_text
 from ptf.storage.store import Corrupt
 from ptf.storage.writing import write_text
 
+WORDS = {"lineage": "run"}  # stored keys whose word of today differs
+
 
 def write_record(uri: str, record: dict[str, Any]) -> None:
     """Write a JSON object, and in it a digest of all that it says."""
@@ -44,5 +46,5 @@ def read_record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[s
         raise Corrupt(f"{uri} is not as it was written; {mend}") from None
     for key, value in expected.items():
         if stored.get(key) != value:
-            raise Corrupt(f"{uri} was written for another {key}, {stored.get(key)}; {mend}")
+            raise Corrupt(f"{uri} was written for another {WORDS.get(key, key)}, {stored.get(key)}; {mend}")
     return stored

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -338,6 +339,25 @@ def test_what_rollouts_need_is_said_before_they_start(write, override, what):
     assert [problem.partition("  ")[2] for problem in problems("a.yaml", overrides=(override,))] == [what]
 
 
+def test_a_cache_on_a_cpu_is_refused_on_a_gpu(write):
+    """The default is accepted there, and so is any size on a CPU."""
+    write(a=GRPO)
+    size = "rollout.cpu_kv_cache_gib=7"
+    for overrides in (["compute.device=cpu", size], ["compute.device=cuda"]):
+        assert not any("cpu_kv_cache_gib" in line for line in _faults("a.yaml", overrides))
+    (line,) = _faults("a.yaml", ["compute.device=cuda", size])
+    assert "rollout.cpu_kv_cache_gib  is for engines on a CPU" in line
+
+
+def _faults(file: str, overrides: list[str]) -> list[str]:
+    """Return the lines of the refusal; none if the job is accepted."""
+    try:
+        load(file, overrides=overrides)
+    except ConfigError as refused:
+        return str(refused).splitlines()
+    return []
+
+
 def test_unknown_recipe(write):
     write(a=SFT.replace("sft", "grop") + "trian: 1\n")
     assert problems("a.yaml") == [
@@ -670,6 +690,20 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
         assert name not in every, f"{name} is a key of ptf"
         assert any(hint(name, of) for of in known.values())
     assert hint("nothing_of_this_name", every) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "online"),
+    [
+        ("eval_dataset", "data.validation", "evaluate.sources"),
+        ("batch_size", "train.global_batch_sequences", "rollout.prompts"),
+        ("num_train_epochs", "train.epochs", "train.steps"),
+    ],
+)
+def test_a_hint_names_a_key_that_the_recipe_uses(name, offline, online):
+    for text, found in ((SFT, offline), (GRPO, online)):
+        with pytest.raises(ConfigError, match=re.escape(f"unknown key in train  (here it is {found}")):
+            loads(text, [f"train.{name}=1"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ptf.config.renames import (
     PATTERNS,
     VALUES,
     outdated,
+    renamed,
     with_first_names,
 )
 from ptf.config.schema import job_class
@@ -30,6 +31,7 @@ from ptf.config.tree import read
 from ptf.config.upgrade import upgraded
 from ptf.errors import UserError
 from ptf.run import read_job_file, write_job_file
+from ptf.storage import Corrupt
 from ptf.train.resume import refuse_frozen_changes
 
 # job.yaml as `record` of ptf at c9bfe39 wrote it, in directories of these names, and the fingerprints that were taken
@@ -117,6 +119,32 @@ def test_new_keys_are_there_and_old_ones_are_not():
     there = {key for recipe in ("sft", "grpo", "kd", "rm") for key, _ in keys(job_class(recipe))}
     assert set(KEYS.values()) <= there
     assert not set(KEYS) & there
+
+
+def test_every_key_that_a_version_had_is_a_key_or_has_a_new_name():
+    """stored/keys.txt has the keys of every earlier version: a rename that is not in the table would lose one."""
+    today = {key for recipe in ("sft", "dpo", "kd", "rm", "grpo", "ppo", "opd") for key, _ in keys(job_class(recipe))}
+    earlier = (STORED / "keys.txt").read_text().split()
+    assert len(earlier) > 300
+    assert today <= {*earlier}, "add the new keys to stored/keys.txt"
+    for key in earlier:
+        values: dict[str, object] = {}
+        inner = values
+        *sections, last = key.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = None
+        now = renamed(values, outdated(values))
+        assert _only_key(now) in today, key
+
+
+def _only_key(values: object) -> str:
+    """Return the dotted key of nested sections with one key each."""
+    steps = []
+    while isinstance(values, dict):
+        [(step, values)] = values.items()
+        steps.append(step)
+    return ".".join(steps)
 
 
 def test_the_table_can_be_read_in_both_directions():
@@ -260,11 +288,25 @@ def test_a_metric_of_answers_begins_with_its_name(old, new):
 
 
 @pytest.mark.parametrize(
-    "name", ["train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine"]
+    "name",
+    [
+        *("train/reward", "loss/test", "loss/reward", "accuracy/no_result", "kl/dev", "test/mine"),
+        # of a held-out source that is called reward or no_result
+        *("greedy_reward/reward", "greedy_pass_rate/reward", "pass@8/reward", "no_result_share/reward"),
+        *("greedy_reward/no_result", "no_result_share/no_result", "starting_model/reward"),
+    ],
 )
 def test_other_metrics_are_left_alone(name):
     assert outdated({"publish": {"metric": name}}) == []
     assert outdated({"train": {"early_stopping": {"metric": "dev/pass@1"}}}) == []
+
+
+def test_an_old_key_below_an_old_section_is_refused_with_both_new_names():
+    with pytest.raises(ConfigError) as refused:
+        loads(SFT, ["train.stop.mode=min"])
+    lines = str(refused.value).splitlines()
+    assert "--set train.stop.mode=min  train.stop  is now train.early_stopping" in lines
+    assert any("is now train.early_stopping.metric_direction" in line for line in lines)
 
 
 def test_a_moved_plugin_says_where_it_is():
@@ -391,6 +433,28 @@ def test_a_stored_job_is_the_job_of_today(stored):
     assert loads(text) == today == load(stored / "job.yaml")
     assert loads(dump(today)) == today
     assert load(stored / "job.yaml", overrides=["train.micro_batch_sequences=1"]).train.micro_batch_sequences == 1
+
+
+def test_a_stored_job_that_was_changed_in_any_byte_is_refused(stored):
+    file = stored / "job.yaml"
+    text = file.read_text()
+    above, _, seal = text.rstrip("\n").rpartition("\n")
+    changed = [
+        f"{text}\n",
+        f"{text} ",
+        text.rstrip("\n"),
+        f"{above} \n{seal}\n",
+        f"{above}\n\n{seal}\n",
+        above,
+        "",
+        seal,
+    ]
+    for other in (*changed, text.replace("\n", "\r\n"), f"{text}{seal}\n"):
+        file.write_bytes(other.encode())
+        with pytest.raises(Corrupt, match="was changed after this run wrote it"):
+            read_job_file(stored)
+    file.write_bytes(text.encode())
+    assert read_job_file(stored) == f"{above}\n"
 
 
 def test_its_run_is_resumed_and_recorded_under_todays_names(stored):

@@ -96,6 +96,8 @@ def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
     runs = [made, *(train(loads(json.dumps(raw)), name) for name, raw in jobs.items())]
     rows = [row for run in runs for row in charts.read(run / "metrics.jsonl")]
     reported = {name for row in rows for name in row}
+    speeds = {name for name in cards.KPIS if name.endswith("tokens_per_s")}
+    assert all(any(speeds & row.keys() for row in charts.read(run / "metrics.jsonl")) for run in runs)
     assert {*cards.KPIS, *charts.SHARES, *charts.NEVER} <= reported
     assert set(charts.FIRST) <= charts.charts(rows).keys()
     assert not {"kl", "length"} & reported
