@@ -3,10 +3,10 @@
     python benchmarks/loader_cost.py [--documents 400000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern)
-and measures, with the defaults of `data.shuffle_buffer` and `data.packing_lookahead`: what is read before the
-first sequence at 8, 64 and 512 lanes that one rank serves; documents per CPU-second from the files to batches
-(reading, decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files,
-which is compared once before, is not in it), and by stage; memory and the size of a lane's state; and how a set that is
+and measures, with the defaults of `data.shuffle_buffer` and `data.packing_lookahead`: what is read before the first
+sequence at 8, 64 and 512 partitions that one rank serves; documents per CPU-second from the files to batches (reading,
+decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is
+compared once before, is not in it), and by stage; memory and the size of a partition's state; and how a set that is
 sorted by a binary label is mixed. What a rank spends on a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
 """
 
@@ -30,15 +30,15 @@ from flow_runs import ROOT, cpu
 from ptf import storage
 from ptf.data import encoded, loader, order, stream, token_file, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
+from ptf.data.partitions import Partitions
 from ptf.data.sample import Sample
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
-from tests.data.test_order import labelled, labels, lanes_of, mixed
+from tests.data.test_order import labelled, labels, mixed, partitions_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"
 AIM, EPOCHS = 100_000, 8
@@ -63,23 +63,30 @@ def write(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
     return total / (-(-documents // ROWS_IN_GROUP) * ROWS_IN_GROUP)
 
 
-def made(directory: Path, tokenizer: Tokenizer, lanes: int, epochs: int | None = None) -> Lanes:
+def made(directory: Path, tokenizer: Tokenizer, partitions: int, epochs: int | None = None) -> Partitions:
     source = SourceSpec(str(directory), kind="tokenized", epochs=epochs)
-    return Lanes(
-        {"a": source}, tokenizer, None, lanes=lanes, seed=0, shuffle=SHUFFLE, seq_len=SEQ_LEN, lookahead=LOOKAHEAD
+    return Partitions(
+        {"a": source},
+        tokenizer,
+        None,
+        partitions=partitions,
+        seed=0,
+        shuffle=SHUFFLE,
+        seq_len=SEQ_LEN,
+        lookahead=LOOKAHEAD,
     )  # type: ignore[arg-type]
 
 
-def first_sequence(lanes: Lanes) -> tuple[int, float, float]:
-    """Row groups that are read until every lane has given a sequence, those a lane,
-    and seconds of CPU until the first lane has."""
+def first_sequence(partitions: Partitions) -> tuple[int, float, float]:
+    """Row groups that are read until every partition has given a sequence, those a partition,
+    and seconds of CPU until the first partition has."""
     began = time.process_time()
-    next(lanes(0))
+    next(partitions(0))
     first = time.process_time() - began
-    for lane in range(1, lanes.lanes):
-        next(lanes(lane))
-    reads = lanes.opened("a")[0].reader.reads
-    return reads, reads / lanes.lanes, first
+    for partition in range(1, partitions.partitions):
+        next(partitions(partition))
+    reads = partitions.opened("a")[0].reader.reads
+    return reads, reads / partitions.partitions, first
 
 
 def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, epochs: int = 2) -> list[float]:
@@ -87,7 +94,11 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
     time, and what is loaded when it is needed is loaded. Garbage of the imports and of writing the data is collected
     before."""
     reader = Loader(
-        made(directory, tokenizer, 8, epochs=epochs), lanes=8, sequences=32, micro_batch_sequences=8, seq_len=SEQ_LEN
+        made(directory, tokenizer, 8, epochs=epochs),
+        partitions=8,
+        sequences=32,
+        micro_batch_sequences=8,
+        seq_len=SEQ_LEN,
     )
     rates, step = [], 0
     gc.collect()
@@ -106,7 +117,7 @@ STAGES = {
     "order of the rows, items, counts": [(order.Ranges, "run"), (encoded.Encoded, "run")],
     "shuffle": [(stream.Shuffle, "_draw_many")],
     "packing, and an item at a time through mixer and shuffle": [(Loader, "_items")],
-    "states of the lanes": [(Loader, "_snapshot")],
+    "states of the partitions": [(Loader, "_snapshot")],
     "columns of a step's documents": [(loader, "documents_of")],
     "laying out": [(loader, "lay_out")],
 }
@@ -140,10 +151,10 @@ def stages(directory: Path, tokenizer: Tokenizer, documents: int) -> dict[str, f
 
 
 def state_bytes(directory: Path, tokenizer: Tokenizer) -> int:
-    lane = made(directory, tokenizer, 8)(0)
+    partition = made(directory, tokenizer, 8)(0)
     for _ in range(20):
-        next(lane)
-    return len(pickle.dumps(settle(lane.state_dict())))
+        next(partition)
+    return len(pickle.dumps(settle(partition.state_dict())))
 
 
 def main() -> None:
@@ -159,8 +170,8 @@ def main() -> None:
         parts, state = stages(data, tokenizer, given.documents), state_bytes(data, tokenizer)
         size = (data / "rows.parquet").stat().st_size / given.documents
         sorted_set = labelled(Path(scratch), 100_000, 100)
-        shares = {lanes: mixed(labels(lanes_of(sorted_set, lanes)), 1000) for lanes in (1, 8, 512)}
-        firsts = {lanes: first_sequence(made(data, tokenizer, lanes)) for lanes in (8, 64, 512)}
+        shares = {partitions: mixed(labels(partitions_of(sorted_set, partitions)), 1000) for partitions in (1, 8, 512)}
+        firsts = {partitions: first_sequence(made(data, tokenizer, partitions)) for partitions in (8, 64, 512)}
     lines = [
         "# What the loader costs",
         "",
@@ -178,11 +189,15 @@ def main() -> None:
         f"with other work beside it on the machine (load average {os.getloadavg()[1]:.0f}).",
         "",
         (
-            "| lanes, all of one rank | row groups read before every lane has a sequence | a lane | CPU-seconds to the "
+            "| partitions, all of one rank | row groups read before every partition has a sequence | a partition | "
+            "CPU-seconds to the "
             "first sequence |"
         ),
         "|---|---|---|---|",
-        *(f"| {lanes} | {reads:,} | {each:.2f} | {spent:.2f} |" for lanes, (reads, each, spent) in firsts.items()),
+        *(
+            f"| {partitions} | {reads:,} | {each:.2f} | {spent:.2f} |"
+            for partitions, (reads, each, spent) in firsts.items()
+        ),
         "",
         "CPU-seconds a rank and step at 1, 8 and 128 ranks: [loader_ranks.md](loader_ranks.md).",
         "",
@@ -192,8 +207,8 @@ def main() -> None:
         f"| the same, in each of {EPOCHS} epochs after it: median (least to most) | {median(later):,.0f} "
         f"({min(later):,.0f} to {max(later):,.0f}) |",
         f"| bytes of file a document, of ids without a pattern | {size:,.0f} |",
-        f"| memory that it adds (peak, 8 lanes) | {memory:,.0f} MiB |",
-        f"| state of a lane | {state / 1024:.1f} KiB |",
+        f"| memory that it adds (peak, 8 partitions) | {memory:,.0f} MiB |",
+        f"| state of a partition | {state / 1024:.1f} KiB |",
         "",
         (
             f"The aim is {AIM:,} documents per CPU-second: "
@@ -210,9 +225,9 @@ def main() -> None:
             "samples the label's share is 0.3 to 0.7"
         ),
         "",
-        "| lanes | windows |",
+        "| partitions | windows |",
         "|---|---|",
-        *(f"| {lanes} | {share:.1%} |" for lanes, share in shares.items()),
+        *(f"| {partitions} | {share:.1%} |" for partitions, share in shares.items()),
         "",
     ]
     RESULTS.write_text("\n".join(lines))

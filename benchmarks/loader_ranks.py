@@ -3,9 +3,9 @@
     python benchmarks/loader_ranks.py [--documents 40000] [--steps 1400] [--rounds 1]
 
 A rank is a process, as in training, and what counts is all CPU time of that process, messages included. Ranks have as
-many lanes and as many documents each however many there are. Of 128 ranks one group that exchanges sequences is run:
-the others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of 8, one of
-16), since processes that share cores and caches slow each other down; cases take turns.
+many partitions and as many documents each however many there are. Of 128 ranks one group that exchanges sequences is
+run: the others say nothing to it. Sixteen processes run side by side in every case (16 single ranks, two groups of 8,
+one of 16), since processes that share cores and caches slow each other down; cases take turns.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from ptf import storage
 from ptf.compute.peers import ProcessPeers
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.exchange import GROUP, Peers, group_size
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
+from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenized import made_by
 from ptf.data.tokenizer import Tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_ranks.md"
 RANKS = 1, 8, 128
-LANES_A_RANK, SEQUENCES_A_RANK, SEQ_LEN, SHUFFLE, LOOKAHEAD = 8, 4, 2048, 1024, 64
+PARTITIONS_A_RANK, SEQUENCES_A_RANK, SEQ_LEN, SHUFFLE, LOOKAHEAD = 8, 4, 2048, 1024, 64
 
 
 class Timed:
@@ -81,13 +81,20 @@ def rank_of_group(
         )
         assert dist.group.WORLD is not None
         peers = Timed(ProcessPeers(dist.group.WORLD))
-    lanes, source = LANES_A_RANK * ranks, SourceSpec(str(data), kind="tokenized", epochs=1)
-    made = Lanes(
-        {"a": source}, tokenizer, None, lanes=lanes, seed=0, shuffle=SHUFFLE, seq_len=SEQ_LEN, lookahead=LOOKAHEAD
+    partitions, source = PARTITIONS_A_RANK * ranks, SourceSpec(str(data), kind="tokenized", epochs=1)
+    made = Partitions(
+        {"a": source},
+        tokenizer,
+        None,
+        partitions=partitions,
+        seed=0,
+        shuffle=SHUFFLE,
+        seq_len=SEQ_LEN,
+        lookahead=LOOKAHEAD,
     )  # type: ignore[arg-type]
     loader = Loader(
         made,
-        lanes=lanes,
+        partitions=partitions,
         sequences=SEQUENCES_A_RANK * ranks,
         rank=rank,
         world_size=ranks,
@@ -173,7 +180,7 @@ def main() -> None:
         "",
         (
             f"A step has {SEQUENCES_A_RANK} sequences of {SEQ_LEN:,} tokens a rank. "
-            f"Every rank has {LANES_A_RANK} lanes and {given.documents:,} tokenized documents"
+            f"Every rank has {PARTITIONS_A_RANK} partitions and {given.documents:,} tokenized documents"
         ),
         (
             f"of {mean:.0f} tokens on the average (links to one file), `data.shuffle_buffer: {SHUFFLE}`, "
@@ -192,7 +199,7 @@ def main() -> None:
             "*Making* is reading, shuffling, mixing and packing"
         ),
         (
-            "the rank's own lanes; *messages* is what the loader's thread spends in them; "
+            "the rank's own partitions; *messages* is what the loader's thread spends in them; "
             "the rest is dealing out sequences, writing and reading those that"
         ),
         "change rank, and laying out batches. Other work ran on the machine.",

@@ -176,7 +176,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
         "*In turn*: sequence j goes to rank j mod W, as\n"
-        "where ranks encode and pack on the fly, each its own lanes. *Balanced*: equally many sequences each, "
+        "where ranks encode and pack on the fly, each its own partitions. *Balanced*: equally many sequences each, "
         "dealt by work, as for tokenized data and rollouts.\n\n"
         "| mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
         + "\n".join(balance)

@@ -77,8 +77,8 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.compute.world import joined
     from ptf.config.sections.model import ModelConfig
     from ptf.config.sections.train import TrainConfig
-    from ptf.data.lanes import Lanes
     from ptf.data.loader import Loader
+    from ptf.data.partitions import Partitions
     from ptf.data.sample import PackUnit, Sample
     from ptf.data.sources.rows import SourceSpec
     from ptf.recipes.sft.recipe import SFT
@@ -100,19 +100,19 @@ def ours(given: dict[str, Any]) -> None:
         spec = ModelConfig(path=given["model"], init="random")
         model, _ = load_model(Path(given["model"]), world, spec, seed=given["seed"], precision="fp32")
         trainer = Trainer(model, world, train)
-        lanes = Lanes(
+        partitions = Partitions(
             {"mix": SourceSpec(given["index"])},
             None,
             encode,
-            lanes=8,
+            partitions=8,
             seed=given["seed"],
             shuffle=1024,
             seq_len=WIDTH,
             lookahead=64,
         )  # type: ignore[arg-type]
         loader = Loader(
-            lanes,
-            lanes=8,
+            partitions,
+            partitions=8,
             sequences=given["rows"],
             rank=world.data_rank,
             world_size=world.data_size,

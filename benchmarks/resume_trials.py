@@ -3,8 +3,8 @@
     python benchmarks/resume_trials.py [--trials 500] [--seed 0] [--most 100] [--trial 387] [--again]
 
 Each trial draws sources (1 to 3, of 1 to 10,000 rows, as jsonl, gzip, parquet or tokenized), a mixture of every mode, 1
-to 512 lanes, a shuffle, a limit and epochs; trains without a stop; trains again with two to five stops, each time on
-another number of ranks, of which some exchange sequences; and compares every step. Every trial is a line of
+to 512 partitions, a shuffle, a limit and epochs; trains without a stop; trains again with two to five stops, each time
+on another number of ranks, of which some exchange sequences; and compares every step. Every trial is a line of
 results/resume_trials.jsonl, and those that are there are not made again (all are with `--again`), so it can be stopped
 and started: `--most` says how many are made at a time. The page is written from the lines. `--trial` makes a single
 one, and keeps nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
@@ -29,7 +29,7 @@ from tests.data.trials import Trial, tried
 
 RESULTS = ROOT / "benchmarks" / "results" / "resume_trials.md"
 LEDGER = RESULTS.with_suffix(".jsonl")
-MOST_ROWS, MOST_LANES = 10_000, 512
+MOST_ROWS, MOST_PARTITIONS = 10_000, 512
 FAULTS = {
     "differences": "steps that differ from the run that never stopped",
     "not_once": "samples that did not come once an epoch, without weights or with `drop`",
@@ -45,7 +45,7 @@ def mode_of(trial: Trial) -> str:
 
 def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
     """Trial i of a seed, and what is kept of it."""
-    trial, began = Trial.drawn(random.Random(f"{seed}/{i}"), MOST_ROWS, MOST_LANES), time.process_time()
+    trial, began = Trial.drawn(random.Random(f"{seed}/{i}"), MOST_ROWS, MOST_PARTITIONS), time.process_time()
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = character_tokenizer("abc", Path(directory) / "tokenizer")
         found = tried(trial, Path(directory), tokenizer)
@@ -54,7 +54,7 @@ def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
         "seed": seed,
         "trial": i,
         **asdict(found),
-        "lanes": trial.lanes,
+        "lanes": trial.partitions,
         "mode": mode_of(trial),
         "formats": formats,
         "rows": sum(trial.sizes.values()),
@@ -89,11 +89,11 @@ def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:
         f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange sequences.\n\n"
         "| what | found |\n|---|---|\n"
         + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
-        + "| state of a lane, the largest (shuffle windows up to 64) "
+        + "| state of a partition, the largest (shuffle windows up to 64) "
         f"| {max(line['state_bytes'] for line in lines):,} bytes |\n\n"
         "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its "
-        "lane reads after it.\n\n"
-        f"Trials by lanes: {counted('lanes')}\n\nTrials by mixture: "
+        "partition reads after it.\n\n"
+        f"Trials by partitions: {counted('lanes')}\n\nTrials by mixture: "
         f"{counted('mode').replace(', weights', '; weights').replace(', no', '; no')}\n\n"
         f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}\n"
     )

@@ -30,7 +30,7 @@ from flow_runs import ROOT, cpu
 RESULTS = ROOT / "benchmarks" / "results" / "stream.md"
 PORT, KEY, SECRET, BUCKET = 5907, "ptfkey", "ptfsecret", "rows"
 ROW_BYTES, GROUP, FILE_ROWS = 4000, 1000, 25_000
-LANES, SEQUENCES, SEQ_LEN, BASE = 8, 32, 4096, 1000
+PARTITIONS, SEQUENCES, SEQ_LEN, BASE = 8, 32, 4096, 1000
 EVERY = 20  # steps between states
 BOUND_MB = 500
 
@@ -41,8 +41,8 @@ def resident_mb() -> float:
 
 def read(directory: Path) -> None:
     """The reader: consumes the bucket once, from its last state where there is one."""
-    from ptf.data.lanes import Lanes
     from ptf.data.loader import Loader
+    from ptf.data.partitions import Partitions
     from ptf.data.sample import PackUnit, Sample
     from ptf.data.sources.rows import SourceSpec
 
@@ -58,8 +58,12 @@ def read(directory: Path) -> None:
 
     base = resident_mb()
     sources = {"s3": SourceSpec(f"s3://{BUCKET}/*.parquet", epochs=1)}
-    lanes = Lanes(sources, None, encode, lanes=LANES, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64)
-    loader = Loader(lanes, lanes=LANES, sequences=SEQUENCES, micro_batch_sequences=SEQUENCES, seq_len=SEQ_LEN)
+    partitions = Partitions(
+        sources, None, encode, partitions=PARTITIONS, seed=0, shuffle=256, seq_len=SEQ_LEN, lookahead=64
+    )
+    loader = Loader(
+        partitions, partitions=PARTITIONS, sequences=SEQUENCES, micro_batch_sequences=SEQUENCES, seq_len=SEQ_LEN
+    )
     state = directory / "state.pkl"
     if state.exists():
         loader.load_state_dict(pickle.loads(state.read_bytes()))
@@ -197,7 +201,7 @@ def main() -> None:
         "Ceph RADOS gateway beside it, objects in memory  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"{rows:,} rows, {asked.gib:g} GiB of parquet ({GROUP:,} rows a group), "
-        f"read once by {LANES} lanes into sequences of {SEQ_LEN:,} tokens.\n\n"
+        f"read once by {PARTITIONS} partitions into sequences of {SEQ_LEN:,} tokens.\n\n"
         "| what | found |\n|---|---|\n"
         f"| rows lost / repeated | {found['lost']} / {found['repeated']} |\n"
         "| memory that the reader added, at most (peak, over what it had when it had loaded torch) "

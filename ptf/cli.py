@@ -430,9 +430,9 @@ def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
 
 def _add_upgrade(commands: Commands) -> None:
     command = commands.add_parser(
-        "upgrade", help="give the keys and plugins in configs of an earlier version the names that they have today"
+        "upgrade", help="rewrite configs of an earlier version with today's names of keys and plugins"
     )
-    command.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; it is rewritten, comments and all")
+    command.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file, rewritten in place; comments are kept")
     command.set_defaults(run=upgrade)
 
 
@@ -530,7 +530,7 @@ def _add_inspect(commands: Commands, config: argparse.ArgumentParser) -> None:
         "--rows",
         type=_positive,
         metavar="N",
-        help="rows of each source to look at (default: all up to 100,000 of all sources, else 2,000 of each)",
+        help="rows of each source to look at (default: all, or 2,000 of each if the sources have more than 100,000)",
     )
     command.add_argument(
         "--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)"

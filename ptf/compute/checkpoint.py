@@ -294,5 +294,8 @@ class Checkpoints:
             except storage.Corrupt as error:
                 print(f"checkpoint {self.path(step)} is damaged ({error}); trying the one before it", flush=True)
         if steps:
-            raise UserError(f"every checkpoint under {self.root} is damaged; remove them to start from the beginning")
+            raise UserError(
+                f"every checkpoint under {self.root} is damaged (see above). Restore one from a copy, or start a run "
+                "with another name"
+            )
         return None

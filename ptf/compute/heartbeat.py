@@ -104,7 +104,8 @@ def beating(clock: Clock, rank: int) -> Iterator[None]:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError as error:
         print(
-            f"rank {rank} cannot reach its launcher at {address}, so it works without heartbeats ({error})",
+            f"rank {rank} cannot reach its launcher at {address}, "
+            f"so nothing would notice if it hung or its machine failed ({error})",
             flush=True,
         )
         yield
@@ -201,7 +202,7 @@ class Monitor:
                 if state != "silent":
                     messages.append(
                         f"{self.name} rank {rank} has not answered for {self.silent_seconds(rank):.0f} s: the process "
-                        f"is suspended or its machine is down{self.describe(rank)}"
+                        f"may be suspended, or its machine or network down{self.describe(rank)}"
                     )
                     self._state[rank] = "silent"
             elif (

@@ -67,8 +67,8 @@ def _version(package: str) -> str:
 def made_with(device: torch.device, data: Mapping[str, str], tokenizer: str) -> dict[str, Any]:
     """Return the record of this run's code, data, packages and hardware.
 
-    `data`: fingerprints by source; `tokenizer`: its fingerprint. Both are compared where they are read: with a lane's
-    state, and with the tokenizer's identity.
+    `data`: fingerprints by source; `tokenizer`: its fingerprint. Both are compared where they are read: with a
+    partition's state, and with the tokenizer's identity.
     """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {

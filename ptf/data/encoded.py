@@ -1,7 +1,7 @@
-"""The encoded stream of a source in a lane: its rows, read and encoded to stream units, one after the other.
+"""The encoded stream of a source in a partition: its rows, read and encoded to stream units, one after the other.
 
-A stream unit that waits in a lane's windows is identified by the place that it was read from: a state holds places, and
-the process that continues from the state reads the stream units again.
+A stream unit that waits in a partition's windows is identified by the place that it was read from: a state holds
+places, and the process that continues from the state reads the stream units again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from ptf.data import tokenized
 from ptf.data.baskets import reorder_baskets
 from ptf.data.encode import COUNTS, Encoder, counts_of
-from ptf.data.order import LaneSource, Ranges
+from ptf.data.order import PartitionSource, Ranges
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import Place
 from ptf.data.stream import Deferred
@@ -22,15 +22,15 @@ from ptf.errors import UserError
 
 
 class Encoded:
-    """Stream[StreamUnit]: the samples of a lane's rows, one after the other.
+    """Stream[StreamUnit]: the samples of a partition's rows, one after the other.
 
-    It ends if no row of the lane will ever give a sample, although rows of other lanes do.
+    It ends if no row of the partition will ever give a sample, although rows of other partitions do.
     """
 
     def __init__(
         self,
         name: str,
-        source: LaneSource,
+        source: PartitionSource,
         encoder: Encoder,
         reread_encoder: Encoder,
         patience: int,

@@ -1,10 +1,11 @@
-"""From lanes (the partitions of the data) to global steps. The loader packs ahead in a background thread; its state is
-that of the steps that were *consumed*.
+"""From the partitions of the data to global steps. The loader packs ahead in a background thread; its
+state is that of the steps that were *consumed*.
 
-Sequence g of the run comes from lane g % lanes, whichever rank trains it, and rank r of W serves the lanes ≡ r mod W.
-Since W divides the number of lanes and of sequences, these are the sequences ≡ r mod W of every step. The global
-batches therefore do not depend on W, and a run may resume with a different W. A rank makes only the sequences of its
-own lanes; the rank of a group that trains a sequence is chosen to balance the work of attention (ptf/data/exchange.py).
+Sequence g of the run comes from partition g % partitions, whichever rank trains it, and rank r of W serves the
+partitions ≡ r mod W. Since W divides the number of partitions and of sequences, these are the sequences ≡ r mod W of
+every step. The global batches therefore do not depend on W, and a run may resume with a different W. A rank makes only
+the sequences of its own partitions; the rank of a group that trains a sequence is chosen to balance the work of
+attention (ptf/data/exchange.py).
 """
 
 import contextlib
@@ -27,8 +28,8 @@ from ptf.data.stream_units import StreamUnit, documents_of, stream_units_of, uni
 from ptf.errors import UserError
 
 
-class PackedLane(Stream[list[PackUnit]], Protocol):
-    """A lane: packed sequences, and running totals of the samples and rows that they were made from."""
+class PackedPartition(Stream[list[PackUnit]], Protocol):
+    """A partition: packed sequences, and running totals of the samples and rows that they were made from."""
 
     def sequence(self) -> list[StreamUnit]:
         """Return the next sequence as items; used instead of `__next__`."""
@@ -39,16 +40,16 @@ class PackedLane(Stream[list[PackUnit]], Protocol):
         ...
 
 
-class LaneFactory(Protocol):
-    """Makes the lanes of a run."""
+class PartitionFactory(Protocol):
+    """Makes the partitions of a run."""
 
-    def __call__(self, lane: int) -> PackedLane:
-        """Return the lane with the number `lane`, from its beginning."""
+    def __call__(self, partition: int) -> PackedPartition:
+        """Return the partition with the number `partition`, from its beginning."""
         ...
 
     @property
     def endless(self) -> bool:
-        """Whether the lanes never end."""
+        """Whether the partitions never end."""
         ...
 
 
@@ -59,7 +60,7 @@ def _remaining(stream: Stream[Any]) -> Iterator[Any]:
             yield next(stream)
 
 
-_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each lane after a step, and the counts
+_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each partition after a step, and the counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Step:
     batches: list[Batch]
     numbers: list[int]  # numbers of their sequences in the global step
     fill: float
-    states: dict[int, dict[str, Any]]  # the state of each lane after this step
+    states: dict[int, dict[str, Any]]  # the state of each partition after this step
     counts: dict[str, int]
 
 
@@ -78,9 +79,9 @@ class Loader:
 
     def __init__(
         self,
-        lane_factory: LaneFactory,
+        partition_factory: PartitionFactory,
         *,
-        lanes: int,
+        partitions: int,
         sequences: int,
         rank: int = 0,
         world_size: int = 1,
@@ -96,12 +97,12 @@ class Loader:
         `peers` is the group of neighbouring ranks with which sequences are exchanged; without it, a rank trains the
         sequences that it makes. `pinned`: lay sequences out in page-locked memory, for a GPU.
         """
-        if lanes % world_size or sequences % world_size:
+        if partitions % world_size or sequences % world_size:
             raise UserError(
-                f"the number of workers ({world_size}) must divide data.partitions ({lanes}) "
+                f"the number of workers ({world_size}) must divide data.partitions ({partitions}) "
                 f"and train.global_batch_sequences ({sequences})"
             )
-        self._factory, self._lanes, self._sequences = lane_factory, lanes, sequences
+        self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
         self._rank, self._world = rank, world_size
         self._micro_sequences, self._seq_len, self._prefetch = micro_batch_sequences, seq_len, prefetch
         self._peers = peers if peers is not None and peers.size > 1 else None
@@ -116,44 +117,45 @@ class Loader:
         self._open()
 
     def _open(self) -> None:
-        self._served = {lane: self._factory(lane) for lane in self.served}
+        self._served = {partition: self._factory(partition) for partition in self.served}
         self._record_states()
 
     def _record_states(self) -> None:
-        """Record the states of all lanes."""
-        self._lane_states: dict[int, dict[str, Any]] = {}
-        self._lane_counts: dict[int, Mapping[str, int]] = {}
+        """Record the states of all partitions."""
+        self._partition_states: dict[int, dict[str, Any]] = {}
+        self._partition_counts: dict[int, Mapping[str, int]] = {}
         self._states, self.counts = self._snapshot(self._served)
 
-    def _snapshot(self, lanes: Iterable[int]) -> _States:
-        """Return the states of all lanes and their counts, given the lanes that have been read since the last call.
+    def _snapshot(self, partitions: Iterable[int]) -> _States:
+        """Return the states of all partitions and their counts, given the partitions that have been read since the last
+        call.
 
-        A step reads few lanes of a rank that serves many.
+        A step reads few partitions of a rank that serves many.
         """
-        for lane in dict.fromkeys(lanes):  # a step may take several sequences of a lane
-            self._lane_states[lane] = self._served[lane].state_dict()
-            self._lane_counts[lane] = self._served[lane].counts()
-        each = self._lane_counts.values()
-        return dict(self._lane_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
+        for partition in dict.fromkeys(partitions):  # a step may take several sequences of a partition
+            self._partition_states[partition] = self._served[partition].state_dict()
+            self._partition_counts[partition] = self._served[partition].counts()
+        each = self._partition_counts.values()
+        return dict(self._partition_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
 
     def _pack(self, step: int) -> _Step:
         """Make a step without exchanging sequences with other ranks."""
         documents = documents_of(self._items(step))
-        return self._lay_out_step(self._sequence_numbers, documents, self._snapshot(self._lanes_of(step)))
+        return self._lay_out_step(self._sequence_numbers, documents, self._snapshot(self._partitions_of(step)))
 
     @property
     def _sequence_numbers(self) -> list[int]:
         """Numbers of the sequences that this rank makes in a step."""
         return list(range(self._rank, self._sequences, self._world))
 
-    def _lanes_of(self, step: int) -> list[int]:
-        """Return the lane of each of this rank's sequences of a step."""
-        return [(step * self._sequences + j) % self._lanes for j in self._sequence_numbers]
+    def _partitions_of(self, step: int) -> list[int]:
+        """Return the partition of each of this rank's sequences of a step."""
+        return [(step * self._sequences + j) % self._partitions for j in self._sequence_numbers]
 
     def _items(self, step: int) -> list[list[StreamUnit]]:
         """Return the items of this rank's sequences of a step."""
-        sequences = [self._sequence(lane) for lane in self._lanes_of(step)]
-        if not all(sequences):  # a lane that has ended gives sequences that train nothing
+        sequences = [self._sequence(partition) for partition in self._partitions_of(step)]
+        if not all(sequences):  # a partition that has ended gives sequences that train nothing
             nothing = stream_units_of([idle([[self._template_unit(sequences)]])], "", 0, (0, 0), 0, 0)
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
@@ -190,7 +192,7 @@ class Loader:
                     return
                 try:
                     number = step + len(made)
-                    made.append((units_of(self._items(number)), self._snapshot(self._lanes_of(number))))
+                    made.append((units_of(self._items(number)), self._snapshot(self._partitions_of(number))))
                 except BaseException as e:
                     # raised later: first the ranks that wait for this rank's sequences get the steps made before it
                     error = e
@@ -206,10 +208,10 @@ class Loader:
             yield self._lay_out_step(*step_data)
         raise error or ended
 
-    def _sequence(self, lane: int) -> list[StreamUnit]:
-        """Return a lane's next sequence; [] if the lane has ended."""
+    def _sequence(self, partition: int) -> list[StreamUnit]:
+        """Return a partition's next sequence; [] if the partition has ended."""
         try:
-            return self._served[lane].sequence()
+            return self._served[partition].sequence()
         except StopIteration:
             return []
 
@@ -217,8 +219,8 @@ class Loader:
         """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
         template = self._template or next((units_of([sequence[:1]])[0][0] for sequence in sequences if sequence), None)
         if template is None:
-            # from any lane that has sequences
-            streams = (self._factory(lane) for lane in range(self._lanes))
+            # from any partition that has sequences
+            streams = (self._factory(partition) for partition in range(self._partitions))
             firsts = (sequence for stream in streams for sequence in itertools.islice(_remaining(stream), 1))
             template = next(firsts)[0]
         self._template = template
@@ -277,17 +279,21 @@ class Loader:
 
     @property
     def served(self) -> range:
-        """The lanes of this rank."""
-        return range(self._rank, self._lanes, self._world)
+        """The partitions of this rank."""
+        return range(self._rank, self._partitions, self._world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step that was yielded, with the lanes that this rank serves."""
-        return {"step": self.step, "lanes": {str(lane): settle(state) for lane, state in self._states.items()}}
+        """Return the state after the last step that was yielded, with the partitions that this rank serves."""
+        return {
+            "step": self.step,
+            "lanes": {str(partition): settle(state) for partition, state in self._states.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, which may be merged from several ranks' states; it must have this rank's lanes."""
+        """Continue from a state, which may be merged from several ranks' states; it must have this rank's
+        partitions."""
         self.close()
-        missing = [lane for lane in self._served if str(lane) not in state["lanes"]]
+        missing = [partition for partition in self._served if str(partition) not in state["lanes"]]
         if missing:
             raise UserError(
                 f"the checkpoint has no state of the partitions {missing}: it was written with another "
@@ -295,8 +301,8 @@ class Loader:
             )
         self._open()
         self.step = int(state["step"])
-        for lane, stream in self._served.items():
-            stream.load_state_dict(state["lanes"][str(lane)])
+        for partition, stream in self._served.items():
+            stream.load_state_dict(state["lanes"][str(partition)])
         self._record_states()
 
     def close(self, timeout_s: float = 30.0) -> None:

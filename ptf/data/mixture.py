@@ -60,12 +60,12 @@ class Mixture:
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
     def mixed(
-        self, streams: Mapping[str, Shuffle[StreamUnit]], shares: Mapping[str, float], lane: int
+        self, streams: Mapping[str, Shuffle[StreamUnit]], shares: Mapping[str, float], partition: int
     ) -> Mixer[StreamUnit]:
-        """Return the mixture of the streams that a lane reads."""
+        """Return the mixture of the streams that a partition reads."""
         size = length_of if self.by == "tokens" else None
         epochs = {name: spec.epochs for name, spec in self.sources.items()}
-        deficits = {name: randint(f"mix/{self.seed}/{lane}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
+        deficits = {name: randint(f"mix/{self.seed}/{partition}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
         return Mixer(
             streams,
             shares,

@@ -1,14 +1,16 @@
-"""Which rows of a source a lane reads, and in which order.
+"""Which rows of a source a partition reads, and in which order.
 
-Where the number of rows in every block is known (row groups of parquet, lines on disk), the blocks of all files are
-permuted each epoch, the rows in that order are numbered, and each lane has a range of them, so it opens few blocks: it
-reads several of them side by side, each time the next row of a random one. Where it is not known (compressed files,
-lines in a store), or where the order of the files is to be kept, the rows of all epochs are one list, of which row k
-goes to lane k mod lanes; every lane then passes over all blocks, in the order of the files, or of whole files permuted.
+There are two orders. Where the number of rows in every block is known (row groups of parquet, lines on disk), each
+epoch permutes the blocks of all files, numbers the rows in that order, and gives each partition a range of the numbers.
+A partition then opens few blocks. It reads several of them side by side: each next row comes from a random one.
 
-Both are pure functions of (files, seed, epoch, lane), and give every row to one lane in every epoch. In epoch e of R
-rows, lane (e·R + k) mod lanes has one more row than others for k < R mod lanes, so over any number of epochs the lanes'
-totals differ by one row at most.
+Where the number is not known (compressed files, lines in a store), or the files are to be read in their order, the rows
+of all epochs are one list, and row k belongs to partition k mod partitions. Every partition then passes over all
+blocks, in the order of the files or of whole files that each epoch permutes.
+
+Both depend on (files, seed, epoch, partition) alone, and give every row to one partition in every epoch. If the number
+of rows R is no multiple of the number of partitions P, R mod P of them have one row more in an epoch e: those with the
+numbers (e·R + k) mod P. Over any number of epochs, no partition reads two rows more than another.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +25,14 @@ from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError
 
 ORDER = 2  # version of the order of rows, stored in states that refer to it
-# blocks that are read side by side, over all lanes; fewer where blocks are large
+# blocks that are read side by side, over all partitions; fewer where blocks are large
 OPEN, OPEN_LEAST, OPEN_BYTES = 64, 8, 256 << 20
-BEGIN = 2  # blocks that a lane reads before its first row is packed, if they are large enough
+BEGIN = 2  # blocks that a partition reads before its first row is packed, if they are large enough
 GAP = 32  # rows between the openings of further blocks, at the start
 
 
 def refuse_other_order(state: Mapping[str, Any]) -> None:
-    """Raise UserError if the state of a lane or of prompts is of a version that reads rows in another order."""
+    """Raise UserError if the state of a partition or of prompts is of a version that reads rows in another order."""
     if state.get("order") != ORDER:
         raise UserError(
             "the checkpoint is of a version of ptf that read the data in another order: "
@@ -88,18 +90,19 @@ class Extent:
 
 
 class Ordered:
-    """What the lanes of a process share of a source: its reader, its number of rows, and the order of each epoch."""
+    """What the partitions of a process share of a source: its reader, its number of rows, and the order of each
+    epoch."""
 
-    def __init__(self, reader: Reader, key: str, lanes: int, limit: int | None = None, shuffled: bool = True):
+    def __init__(self, reader: Reader, key: str, partitions: int, limit: int | None = None, shuffled: bool = True):
         """Make the order. `key` names the randomness; without `shuffled`, rows come in the order of the files."""
-        self.reader, self.key, self.lanes, self.limit, self.shuffled = reader, key, lanes, limit, shuffled
+        self.reader, self.key, self.partitions, self.limit, self.shuffled = reader, key, partitions, limit, shuffled
         counts = reader.counts()
         self.extent = Extent.of(reader, counts, limit)
         self.by_block = shuffled and counts is not None  # blocks are permuted; otherwise whole files are, or nothing is
         blocks = sum(map(len, counts or ()))
         self.open = min(OPEN, max(OPEN_LEAST, OPEN_BYTES * blocks // max(1, sum(reader.sizes))))
         self.fingerprint = fingerprint(reader)
-        # epoch → the order of blocks, rows up to the end of each, ranges of lanes
+        # epoch → the order of blocks, rows up to the end of each, ranges of partitions
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @property
@@ -107,31 +110,32 @@ class Ordered:
         """Rows in an epoch; None where that is not known."""
         return None if self.extent is None else self.extent.total
 
-    def lane(self, lane: int, window: int) -> "LaneSource":
-        """Return the rows of a lane; `window` is the number of rows that are read before the first one is trained."""
-        return Ranges(self, lane, window) if self.by_block else RoundRobin(self, lane)
+    def partition(self, partition: int, window: int) -> "PartitionSource":
+        """Return the rows of a partition; `window` is the number of rows that are read before the first one is
+        trained."""
+        return Ranges(self, partition, window) if self.by_block else RoundRobin(self, partition)
 
     def files(self, epoch: int) -> list[int]:
         """Return the files in the order in which they are read whole."""
         n = len(self.reader.uris)
         return permutation(f"{self.key}/files/{epoch}", n).tolist() if self.shuffled else list(range(n))
 
-    def pieces(self, epoch: int, lane: int) -> np.ndarray:
-        """Return the pieces of permuted blocks that a lane reads in an epoch.
+    def pieces(self, epoch: int, partition: int) -> np.ndarray:
+        """Return the pieces of permuted blocks that a partition reads in an epoch.
 
         They are [n, 3] int64: block, first row, end.
         """
         assert self.extent is not None
-        if not size(self.extent.total, self.lanes, epoch, lane):
+        if not size(self.extent.total, self.partitions, epoch, partition):
             return np.zeros((0, 3), np.int64)
         if epoch not in self._epochs:
             order = permutation(f"{self.key}/blocks/{epoch}", len(self.extent.rows))
-            # lanes are at most an epoch apart, but for those that begin
+            # partitions are at most an epoch apart, but for those that begin
             self._epochs = {e: order for e, order in self._epochs.items() if e >= epoch - 1}
-            ranges = shares(self.extent.total, self.lanes, epoch, f"{self.key}/lanes/{epoch}")
+            ranges = shares(self.extent.total, self.partitions, epoch, f"{self.key}/lanes/{epoch}")
             self._epochs[epoch] = order, np.cumsum(self.extent.rows[order]), ranges
         order, ends, ranges = self._epochs[epoch]
-        start, end = ranges[lane]
+        start, end = ranges[partition]
         first, last = np.searchsorted(ends, [start, end - 1], "right")
         blocks = order[first : last + 1]
         before = ends[first : last + 1] - self.extent.rows[blocks]
@@ -142,37 +146,37 @@ class Ordered:
         return np.roll(pieces, -1, 0)
 
 
-def size(rows: int, lanes: int, epoch: int, lane: int) -> int:
-    """Return how many of an epoch's rows a lane has."""
-    each, more = divmod(rows, lanes)
-    return each + ((lane - epoch * more) % lanes < more)
+def size(rows: int, partitions: int, epoch: int, partition: int) -> int:
+    """Return how many of an epoch's rows a partition has."""
+    each, more = divmod(rows, partitions)
+    return each + ((partition - epoch * more) % partitions < more)
 
 
-def next_with_rows(rows: int, lanes: int, epoch: int, lane: int) -> int:
-    """Return the next epoch in which a lane has a row: with fewer rows than lanes, not every epoch."""
+def next_with_rows(rows: int, partitions: int, epoch: int, partition: int) -> int:
+    """Return the next epoch in which a partition has a row: with fewer rows than partitions, not every epoch."""
     epoch += 1
-    while not size(rows, lanes, epoch, lane):
+    while not size(rows, partitions, epoch, partition):
         epoch += 1
     return epoch
 
 
-def shares(rows: int, lanes: int, epoch: int, key: str) -> np.ndarray:
-    """Return the first row and the end of each lane's range, [lanes, 2] int64.
+def shares(rows: int, partitions: int, epoch: int, key: str) -> np.ndarray:
+    """Return the first row and the end of each partition's range, [partitions, 2] int64.
 
-    The ranges lie in an order that `key` names: neighbouring lanes, whose rows are trained side by side, should not
-    read the same block.
+    The ranges lie in an order that `key` names: neighbouring partitions, whose rows are trained side by side, should
+    not read the same block.
     """
-    each, more = divmod(rows, lanes)
-    order = permutation(key, lanes)
-    sizes = each + ((np.arange(lanes) - epoch * more) % lanes < more)
+    each, more = divmod(rows, partitions)
+    order = permutation(key, partitions)
+    sizes = each + ((np.arange(partitions) - epoch * more) % partitions < more)
     ends = np.cumsum(sizes[order])
-    ranges = np.zeros((lanes, 2), np.int64)
+    ranges = np.zeros((partitions, 2), np.int64)
     ranges[order] = np.stack([ends - sizes[order], ends], 1)
     return ranges
 
 
-class LaneSource(Protocol):
-    """Stream[Place]: one lane's rows, endlessly. A place knows its epoch."""
+class PartitionSource(Protocol):
+    """Stream[Place]: one partition's rows, endlessly. A place knows its epoch."""
 
     @property
     def path(self) -> str:
@@ -196,12 +200,12 @@ class LaneSource(Protocol):
         ...
 
 
-class _Lane:
-    """What both orders of a lane have in common."""
+class _Partition:
+    """What both orders of a partition have in common."""
 
-    def __init__(self, ordered: Ordered, lane: int):
+    def __init__(self, ordered: Ordered, partition: int):
         self._ordered, self._reader = ordered, ordered.reader
-        self._lane, self._lanes = lane, ordered.lanes
+        self._partition, self._partitions = partition, ordered.partitions
         self.path = ordered.reader.path
 
     def at(self, file: int, number: int, row: int, epoch: int) -> Place:
@@ -230,19 +234,19 @@ def changed_error(reader: Reader, file: int) -> UserError:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowRun:
-    """Rows of one epoch that a lane reads one after the other, from blocks that stay open meanwhile."""
+    """Rows of one epoch that a partition reads one after the other, from blocks that stay open meanwhile."""
 
     epoch: int
     heads: list[list[Any]]  # the open blocks as in Ranges, before the first row; they are not modified
     order: np.ndarray  # [rows] int64: the head that each row comes from; the rows of a head are ascending
-    before: dict[str, Any]  # the state of the lane before the first row
+    before: dict[str, Any]  # the state of the partition before the first row
 
     def counts(self, n: int) -> list[int]:
         """Return for each head how many of the first n rows are its."""
         return np.bincount(self.order[:n], minlength=len(self.heads)).tolist()
 
     def state(self, n: int) -> dict[str, Any]:
-        """Return the state of the lane after the first n rows."""
+        """Return the state of the partition after the first n rows."""
         return self.before | {"taken": self.before["taken"] + n, "heads": [head[:2] for head in self.left(n)]}
 
     def left(self, n: int) -> list[list[Any]]:
@@ -255,23 +259,23 @@ class RowRun:
         return heads
 
 
-class Ranges(_Lane):
-    """The rows of permuted blocks: each lane has a range of the rows in that order, and reads several blocks of it
+class Ranges(_Partition):
+    """The rows of permuted blocks: each partition has a range of the rows in that order, and reads several blocks of it
     side by side."""
 
-    def __init__(self, ordered: Ordered, lane: int, window: int):
-        super().__init__(ordered, lane)
+    def __init__(self, ordered: Ordered, partition: int, window: int):
+        super().__init__(ordered, partition)
         assert ordered.extent is not None
         self._extent, self._window = ordered.extent, window
-        self._most = max(1, -(-ordered.open // ordered.lanes))
+        self._most = max(1, -(-ordered.open // ordered.partitions))
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._taken, self._opened = epoch, 0, 0
-        self._pieces = self._ordered.pieces(epoch, self._lane).tolist()
+        self._pieces = self._ordered.pieces(epoch, self._partition).tolist()
         # the open blocks: piece, next row, end, block, lines before it, file, number
         self._heads: list[list[Any]] = []
-        self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._lane}")
+        self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._partition}")
 
     def __next__(self) -> Place:
         heads, more = self._open_wanted()
@@ -297,7 +301,7 @@ class Ranges(_Lane):
     def _open_wanted(self) -> tuple[list[list[Any]], bool]:
         """Open blocks as needed; return the heads, at least one, and whether further blocks will be opened."""
         if self._opened == len(self._pieces) and not self._heads:
-            self._begin(next_with_rows(self._extent.total, self._lanes, self._epoch, self._lane))
+            self._begin(next_with_rows(self._extent.total, self._partitions, self._epoch, self._partition))
         heads = self._heads
         if len(heads) < self._most:
             while self._opened < len(self._pieces) and len(heads) < self._wanted():
@@ -344,7 +348,7 @@ class Ranges(_Lane):
         return np.array(order, np.int64)
 
     def _wanted(self) -> int:
-        """Return how many blocks to have open: at the start few, because nothing is trained before the lane's
+        """Return how many blocks to have open: at the start few, because nothing is trained before the partition's
         windows are full."""
         if self._epoch:
             return self._most
@@ -380,11 +384,11 @@ class Ranges(_Lane):
         self._heads = [self._open(int(piece), int(row)) for piece, row in state["heads"]]
 
 
-class RoundRobin(_Lane):
-    """The rows of all epochs one after the other, row k to lane k mod lanes."""
+class RoundRobin(_Partition):
+    """The rows of all epochs one after the other, row k to partition k mod partitions."""
 
-    def __init__(self, ordered: Ordered, lane: int):
-        super().__init__(ordered, lane)
+    def __init__(self, ordered: Ordered, partition: int):
+        super().__init__(ordered, partition)
         extent = ordered.extent
         # for each file, its blocks with rows that count: number, rows, lines before
         self._known: list[list[tuple[int, int, int]]] | None = None
@@ -415,7 +419,7 @@ class RoundRobin(_Lane):
                     self._begin(self._epoch + 1)
                 continue
             number, rows, line, lines = block_rows
-            skipped = (self._lane - self._dealt) % self._lanes
+            skipped = (self._partition - self._dealt) % self._partitions
             if skipped < rows - self._index:
                 row = self._index + skipped
                 block = self._reader.block(file, number)

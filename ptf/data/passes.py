@@ -14,10 +14,10 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.encode import Encoder
-from ptf.data.lanes import Lanes
 from ptf.data.mixture import rows_of
 from ptf.data.order import Ordered
 from ptf.data.packing import pack_all
+from ptf.data.partitions import Partitions
 from ptf.data.prompts import Prompts
 from ptf.data.sample import PackUnit, length
 from ptf.data.sources.rows import Place, blocks_once, rows_once
@@ -62,32 +62,32 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowsTaken:
-    """The rows of each source that some of the lanes take."""
+    """The rows of each source that some of the partitions take."""
 
-    ends: int  # packed sequences of the run up to the last one of these lanes
+    ends: int  # packed sequences of the run up to the last one of these partitions
     rows: Mapping[str, float]  # rows of each source
     complete: bool  # otherwise only a part was read, and `rows` are extrapolated
 
 
-def lanes_of_lengths(lanes: Lanes) -> Lanes:
-    """Return the same lanes with samples that have lengths and no tokens."""
-    sources = {name: lanes.opened(name) for name in lanes.sources}
+def partitions_of_lengths(partitions: Partitions) -> Partitions:
+    """Return the same partitions with samples that have lengths and no tokens."""
+    sources = {name: partitions.opened(name) for name in partitions.sources}
     opened = {}
     for name, (ordered, spec) in sources.items():
-        if spec.kind == "tokenized" and not lanes.share_prefixes:  # shared prefixes depend on the tokens
+        if spec.kind == "tokenized" and not partitions.share_prefixes:  # shared prefixes depend on the tokens
             ordered = replaced(ordered, tokenized.lengths_reader(ordered.reader))
         opened[name] = ordered, spec
-    cached = {name: _LengthCache() for name, spec in lanes.sources.items() if spec.kind != "tokenized"}
+    cached = {name: _LengthCache() for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
 
     def wrap(name, encoder):
         return cached[name].of(encoder) if name in cached else encoder
 
-    return replace(lanes, _opened=opened, reorder=False, wrap=wrap)
+    return replace(partitions, _opened=opened, reorder=False, wrap=wrap)
 
 
 def replaced(ordered: Ordered, reader: Any) -> Ordered:
     """Return the same order of another reader of the same files."""
-    return Ordered(reader, ordered.key, ordered.lanes, ordered.limit, ordered.shuffled)
+    return Ordered(reader, ordered.key, ordered.partitions, ordered.limit, ordered.shuffled)
 
 
 class _LengthCache:
@@ -115,15 +115,18 @@ class _CachedEncoder:
         return [placeholder_unit(n) for n in self._lengths[key]]
 
 
-def rows_taken(lanes: Lanes, served: range, sequences: int | None) -> RowsTaken:
-    """Return the rows that the served lanes take until they end, or in a run of `sequences` packed sequences.
+def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> RowsTaken:
+    """Return the rows that the served partitions take until they end, or in a run of `sequences` packed sequences.
 
-    `sequences` counts those of all lanes. Raise what encoding raises.
+    `sequences` counts those of all partitions. Raise what encoding raises.
     """
-    factory, most = lanes_of_lengths(lanes), FEW_SAMPLES // lanes.lanes
-    ends, taken, complete = 0, dict.fromkeys(lanes.sources, 0.0), True
-    for lane in served:
-        stream, wanted = factory(lane), None if sequences is None else max(0, -(-(sequences - lane) // lanes.lanes))
+    factory, most = partitions_of_lengths(partitions), FEW_SAMPLES // partitions.partitions
+    ends, taken, complete = 0, dict.fromkeys(partitions.sources, 0.0), True
+    for partition in served:
+        stream, wanted = (
+            factory(partition),
+            None if sequences is None else max(0, -(-(sequences - partition) // partitions.partitions)),
+        )
         given = samples = 0
         for sequence in islice(stream, wanted):
             given += 1
@@ -137,26 +140,26 @@ def rows_taken(lanes: Lanes, served: range, sequences: int | None) -> RowsTaken:
         else:
             taken = {name: n + stream.passed[name] for name, n in taken.items()}
         if given:
-            ends = max(ends, lane + (given - 1) * lanes.lanes + 1)
+            ends = max(ends, partition + (given - 1) * partitions.partitions + 1)
     return RowsTaken(ends, taken, complete)
 
 
-def is_cheap(lanes: Lanes, few: int | None = None) -> bool:
+def is_cheap(partitions: Partitions, few: int | None = None) -> bool:
     """Return whether the rows to encode are few enough for exact numbers: at most `few` (default FEW_ROWS)."""
     most = FEW_ROWS if few is None else few
-    rows = [rows_up_to(lanes, name, most) for name, spec in lanes.sources.items() if spec.kind != "tokenized"]
+    rows = [rows_up_to(partitions, name, most) for name, spec in partitions.sources.items() if spec.kind != "tokenized"]
     return all(n is not None for n in rows) and sum(n or 0 for n in rows) <= most
 
 
-def rows_up_to(lanes: Lanes, name: str, most: int) -> int | None:
+def rows_up_to(partitions: Partitions, name: str, most: int) -> int | None:
     """Return the rows of a source in an epoch; None where there are more than `most`.
 
     Rows of files that do not know their number (compressed ones) are counted.
     """
-    known = lanes.rows(name)
+    known = partitions.rows(name)
     if known is not None:
         return known
-    reader, counted = lanes.opened(name)[0].reader, 0
+    reader, counted = partitions.opened(name)[0].reader, 0
     for block, _, _ in blocks_once(reader):
         counted += len(block)
         if counted > most:
@@ -165,7 +168,7 @@ def rows_up_to(lanes: Lanes, name: str, most: int) -> int | None:
 
 
 def planned(
-    lanes: Lanes,
+    partitions: Partitions,
     sequences: int,
     steps: int | None,
     *,
@@ -176,20 +179,20 @@ def planned(
 ) -> DataPlan:
     """Return the plan of a run of at most `steps` steps, each of `sequences` packed sequences.
 
-    In a gang, every rank reads the lanes that it `served`; `total` and `most` are then the sum and the largest over all
-    ranks. `exact` forces exact numbers whatever they cost; by default they are exact where they cost little.
+    In a gang, every rank reads the partitions that it `served`; `total` and `most` are then the sum and the largest
+    over all ranks. `exact` forces exact numbers whatever they cost; by default they are exact where they cost little.
     """
-    if not (is_cheap(lanes) if exact is None else exact):
-        return estimated(lanes, sequences, steps)
+    if not (is_cheap(partitions) if exact is None else exact):
+        return estimated(partitions, sequences, steps)
     most_sequences = None if steps is None else steps * sequences
-    run = rows_taken(lanes, range(lanes.lanes) if served is None else served, most_sequences)
+    run = rows_taken(partitions, range(partitions.partitions) if served is None else served, most_sequences)
     *taken, incomplete = total([*run.rows.values(), float(not run.complete)])
     ends = -(-int(most(run.ends)) // sequences)
     steps = ends if steps is None else min(steps, ends)
     margin = LEAST_MARGIN / 5 if incomplete else 0.0  # the sources take turns, and only a part of the run was read
     passes: dict[str, tuple[float, float] | None] = {}
-    for name, n in zip(lanes.sources, taken, strict=True):
-        known = rows_up_to(lanes, name, FEW_ROWS)
+    for name, n in zip(partitions.sources, taken, strict=True):
+        known = rows_up_to(partitions, name, FEW_ROWS)
         passes[name] = (n / known * (1 - margin), n / known * (1 + margin)) if known else None
     return DataPlan((steps, steps), passes, not incomplete)
 
@@ -220,25 +223,25 @@ def describe_order(ordered: Ordered) -> str:
     )
 
 
-def estimated(lanes: Lanes, sequences: int, steps: int | None) -> DataPlan:
+def estimated(partitions: Partitions, sequences: int, steps: int | None) -> DataPlan:
     """Estimate the plan from the first rows of each source."""
-    sampled = {name: list(_sampled_lengths(lanes, name)) for name in lanes.sources}
+    sampled = {name: list(_sampled_lengths(partitions, name)) for name in partitions.sources}
     # tokens in a row of the source, and the margin of error
     per_row = {name: _mean([sum(row) for row in counts]) for name, counts in sampled.items()}
     per_sample = {name: _mean([n for row in counts for n in row])[0] or 1.0 for name, counts in sampled.items()}
     flat = [placeholder_unit(n) for counts in sampled.values() for row in counts for n in row]
     order = np.random.default_rng(0).permutation(len(flat))
-    packed = pack_all((flat[i] for i in order), lanes.seq_len, lanes.lookahead)
-    full = packed[: max(1, len(packed) - lanes.lookahead // 4)]
+    packed = pack_all((flat[i] for i in order), partitions.seq_len, partitions.lookahead)
+    full = packed[: max(1, len(packed) - partitions.lookahead // 4)]
     mean = sum(length(unit) for sequence in full for unit in sequence) / max(1, len(full))
     room = sequences * max(1.0, mean)  # tokens in a step
-    shares, mixture = lanes.shares, lanes.mixture
+    shares, mixture = partitions.shares, partitions.mixture
     if mixture.weighted:  # in rows of the source
         unit = {name: 1.0 if mixture.by == "tokens" else per_sample[name] for name in shares}
         shares = {name: share * unit[name] / (per_row[name][0] or 1.0) for name, share in shares.items()}
     # for compressed files, estimated from what was read of them
-    known = {name: lanes.rows(name) or lanes.opened(name)[0].reader.rows for name in lanes.sources}
-    wanted = {name: float(spec.epochs) if spec.epochs else None for name, spec in lanes.sources.items()}
+    known = {name: partitions.rows(name) or partitions.opened(name)[0].reader.rows for name in partitions.sources}
+    wanted = {name: float(spec.epochs) if spec.epochs else None for name, spec in partitions.sources.items()}
     ends = [epochs * n / share for name, share in shares.items() if (epochs := wanted[name]) and (n := known[name])]
     ending = (min if mixture.ends == "stop" else max)(ends) if ends and not mixture.endless else None
     taken: dict[str, float] = {}
@@ -266,9 +269,9 @@ def estimated(lanes: Lanes, sequences: int, steps: int | None) -> DataPlan:
     return DataPlan((low, high), passes, False)
 
 
-def _sampled_lengths(lanes: Lanes, name: str) -> Iterator[list[int]]:
+def _sampled_lengths(partitions: Partitions, name: str) -> Iterator[list[int]]:
     """Yield the lengths of the samples of each of the first rows."""
-    ordered, encoder = lanes.opened(name)[0], lanes.uncounted_encoder(name)
+    ordered, encoder = partitions.opened(name)[0], partitions.uncounted_encoder(name)
     for row in islice(rows_once(ordered.reader, ordered.limit), SAMPLED):
         yield [length(unit) for unit in encoder(row)]
 

@@ -11,7 +11,7 @@ import numpy as np
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
-from ptf.data.order import ORDER, LaneSource, Ordered, refuse_other_order
+from ptf.data.order import ORDER, Ordered, PartitionSource, refuse_other_order
 from ptf.data.quarantine import FAULTS, reason_of
 from ptf.data.sources.blocks import Location, Reader, Row
 from ptf.data.sources.rows import Place, SourceSpec, rows_once
@@ -54,7 +54,7 @@ class _PromptRow(NamedTuple):
 class _PromptRows:
     """Stream[_PromptRow]: the rows of a source as text."""
 
-    def __init__(self, name: str, source: LaneSource):
+    def __init__(self, name: str, source: PartitionSource):
         self._name, self._source = name, source
 
     def __next__(self) -> _PromptRow:
@@ -115,7 +115,7 @@ class Prompts:
         }
         streams: dict[str, Shuffle[Any]] = {}
         for name, ordered in self.orders.items():
-            texts = _PromptRows(name, ordered.lane(0, shuffle))
+            texts = _PromptRows(name, ordered.partition(0, shuffle))
             streams[name] = Shuffle(
                 texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load
             )

@@ -1,4 +1,5 @@
-"""A stream unit is what the streams of a lane yield: a pack unit, with its length and the place that it was read from.
+"""A stream unit is what the streams of a partition yield: a pack unit, with its length and the place that it was read
+from.
 
 Stream units of tokenized rows have, instead of the pack unit, the range of the block's tokens that the unit is made of.
 

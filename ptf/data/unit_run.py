@@ -17,7 +17,8 @@ from ptf.data.stream_units import StreamUnit, place_of
 
 @dataclass(frozen=True, eq=False, slots=True)
 class UnitRun:
-    """Consecutive stream units of one epoch in a lane of tokenized rows, and `Encoded`'s state after each of them."""
+    """Consecutive stream units of one epoch in a partition of tokenized rows, and `Encoded`'s state after each of
+    them."""
 
     items: list[StreamUnit]
     epoch: int

@@ -91,9 +91,9 @@ class HFDecoder(nn.Module):
         lengths = lengths[lengths > 1]  # one token attends to itself with any frequencies
         if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
             raise UserError(
-                f"model.backend: hf: with longrope, transformers computes a document of at most {limit} tokens with "
-                f"other frequencies where one of its batch is longer (here {int(lengths.max())}). Train documents of "
-                f"at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
+                f"model.backend: hf: with longrope, transformers computes different logits for "
+                f"documents of at most {limit} tokens if their batch has a longer one (here {int(lengths.max())}). "
+                f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
             )
 
     def output(self) -> Head:

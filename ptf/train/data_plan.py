@@ -8,7 +8,7 @@ from ptf.data.passes import DataPlan, describe_order, is_cheap, plan_prompts, pl
 from ptf.data.prompts import prompts_stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.protocol import Recipe
-from ptf.train.dataloading import make_lanes
+from ptf.train.dataloading import make_partitions
 from ptf.train.source_specs import specs
 
 
@@ -32,7 +32,7 @@ def preview_data(
             name: describe_order(ordered) for name, ordered in prompts.orders.items()
         }
     with tempfile.TemporaryDirectory() as aside:
-        lanes = replace(make_lanes(job, recipe, tokenizer), quarantine=aside, max_bad_rows_share=1.0)
-        return planned(lanes, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(lanes, few)), {
-            name: describe_order(lanes.opened(name)[0]) for name in lanes.sources
-        }
+        partitions = replace(make_partitions(job, recipe, tokenizer), quarantine=aside, max_bad_rows_share=1.0)
+        return planned(
+            partitions, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(partitions, few)
+        ), {name: describe_order(partitions.opened(name)[0]) for name in partitions.sources}

@@ -1,4 +1,4 @@
-"""What a run reads: its sources as lanes of packed sequences, and its validation sets."""
+"""What a run reads: its sources as partitions of packed sequences, and its validation sets."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ from ptf.config import Job
 from ptf.data.exchange import group_size
 from ptf.data.forms import Row
 from ptf.data.kinds import unread
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
+from ptf.data.partitions import Partitions
 from ptf.data.passes import DataPlan, is_cheap, planned
 from ptf.data.quarantine import Quarantine
 from ptf.data.sample import PackUnit
@@ -23,14 +23,14 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.source_specs import specs
 
 
-def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Lanes:
-    """Build the lanes of the training data; `run` is the directory in which bad rows are collected."""
+def make_partitions(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Partitions:
+    """Build the partitions of the training data; `run` is the directory in which bad rows are collected."""
     data = job.data
-    return Lanes(
+    return Partitions(
         specs(data.sources, job.train.epochs, job.verify_bytes),
         tokenizer,
         lambda row, source: recipe.encode(row, tokenizer, source),
-        lanes=data.partitions,
+        partitions=data.partitions,
         seed=job.seed,
         shuffle=data.shuffle_buffer,
         seq_len=data.seq_len,
@@ -46,15 +46,15 @@ def make_lanes(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None 
     )
 
 
-def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
+def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
     """Build this rank's loader; all ranks call it together."""
     data = job.data
     if world.leads:
         for line in unread_columns(specs(data.sources)):
             print(f"train: {line}", flush=True)
     return Loader(
-        lanes,
-        lanes=data.partitions,
+        partitions,
+        partitions=data.partitions,
         sequences=job.train.global_batch_sequences,
         rank=world.data_rank,
         world_size=world.data_size,
@@ -67,27 +67,27 @@ def make_loader(job: Job, lanes: Lanes, world: World) -> Loader:
     )
 
 
-def planned_steps(job: Job, lanes: Lanes, loader: Loader, world: World) -> DataPlan:
+def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World) -> DataPlan:
     """Return the passes and steps of the whole run, over all ranks.
 
     The number of steps of a run that ends with its data is always exact. Raises UserError if there is nothing to train
     on.
     """
-    few = is_cheap(lanes)
-    if world.leads and (few or not lanes.endless):
+    few = is_cheap(partitions)
+    if world.leads and (few or not partitions.endless):
         print("train: counting the steps and passes that the data has", flush=True)
 
     def total(values: Sequence[float]) -> list[float]:
         return world.sum(values).tolist()
 
     plan = planned(
-        lanes,
+        partitions,
         job.train.global_batch_sequences,
         job.train.steps,
         served=loader.served,
         total=total,
         most=world.max,
-        exact=few or not lanes.endless,
+        exact=few or not partitions.endless,
     )
     if not plan.steps[1]:
         raise UserError("data.sources: the data has no sample to train on")

@@ -18,7 +18,7 @@ from ptf.compute.tracking import Tracker
 from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
-from ptf.data.lanes import Lanes
+from ptf.data.partitions import Partitions
 from ptf.data.passes import DataPlan
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Stopped, UserError
@@ -29,7 +29,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
-from ptf.train.dataloading import held_out_sequences, make_lanes, make_loader, planned_steps
+from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import Watch
 from ptf.train.export import MODEL, export
@@ -73,8 +73,8 @@ class OfflineAttempt:
         data_job = self._prepare_frozen_models()
         self.trainer = trainer_of(job.train, self.model, world, self.frozen_models)
         self.trainer.refuse_large(job.train.global_batch_sequences)
-        lanes = make_lanes(data_job, self.recipe, self.tokenizer, run)
-        self.loader = make_loader(data_job, lanes, world)
+        partitions = make_partitions(data_job, self.recipe, self.tokenizer, run)
+        self.loader = make_loader(data_job, partitions, world)
         self.held_out = held_out_sequences(
             data_job, self.recipe, self.tokenizer, run / "quarantine" if world.leads else None
         )
@@ -92,7 +92,7 @@ class OfflineAttempt:
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
         self.clock = world.clock
-        self._begin(lanes)
+        self._begin(partitions)
 
     def _load_model(self) -> None:
         """Load the tokenizer and the model that is trained."""
@@ -129,11 +129,11 @@ class OfflineAttempt:
         self.frozen_models = self.load_by_role(self.recipe.frozen_models)
         return self.job
 
-    def _begin(self, lanes: Lanes) -> None:
+    def _begin(self, partitions: Partitions) -> None:
         """Restore the newest checkpoint or plan the run from step 0; then set its end, schedule and tracker."""
         job, world, run, lease = self.job, self.world, self.run, self.lease
         restored = self.restore()
-        plan = None if restored else planned_steps(job, lanes, self.loader, world)
+        plan = None if restored else planned_steps(job, partitions, self.loader, world)
         self.step, ends, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
         announce(job, world, self.model.config, ends, plan)
         self.planned = ends
@@ -306,16 +306,16 @@ class OfflineAttempt:
         )
         with self.trainer.whole_optimizer():
             checkpoint.load_tensors(path, self.trainer.model, self.trainer.optimizer, world)
-        lanes: dict[str, Any] = {}
+        partitions: dict[str, Any] = {}
         ends = 0
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
             state = checkpoint.load_host(f"{path}/{file}")
             self.tokenizer.refuse_other(state["tokenizer"], path)
-            lanes |= state["lanes"]
+            partitions |= state["lanes"]
             ends = int(state["ends"])
             if self.early_stopping:
                 self.early_stopping.load_state_dict(state["watch"])
-        self.loader.load_state_dict({"step": step, "lanes": lanes})
+        self.loader.load_state_dict({"step": step, "lanes": partitions})
         if world.leads:
             self.saves.prune(step)
             print(f"resumed from {path} (step {step} of {ends})", flush=True)

@@ -194,7 +194,7 @@ class Trainer:
             for frozen_model in self.frozen_models.values():
                 if frozen_model is not self.model:
                     forget_forwards(frozen_model)
-        if not denominator:  # all lanes have ended, so nothing is trained
+        if not denominator:  # all partitions have ended, so nothing is trained
             return {"denominator": 0.0}
         if check:
             try:

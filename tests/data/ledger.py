@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from ptf.data.batch import Batch
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
+from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 
-BASE, LANES, SEQUENCES, SEQ_LEN = 1000, 8, 16, 256
+BASE, PARTITIONS, SEQUENCES, SEQ_LEN = 1000, 8, 16, 256
 
 
 def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
@@ -58,11 +58,11 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
     for world, share in ((1, 0.2), (2, 0.3), (4, 0.3), (1, 9.0)):
         loaders = []
         for rank in range(world):
-            lanes = Lanes(
+            partitions = Partitions(
                 sources,
                 None,
                 numbered,
-                lanes=LANES,
+                partitions=PARTITIONS,
                 seed=1,
                 shuffle=64,
                 seq_len=SEQ_LEN,
@@ -71,8 +71,8 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
             )  # type: ignore[arg-type]
             loaders.append(
                 Loader(
-                    lanes,
-                    lanes=LANES,
+                    partitions,
+                    partitions=PARTITIONS,
                     sequences=SEQUENCES,
                     rank=rank,
                     world_size=world,
@@ -105,8 +105,8 @@ def page(found: dict[str, Any], command: str) -> str:
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
         f"{found['samples']:,} documents of 2 to 38 tokens, a third of them in one source and the rest in another, "
         "each beginning with its number,\n"
-        f"through everything that real data go through: files, shuffle, mixer, packer, loader; {LANES} lanes, "
-        f"sequences of {SEQ_LEN} tokens, {SEQUENCES} a step, one\n"
+        f"through everything that real data go through: files, shuffle, mixer, packer, loader; "
+        f"{PARTITIONS} partitions, sequences of {SEQ_LEN} tokens, {SEQUENCES} a step, one\n"
         "epoch of each source. About a fifth of the steps are dealt to 1 worker, three tenths to 2, "
         "three tenths to 4 and the rest to 1 again; at each\n"
         "change the loaders are closed, their states pass through bytes, and new loaders go on from there. "

@@ -1,5 +1,5 @@
-"""Data as it should not be, through the lanes that a run reads: each is an error that says what and where, and none
-costs memory or time without end."""
+"""Data as it should not be, through the partitions that a run reads: each is an error that says what and where, and
+none costs memory or time without end."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ptf.data.encode import encode_document
-from ptf.data.lanes import Lanes
+from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
@@ -19,15 +19,15 @@ from ptf.errors import UserError
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
-def lane(path: Path, tokenizer: Tokenizer, too_long: Any = "error") -> Any:
+def partition(path: Path, tokenizer: Tokenizer, too_long: Any = "error") -> Any:
     def encode(row: Any, name: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, name)
 
-    return Lanes(
+    return Partitions(
         {"x": SourceSpec(str(path))},
         tokenizer,
         encode,
-        lanes=1,
+        partitions=1,
         seed=0,
         shuffle=0,
         seq_len=64,
@@ -39,7 +39,7 @@ def lane(path: Path, tokenizer: Tokenizer, too_long: Any = "error") -> Any:
 def test_files_of_other_schemas_are_named(characters: Tokenizer, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"messages": CHAT}]), tmp_path / "a.parquet")
     pq.write_table(pa.Table.from_pylist([{"text": "1+1=2"}] * 3), tmp_path / "b.parquet")
-    rows = lane(tmp_path, characters)
+    rows = partition(tmp_path, characters)
     with pytest.raises(
         UserError, match=r"b\.parquet:1 \(source x\): a row of kind chat needs `messages`; this one has \['text'\]"
     ):
@@ -53,7 +53,7 @@ def test_rows_of_other_schemas_are_named(characters: Tokenizer, tmp_path: Path) 
         UserError,
         match=r"a\.jsonl:2 \(source x\): a row of kind chat needs `messages`; this one has \['completion', 'prompt'\]",
     ):
-        next(lane(tmp_path, characters))
+        next(partition(tmp_path, characters))
 
 
 def test_columns_that_only_some_files_have_do_no_harm(characters: Tokenizer, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_columns_that_only_some_files_have_do_no_harm(characters: Tokenizer, tmp
         pa.Table.from_pylist([{"id": "2", "language": None, "messages": [{**m, "name": None} for m in CHAT]}]),
         tmp_path / "b.parquet",
     )
-    rows = lane(tmp_path, characters)
+    rows = partition(tmp_path, characters)
     (first,), (second,), *_ = next(rows)
     assert first.tokens.tolist() == second.tokens.tolist()
 
@@ -80,7 +80,7 @@ def test_a_row_of_ten_megabytes_does_not_fit(characters: Tokenizer, tmp_path: Pa
         UserError,
         match=r"a\.jsonl:2 \(source x\): 16666\d\d tokens do not fit data\.seq_len 64: raise it, or set data\.too_long",
     ):
-        next(lane(tmp_path, characters))
+        next(partition(tmp_path, characters))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -90,6 +90,6 @@ def test_a_row_of_ten_megabytes_of_which_little_is_trained(characters: Tokenizer
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    reader = lane(tmp_path, characters)
+    reader = partition(tmp_path, characters)
     assert len(next(reader)) > 3  # into a second pass
     assert reader.counts()["rows"] == reader.counts()["samples"]

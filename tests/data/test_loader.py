@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.exchange import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
+from ptf.data.partitions import Partitions
 from ptf.data.passes import DataPlan, planned, rows_taken
 from ptf.data.sample import Sample
 from ptf.data.sources.rows import SourceSpec
@@ -31,7 +31,7 @@ from ptf.errors import UserError
 from tests.data.ledger import ledger
 from tests.data.peers import Threads, close
 
-LANES, SEQUENCES, SEQ_LEN = 4, 8, 64
+PARTITIONS, SEQUENCES, SEQ_LEN = 4, 8, 64
 
 
 def chat(name: str, i: int) -> dict[str, Any]:
@@ -78,17 +78,17 @@ def make(
 ) -> Loader:
     peers = kwargs.pop("peers", None)
     options: dict[str, Any] = {
-        "lanes": LANES,
+        "partitions": PARTITIONS,
         "seed": 0,
         "shuffle": 8,
         "seq_len": SEQ_LEN,
         "lookahead": 6,
         "reorder": True,
     } | kwargs
-    made = Lanes(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
+    made = Partitions(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
     return Loader(
         made,
-        lanes=LANES,
+        partitions=PARTITIONS,
         sequences=SEQUENCES,
         rank=rank,
         world_size=world,
@@ -156,8 +156,8 @@ def test_global_batches_do_not_depend_on_the_number_of_workers(
 
 
 def test_ranks_exchange_sequences_by_work(sources: Any, characters: Tokenizer, whole: Any) -> None:
-    """Every step has the sequences that it has alone, each once; a rank makes its own lanes' only; the counts add up;
-    the state is of the lanes."""
+    """Every step has the sequences that it has alone, each once; a rank makes its own partitions' only; the counts add
+    up; the state is of the partitions."""
     peers = Threads.group(4)
     loaders = [make(sources, characters, rank, 4, peers=peers[rank]) for rank in range(4)]
     alone, heaviest = make(sources, characters), {"exchanged": 0, "in turn": 0}
@@ -266,8 +266,8 @@ def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Toke
 
 
 def test_every_row_once_before_any_twice(sources: Any, characters: Tokenizer, whole: Any) -> None:
-    """Each lane deals a source's rows in turn, so over all lanes the counts differ by no more than the lanes' windows
-    can hold back."""
+    """Each partition deals a source's rows in turn, so over all partitions the counts differ by no more than the
+    partitions' windows can hold back."""
     loader = make(sources, characters, encode=once)
     seen: Counter[str] = Counter()
     for _ in range(60):
@@ -305,7 +305,9 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
     counted = loader.state_dict()
     assert counted["step"] == 1
     assert loader.counts["samples"] == sum(
-        lane["atoms"]["streams"][s]["stream"]["counts"]["samples"] for lane in counted["lanes"].values() for s in "ab"
+        partition["atoms"]["streams"][s]["stream"]["counts"]["samples"]
+        for partition in counted["lanes"].values()
+        for s in "ab"
     )
     second = sequences_of(next(loader))
     loader.close()
@@ -339,7 +341,7 @@ def test_close_leaves_no_thread(sources: Any, characters: Tokenizer) -> None:
     assert threading.active_count() == before
 
 
-def test_workers_must_divide_and_lanes_must_be_there(sources: Any, characters: Tokenizer) -> None:
+def test_workers_must_divide_and_partitions_must_be_there(sources: Any, characters: Tokenizer) -> None:
     with pytest.raises(
         UserError, match=r"workers \(3\) must divide data.partitions \(4\) and train.global_batch_sequences \(8\)"
     ):
@@ -389,11 +391,11 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
         assert set(a) == {1}  # twice the share, and twice the rows: both end about together
     if exhausted == "stop":
         assert set(a + b) == {1}
-        assert 61 + 29 - 3 * LANES <= len(seen) < 61 + 29
+        assert 61 + 29 - 3 * PARTITIONS <= len(seen) < 61 + 29
 
 
 def trained(
-    sources: dict[str, SourceSpec], characters: Tokenizer, lanes: int, shuffle: int = 8, **options: Any
+    sources: dict[str, SourceSpec], characters: Tokenizer, partitions: int, shuffle: int = 8, **options: Any
 ) -> Counter[str]:
     """Of one epoch, the documents."""
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
@@ -401,10 +403,18 @@ def trained(
     def encode(row, name):
         return encode_document(row, characters, name)
 
-    made = Lanes(
-        finite, characters, encode, lanes=lanes, seed=0, shuffle=shuffle, seq_len=SEQ_LEN, lookahead=6, **options
+    made = Partitions(
+        finite,
+        characters,
+        encode,
+        partitions=partitions,
+        seed=0,
+        shuffle=shuffle,
+        seq_len=SEQ_LEN,
+        lookahead=6,
+        **options,
     )
-    loader = Loader(made, lanes=lanes, sequences=SEQUENCES, micro_batch_sequences=8, seq_len=SEQ_LEN)
+    loader = Loader(made, partitions=partitions, sequences=SEQUENCES, micro_batch_sequences=8, seq_len=SEQ_LEN)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))
@@ -419,13 +429,13 @@ def write(path: Path, name: str, rows: int, bad: range = range(0)) -> SourceSpec
     return SourceSpec(str(path / f"{name}.jsonl"))
 
 
-@pytest.mark.parametrize(("rows", "lanes"), [(1, 8), (7, 8), (100, 512), (100, 3)])
+@pytest.mark.parametrize(("rows", "partitions"), [(1, 8), (7, 8), (100, 512), (100, 3)])
 @pytest.mark.parametrize("shuffle", [0, 8])
-def test_an_epoch_is_every_row_once_whatever_the_lanes(
-    characters: Tokenizer, tmp_path: Path, rows: int, lanes: int, shuffle: int
+def test_an_epoch_is_every_row_once_whatever_the_partitions(
+    characters: Tokenizer, tmp_path: Path, rows: int, partitions: int, shuffle: int
 ) -> None:
-    """Also where most lanes have no row: they end at once, and do not take the next epoch's."""
-    seen = trained({"a": write(tmp_path, "a", rows)}, characters, lanes, shuffle=shuffle)
+    """Also where most partitions have no row: they end at once, and do not take the next epoch's."""
+    seen = trained({"a": write(tmp_path, "a", rows)}, characters, partitions, shuffle=shuffle)
     assert seen == Counter(f"a{i}" for i in range(rows))
 
 
@@ -439,8 +449,8 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
     def encode(row, name):
         return encode_document(row, characters, name)
 
-    lane = Lanes(finite, characters, encode, lanes=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
-    order = [sample.source for sequence in lane for unit in sequence for sample in unit]
+    partition = Partitions(finite, characters, encode, partitions=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
+    order = [sample.source for sequence in partition for unit in sequence for sample in unit]
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510
     assert max(b - a for a, b in itertools.pairwise([0, *at, 509])) < 80  # 51 apart, but for what the packer moves
@@ -448,15 +458,16 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
     assert trained(weighted, characters, 2)["a3"] > 40  # shares, as soon as there is a weight: 1 and 1
 
 
-def test_a_lane_of_which_nothing_is_left_does_not_end_the_run(characters: Tokenizer, tmp_path: Path) -> None:
-    """Of 8 rows in the order of the file, a lane has the same ones in every epoch; those of two lanes are bad."""
+def test_a_partition_of_which_nothing_is_left_does_not_end_the_run(characters: Tokenizer, tmp_path: Path) -> None:
+    """Of 8 rows in the order of the file, a partition has the same ones in every epoch; those of two partitions are
+    bad."""
     options: dict[str, Any] = {"quarantine": str(tmp_path / "q"), "max_bad_rows_share": 1.0}
     bad = {"a": write(tmp_path, "a", 8, range(2, 4))}
     assert trained(bad, characters, 8, **options) == Counter(f"a{i}" for i in (0, 1, 4, 5, 6, 7))
-    endless = make(bad, characters, encode=once, lanes=4, shuffle=0, **options)
+    endless = make(bad, characters, encode=once, partitions=4, shuffle=0, **options)
     assert all(sum(float(b.weights.sum()) for b in next(endless)) for _ in range(5))
     endless.close()
-    nothing = make({"b": write(tmp_path, "b", 8, range(8))}, characters, encode=once, lanes=4, **options)
+    nothing = make({"b": write(tmp_path, "b", 8, range(8))}, characters, encode=once, partitions=4, **options)
     with pytest.raises(UserError, match=r"no row of .*b\.jsonl left a sample"):
         next(nothing)
     nothing.close()
@@ -465,8 +476,8 @@ def test_a_lane_of_which_nothing_is_left_does_not_end_the_run(characters: Tokeni
 def test_a_checkpoint_of_another_order_is_refused(sources: Any, characters: Tokenizer) -> None:
     loader = make(sources, characters)
     state = loader.state_dict()
-    for lane in state["lanes"].values():
-        assert lane.pop("order")
+    for partition in state["lanes"].values():
+        assert partition.pop("order")
     with pytest.raises(
         UserError, match="read the data in another order: continue it with that version, or start a new run"
     ):
@@ -480,7 +491,7 @@ def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
     run([loader], 3)
     state = loader.state_dict()
     loader.close()
-    places = [lane["atoms"]["streams"][name]["window"] for lane in state["lanes"].values() for name in "ab"]
+    places = [partition["atoms"]["streams"][name]["window"] for partition in state["lanes"].values() for name in "ab"]
     assert {window.dtype.name for window in places} == {"int32"}
     assert {window.shape[1] for window in places} == {7}
     other = make(
@@ -494,7 +505,9 @@ def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
     other.close()
 
 
-def test_lanes_have_one_pass_to_count_and_the_next_to_train(sources: Any, characters: Tokenizer, whole: Any) -> None:
+def test_partitions_have_one_pass_to_count_and_the_next_to_train(
+    sources: Any, characters: Tokenizer, whole: Any
+) -> None:
     """Counting the steps does not move the loader."""
     finite = {name: replace(spec, epochs=3) for name, spec in sources.items()}
     loader = make(finite, characters)
@@ -513,7 +526,7 @@ def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> No
             "state_dict",
             lambda self: {
                 "step": self.step,
-                "lanes": {str(n): settle(lane.state_dict()) for n, lane in self._served.items()},
+                "lanes": {str(n): settle(partition.state_dict()) for n, partition in self._served.items()},
             },
         )
         counts = ledger(4_000, tmp_path)

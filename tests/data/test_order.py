@@ -1,4 +1,4 @@
-"""Which rows a lane reads: every row once an epoch, whatever the lanes,
+"""Which rows a partition reads: every row once an epoch, whatever the partitions,
 in an order that mixes and that a place can go on from."""
 
 import gzip
@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.lanes import Lanes
-from ptf.data.order import LaneSource, Ordered, shares, size
+from ptf.data.order import Ordered, PartitionSource, shares, size
+from ptf.data.partitions import Partitions
 from ptf.data.sample import Sample
 from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader
@@ -46,12 +46,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield root
 
 
-def ordered(path: Path, lanes: int, limit: int | None = None, shuffled: bool = True, seed: int = 0) -> Ordered:
-    return Ordered(Reader(str(path)), f"order/{seed}", lanes, limit, shuffled)
+def ordered(path: Path, partitions: int, limit: int | None = None, shuffled: bool = True, seed: int = 0) -> Ordered:
+    return Ordered(Reader(str(path)), f"order/{seed}", partitions, limit, shuffled)
 
 
-def epochs(source: LaneSource, n: int) -> list[list[int]]:
-    """The numbers of a lane's rows in each of the first n epochs."""
+def epochs(source: PartitionSource, n: int) -> list[list[int]]:
+    """The numbers of a partition's rows in each of the first n epochs."""
     found: list[list[int]] = [[] for _ in range(n)]
     while (place := next(source)).epoch < n:
         found[place.epoch].append(place.read()["n"])
@@ -59,34 +59,34 @@ def epochs(source: LaneSource, n: int) -> list[list[int]]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(lanes=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), shuffled=st.booleans())
-def test_every_row_goes_to_one_lane_in_every_epoch(
-    directory: Path, lanes: int, limit: int | None, shuffled: bool
+@given(partitions=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), shuffled=st.booleans())
+def test_every_row_goes_to_one_partition_in_every_epoch(
+    directory: Path, partitions: int, limit: int | None, shuffled: bool
 ) -> None:
-    each = ordered(directory, lanes, limit, shuffled)
-    found = [epochs(each.lane(lane, 5), 3) for lane in range(lanes)]
+    each = ordered(directory, partitions, limit, shuffled)
+    found = [epochs(each.partition(partition, 5), 3) for partition in range(partitions)]
     rows = list(range(limit or 61))
     for e in range(3):
-        assert sorted(n for lane in found for n in lane[e]) == rows
-        totals = [sum(map(len, lane[: e + 1])) for lane in found]
+        assert sorted(n for partition in found for n in partition[e]) == rows
+        totals = [sum(map(len, partition[: e + 1])) for partition in found]
         assert max(totals) - min(totals) <= 1  # over all epochs so far
     if not shuffled:
-        assert [lane[0] for lane in found] == [rows[i::lanes] for i in range(lanes)]
+        assert [partition[0] for partition in found] == [rows[i::partitions] for i in range(partitions)]
 
 
 @settings(deadline=None, max_examples=25)
-@given(lanes=st.integers(1, 9), shuffled=st.booleans(), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
-def test_a_lane_goes_on_from_its_place_again_and_again(
-    directory: Path, lanes: int, shuffled: bool, cuts: list[int]
+@given(partitions=st.integers(1, 9), shuffled=st.booleans(), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_a_partition_goes_on_from_its_place_again_and_again(
+    directory: Path, partitions: int, shuffled: bool, cuts: list[int]
 ) -> None:
     def take(source, n):
         return [(p.epoch, p.read()["n"]) for p in (next(source) for _ in range(n))]
 
-    whole = take(ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), sum(cuts) + 20)
-    one, parts = ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3), []
+    whole = take(ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3), sum(cuts) + 20)
+    one, parts = ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3), []
     for n in [*cuts, 20]:
         parts += take(one, n)
-        other = ordered(directory, lanes, None, shuffled).lane(lanes - 1, 3)
+        other = ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3)
         other.load_state_dict(json.loads(json.dumps(one.state_dict())))
         one = other
     assert parts == whole
@@ -95,37 +95,39 @@ def test_a_lane_goes_on_from_its_place_again_and_again(
 def test_what_is_permuted(directory: Path) -> None:
     """Blocks by (seed, epoch); compressed files whole; nothing without a shuffle,
     or before the first rows are chosen."""
-    first, second, third = epochs(ordered(directory, 1).lane(0, 0), 3)
-    (other,) = epochs(ordered(directory, 1, seed=1).lane(0, 0), 1)
+    first, second, third = epochs(ordered(directory, 1).partition(0, 0), 3)
+    (other,) = epochs(ordered(directory, 1, seed=1).partition(0, 0), 1)
     assert len({tuple(e) for e in (first, second, third, other)}) > 2
-    assert epochs(ordered(directory, 1, shuffled=False).lane(0, 0), 2) == [list(range(61))] * 2
-    assert sorted(epochs(ordered(directory, 1, 35).lane(0, 0), 1)[0]) == list(range(35))
+    assert epochs(ordered(directory, 1, shuffled=False).partition(0, 0), 2) == [list(range(61))] * 2
+    assert sorted(epochs(ordered(directory, 1, 35).partition(0, 0), 1)[0]) == list(range(35))
     runs = sum(b != a + 1 for a, b in pairwise([-2, *first]))  # of consecutive numbers
     assert runs > 20 if ordered(directory, 1).by_block else runs <= 4
 
 
-@given(rows=st.integers(1, 3000), lanes=st.integers(1, 600), epoch=st.integers(0, 50))
-def test_ranges_tile_an_epoch(rows: int, lanes: int, epoch: int) -> None:
-    found = shares(rows, lanes, epoch, "key").tolist()
-    assert [end - start for start, end in found] == [size(rows, lanes, epoch, lane) for lane in range(lanes)]
+@given(rows=st.integers(1, 3000), partitions=st.integers(1, 600), epoch=st.integers(0, 50))
+def test_ranges_tile_an_epoch(rows: int, partitions: int, epoch: int) -> None:
+    found = shares(rows, partitions, epoch, "key").tolist()
+    assert [end - start for start, end in found] == [
+        size(rows, partitions, epoch, partition) for partition in range(partitions)
+    ]
     assert [n for start, end in sorted(found) for n in range(start, end)] == list(range(rows))
-    assert {end - start for start, end in found} <= {rows // lanes, rows // lanes + 1}
+    assert {end - start for start, end in found} <= {rows // partitions, rows // partitions + 1}
 
 
-def test_epochs_in_which_a_lane_has_no_row_are_not_gone_through(
+def test_epochs_in_which_a_partition_has_no_row_are_not_gone_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row and 512 lanes: a lane has it in one epoch of 512, and looks at no other."""
+    """One row and 512 partitions: a partition has it in one epoch of 512, and looks at no other."""
     looked: list[int] = []
     pieces = Ordered.pieces
 
-    def seen(self: Ordered, epoch: int, lane: int) -> np.ndarray:
+    def seen(self: Ordered, epoch: int, partition: int) -> np.ndarray:
         looked.append(epoch)
-        return pieces(self, epoch, lane)
+        return pieces(self, epoch, partition)
 
     monkeypatch.setattr(Ordered, "pieces", seen)
-    lane = ordered(write(tmp_path / "one.parquet", [7]), 512).lane(5, 8)
-    assert [next(lane).epoch for _ in range(20)] == [5 + 512 * i for i in range(20)]
+    partition = ordered(write(tmp_path / "one.parquet", [7]), 512).partition(5, 8)
+    assert [next(partition).epoch for _ in range(20)] == [5 + 512 * i for i in range(20)]
     assert len(looked) <= 21
 
 
@@ -136,22 +138,28 @@ def labelled(directory: Path, rows: int, groups: int) -> SourceSpec:
     )
 
 
-def lanes_of(spec: SourceSpec, lanes: int, **options: Any) -> Lanes:
+def partitions_of(spec: SourceSpec, partitions: int, **options: Any) -> Partitions:
     def encode(row, name):
         return [(Sample(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]
 
-    return Lanes(
-        {"a": spec}, None, encode, lanes=lanes, seed=0, lookahead=64, **({"shuffle": 1024, "seq_len": 64} | options)
+    return Partitions(
+        {"a": spec},
+        None,
+        encode,
+        partitions=partitions,
+        seed=0,
+        lookahead=64,
+        **({"shuffle": 1024, "seq_len": 64} | options),
     )  # type: ignore[arg-type]
 
 
-def labels(made: Lanes) -> np.ndarray:
-    """Of all samples, in the order in which they are trained: row g of the run is of lane g mod lanes."""
-    lanes, found = [made(lane) for lane in range(made.lanes)], []
+def labels(made: Partitions) -> np.ndarray:
+    """Of all samples, in the order in which they are trained: row g of the run is of partition g mod partitions."""
+    partitions, found = [made(partition) for partition in range(made.partitions)], []
     ended: set[int] = set()
-    while len(ended) < len(lanes):
-        for i, lane in enumerate(lanes):
-            row = next(lane, None)
+    while len(ended) < len(partitions):
+        for i, partition in enumerate(partitions):
+            row = next(partition, None)
             if row is None:
                 ended.add(i)
             else:
@@ -169,16 +177,16 @@ def mixed(found: np.ndarray, among: int) -> float:
 def test_a_sorted_set_mixes(tmp_path: Path) -> None:
     """A tenth of 100,000 rows in 100 groups; benchmarks/loader_cost.py measures those."""
     spec = labelled(tmp_path, 10_000, 100)
-    for lanes in (1, 8):
-        found = labels(lanes_of(spec, lanes, shuffle=102))
+    for partitions in (1, 8):
+        found = labels(partitions_of(spec, partitions, shuffle=102))
         assert Counter(found.tolist()) == {0: 5000, 1: 5000}
         assert mixed(found, 100) > 0.9  # windows of 100 have three times the noise of 1,000
-    assert mixed(labels(lanes_of(spec, 8, shuffle=0)), 100) < 0.1  # as the files have them
+    assert mixed(labels(partitions_of(spec, 8, shuffle=0)), 100) < 0.1  # as the files have them
 
 
-@pytest.mark.parametrize("lanes", [1, 8, 40])
-def test_few_blocks_are_read_before_the_first_row(tmp_path: Path, lanes: int) -> None:
-    made = lanes_of(labelled(tmp_path, 40_000, 200), lanes, shuffle=150)
-    first = [made(lane) for lane in range(lanes)]
-    assert all(len(next(lane)) == 16 for lane in first)
-    assert made.opened("a")[0].reader.reads <= 2 * lanes
+@pytest.mark.parametrize("partitions", [1, 8, 40])
+def test_few_blocks_are_read_before_the_first_row(tmp_path: Path, partitions: int) -> None:
+    made = partitions_of(labelled(tmp_path, 40_000, 200), partitions, shuffle=150)
+    first = [made(partition) for partition in range(partitions)]
+    assert all(len(next(partition)) == 16 for partition in first)
+    assert made.opened("a")[0].reader.reads <= 2 * partitions

@@ -10,7 +10,7 @@ import pytest
 
 from ptf.data import passes, tokenized
 from ptf.data.encode import encode_document
-from ptf.data.lanes import Lanes
+from ptf.data.partitions import Partitions
 from ptf.data.passes import estimated, planned
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
@@ -37,13 +37,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def lanes_of(
+def partitions_of(
     files: Path,
     tokenizer: Tokenizer,
     epochs: int | None,
     weights: tuple[float | None, float | None] = (None, None),
     **options: Any,
-) -> Lanes:
+) -> Partitions:
     sources = {
         name: SourceSpec(str(files / f"{name}.jsonl"), weight, epochs=epochs)
         for name, weight in zip(SIZES, weights, strict=True)
@@ -52,18 +52,18 @@ def lanes_of(
     def encode(row, name):
         return encode_document(row, tokenizer, name)
 
-    return Lanes(sources, tokenizer, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8, **options)
+    return Partitions(sources, tokenizer, encode, partitions=4, seed=3, shuffle=16, seq_len=64, lookahead=8, **options)
 
 
-def trained(lanes: Lanes, sequences: int | None) -> tuple[int, dict[str, float]]:
+def trained(partitions: Partitions, sequences: int | None) -> tuple[int, dict[str, float]]:
     """Steps, and passes over each source, of a run of so many packed sequences, or of one that ends."""
     seen: Counter[str] = Counter()
     ends = 0
-    for lane in range(lanes.lanes):
-        for k, sequence in enumerate(lanes(lane)):
-            if sequences is not None and lane + k * lanes.lanes >= sequences:
+    for partition in range(partitions.partitions):
+        for k, sequence in enumerate(partitions(partition)):
+            if sequences is not None and partition + k * partitions.partitions >= sequences:
                 break
-            ends = max(ends, lane + k * lanes.lanes + 1)
+            ends = max(ends, partition + k * partitions.partitions + 1)
             seen.update(sample.source for (sample,) in sequence)
     return -(-ends // ROWS), {name: seen[name] / n for name, n in SIZES.items()}
 
@@ -76,16 +76,18 @@ def test_what_is_said_is_what_is_trained(
     if mixture in ("drop", "stop") and epochs is None:
         epochs = 9
     options = MIXTURES[mixture]
-    plan = planned(lanes_of(files, characters, epochs, **options), ROWS, steps)
-    ends, found = trained(lanes_of(files, characters, epochs, **options), None if steps is None else steps * ROWS)
+    plan = planned(partitions_of(files, characters, epochs, **options), ROWS, steps)
+    ends, found = trained(partitions_of(files, characters, epochs, **options), None if steps is None else steps * ROWS)
     assert plan.exact
     assert plan.steps == (ends, ends)
     assert plan.passes == {name: (pytest.approx(n), pytest.approx(n)) for name, n in found.items()}
     if mixture in ("none", "temperature", "drop") and steps is None:
         assert found == {"a": epochs, "b": epochs}
-    rough = estimated(lanes_of(files, characters, epochs, **options), ROWS, steps)
+    rough = estimated(partitions_of(files, characters, epochs, **options), ROWS, steps)
     assert not rough.exact
-    assert rough.steps[0] * 0.9 - 2 <= ends <= rough.steps[1] * 1.1 + 2  # the lanes' windows run dry in so small a set
+    assert (
+        rough.steps[0] * 0.9 - 2 <= ends <= rough.steps[1] * 1.1 + 2
+    )  # the partitions' windows run dry in so small a set
     for name, n in found.items():
         low, high = rough.passes[name]  # type: ignore[misc]
         assert low * 0.85 <= n <= high * 1.15
@@ -102,10 +104,10 @@ def test_rows_of_compressed_files_are_counted_or_estimated(
         return encode_document(row, characters, name)
 
     sources = {"a": SourceSpec(str(tmp_path / "a.jsonl.gz"), epochs=2)}
-    lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
-    ends, found = trained(lanes, None)
+    partitions = Partitions(sources, characters, encode, partitions=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
+    ends, found = trained(partitions, None)
     monkeypatch.setattr(passes, "FEW_ROWS", few)
-    plan = planned(lanes, ROWS, None)
+    plan = planned(partitions, ROWS, None)
     low, high = plan.passes["a"]  # type: ignore[misc]
     if few > SIZES["a"]:
         assert plan.exact
@@ -132,25 +134,25 @@ def test_only_the_lengths_of_what_is_tokenized_are_read(
     }
     tokenized.write(str(tmp_path / "t"), SourceSpec(str(files / "a.jsonl")), "a", **options)
     sources = {"a": SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=2)}
-    lanes = Lanes(sources, characters, encode, lanes=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
-    steps, found = trained(lanes, None)
+    partitions = Partitions(sources, characters, encode, partitions=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
+    steps, found = trained(partitions, None)
     monkeypatch.setattr(TokenRows, "__init__", lambda self, table: pytest.fail("tokens were read"))
-    plan = planned(lanes, ROWS, None)
+    plan = planned(partitions, ROWS, None)
     assert (plan.steps, plan.passes, plan.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
     assert found["a"] == 2
     monkeypatch.setattr(passes, "FEW_ROWS", 0)
-    assert planned(lanes, ROWS, None).exact
+    assert planned(partitions, ROWS, None).exact
 
 
 def test_an_interval_where_too_much_would_be_encoded(
     files: Path, characters: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "FEW_ROWS", 100)
-    lanes = lanes_of(files, characters, 1)
-    plan = planned(lanes, ROWS, None)
+    partitions = partitions_of(files, characters, 1)
+    plan = planned(partitions, ROWS, None)
     assert not plan.exact
     assert plan.steps[0] < plan.steps[1]
     assert plan.passes == {"a": (1.0, 1.0), "b": (1.0, 1.0)}
     assert "passes over the data: a 1, b 1; steps: " in plan.describe()
     assert plan.describe().endswith("(estimated)")
-    assert planned(lanes, ROWS, None, exact=True).exact
+    assert planned(partitions, ROWS, None, exact=True).exact

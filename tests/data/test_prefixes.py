@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.exchange import sequences_from_bytes, sequences_to_bytes
-from ptf.data.lanes import Lanes
 from ptf.data.packing import pack_all
+from ptf.data.partitions import Partitions
 from ptf.data.passes import planned
 from ptf.data.prefixes import families, pack_shared, separate
 from ptf.data.sample import PackUnit, Sample, length
@@ -184,21 +184,30 @@ def chats(tmp_path) -> str:
     )
 
 
-def lanes(path: str, share: bool, epochs: int | None = 1) -> Lanes:
+def partitions(path: str, share: bool, epochs: int | None = 1) -> Partitions:
     tokenizer = templated("drops_thinking")
 
     def encode(row, source):
         return encode_document(row, tokenizer, source)
 
     spec = SourceSpec(path, epochs=epochs)
-    return Lanes(
-        {"chats": spec}, tokenizer, encode, lanes=2, seed=0, shuffle=8, seq_len=256, lookahead=4, share_prefixes=share
+    return Partitions(
+        {"chats": spec},
+        tokenizer,
+        encode,
+        partitions=2,
+        seed=0,
+        shuffle=8,
+        seq_len=256,
+        lookahead=4,
+        share_prefixes=share,
     )
 
 
 def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(chats: str) -> None:
     sequences = {
-        share: [sequence for lane in range(2) for sequence in lanes(chats, share)(lane)] for share in (True, False)
+        share: [sequence for partition in range(2) for sequence in partitions(chats, share)(partition)]
+        for share in (True, False)
     }
     shared, plain = (
         Counter(one for sequence in sequences[share] for one in whole(sequence)) for share in (True, False)
@@ -207,19 +216,19 @@ def test_a_run_that_shares_beginnings_trains_the_same_samples_in_fewer_tokens(ch
     assert plain.total() == 40 * 2.5, "every turn is a sample of its own"
     tokens = {share: sum(length(unit) for sequence in found for unit in sequence) for share, found in sequences.items()}
     assert tokens[True] < 0.7 * tokens[False]
-    found = {share: planned(lanes(chats, share), 4, None) for share in (True, False)}
+    found = {share: planned(partitions(chats, share), 4, None) for share in (True, False)}
     assert {share: p.steps[0] for share, p in found.items()} == {
-        share: -(-max(ends(lanes(chats, share), k) for k in range(2)) // 4) for share in found
+        share: -(-max(ends(partitions(chats, share), k) for k in range(2)) // 4) for share in found
     }
 
 
-def ends(made: Lanes, lane: int) -> int:
-    """The number after that of the last sequence of a lane."""
-    return 2 * (sum(1 for _ in made(lane)) - 1) + lane + 1
+def ends(made: Partitions, partition: int) -> int:
+    """The number after that of the last sequence of a partition."""
+    return 2 * (sum(1 for _ in made(partition)) - 1) + partition + 1
 
 
 def test_what_is_shared_resumes_and_travels(chats: str) -> None:
-    stream, again = lanes(chats, True, None)(1), lanes(chats, True, None)(1)
+    stream, again = partitions(chats, True, None)(1), partitions(chats, True, None)(1)
     for _ in range(3):
         next(stream)
     again.load_state_dict(settle(stream.state_dict()))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.encoded import Encoded
-from ptf.data.lanes import Lanes
+from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
@@ -164,7 +164,7 @@ def test_many_rows_at_once_are_the_rows_one_by_one(
     of which all has to be looked at one by one."""
     spec, together = written(tmp_path / "t", characters), []
     options: dict[str, Any] = {
-        "lanes": 3,
+        "partitions": 3,
         "seed": 1,
         "shuffle": shuffle,
         "lookahead": 8,
@@ -172,8 +172,8 @@ def test_many_rows_at_once_are_the_rows_one_by_one(
         "too_long": "drop",
     }
 
-    def lane():
-        return Lanes({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]
+    def partition():
+        return Partitions({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]
 
     one_by_one, run = (lambda self, most: None), Encoded.run
 
@@ -183,9 +183,9 @@ def test_many_rows_at_once_are_the_rows_one_by_one(
         return found
 
     monkeypatch.setattr(Encoded, "run", one_by_one)
-    single = lane()
+    single = partition()
     monkeypatch.setattr(Encoded, "run", counted)
-    many = lane()
+    many = partition()
 
     def plain(state):
         return json.dumps(settle(state), default=lambda array: array.tolist(), sort_keys=True)
@@ -196,7 +196,7 @@ def test_many_rows_at_once_are_the_rows_one_by_one(
         if i % 5 == 0:
             assert plain(many.state_dict()) == plain(single.state_dict())
         if i % 50 == 7:
-            again = lane()
+            again = partition()
             again.load_state_dict(settle(many.state_dict()))
             many = again
     assert next(many, None) is None

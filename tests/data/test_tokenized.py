@@ -11,7 +11,7 @@ from ptf import storage
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import COUNTS, encode_document
-from ptf.data.lanes import Lanes
+from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
@@ -41,11 +41,13 @@ def write(
     return tokenized.write(str(directory), SourceSpec(path), "sums", encode=encode, **LIMITS, **prints, **options)
 
 
-def lane(spec: SourceSpec, i: int, tokenizer: Tokenizer, shuffle: int = 50) -> Any:
+def partition(spec: SourceSpec, i: int, tokenizer: Tokenizer, shuffle: int = 50) -> Any:
     def encode(row: Any, name: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, name)
 
-    return Lanes({"sums": spec}, tokenizer, encode, lanes=3, seed=1, shuffle=shuffle, lookahead=8, **LIMITS)(i)
+    return Partitions({"sums": spec}, tokenizer, encode, partitions=3, seed=1, shuffle=shuffle, lookahead=8, **LIMITS)(
+        i
+    )
 
 
 def rows_of(stream: Any, n: int) -> list[Any]:
@@ -56,18 +58,18 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
     write(rows, tmp_path / "t", characters)
     ahead = SourceSpec(str(tmp_path / "t"), kind="tokenized")
     for i in range(3):
-        one, other = lane(SourceSpec(rows), i, characters, 0), lane(ahead, i, characters, 0)
-        assert rows_of(one, 400) == rows_of(other, 400)  # more than an epoch of about 240 rows a lane
+        one, other = partition(SourceSpec(rows), i, characters, 0), partition(ahead, i, characters, 0)
+        assert rows_of(one, 400) == rows_of(other, 400)  # more than an epoch of about 240 rows a partition
     epochs = [
-        [row for i in range(3) for row in lane(replace(spec, epochs=1), i, characters)]
+        [row for i in range(3) for row in partition(replace(spec, epochs=1), i, characters)]
         for spec in (SourceSpec(rows), ahead)
     ]
     one, other = ([s.tokens.tobytes() for row in epoch for (s,) in row] for epoch in epochs)
     assert one != other  # their blocks are others
     assert sorted(one) == sorted(other)
-    whole = lane(ahead, 1, characters)
+    whole = partition(ahead, 1, characters)
     rows_of(whole, 300)
-    again = lane(ahead, 1, characters)
+    again = partition(ahead, 1, characters)
     again.load_state_dict(settle(whole.state_dict()))
     assert rows_of(again, 30) == rows_of(whole, 30)
 
@@ -109,7 +111,7 @@ def test_counts_that_an_earlier_version_stored_are_read(rows: str, characters: T
     )
     again = write(rows, tmp_path / "t", characters)
     assert {key: again[key] for key in COUNTS} == {key: manifest[key] for key in COUNTS}
-    whole, resumed = (lane(SourceSpec(rows), 0, characters) for _ in range(2))
+    whole, resumed = (partition(SourceSpec(rows), 0, characters) for _ in range(2))
     rows_of(whole, 50)
     state = settle(whole.state_dict())
     stream = state["atoms"]["streams"]["sums"]["stream"]
@@ -123,15 +125,15 @@ def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: T
     manifest = write(rows, tmp_path / "t", characters)
     for spec in (SourceSpec(rows), SourceSpec(str(tmp_path / "t"), kind="tokenized")):
         for epochs in (1, 3):
-            lanes = [lane(replace(spec, epochs=epochs), i, characters) for i in range(3)]
-            early = next(lanes[0]) and lanes[0].counts()
+            partitions = [partition(replace(spec, epochs=epochs), i, characters) for i in range(3)]
+            early = next(partitions[0]) and partitions[0].counts()
             assert 0 < early["rows_without_samples"] < early["rows"] < 200  # from the first step on
-            again = lane(replace(spec, epochs=epochs), 0, characters)
-            again.load_state_dict(settle(lanes[0].state_dict()))
-            lanes[0] = again
-            counts = [one.counts() for one in lanes if sum(map(len, one))]
+            again = partition(replace(spec, epochs=epochs), 0, characters)
+            again.load_state_dict(settle(partitions[0].state_dict()))
+            partitions[0] = again
+            counts = [one.counts() for one in partitions if sum(map(len, one))]
             share = sum(c["rows_without_samples"] for c in counts) / sum(c["rows"] for c in counts)
-            # lanes have looked at the first row that is not trained
+            # partitions have looked at the first row that is not trained
             assert share == pytest.approx(manifest["too_long"] / 1500, abs=0.002)
 
 
@@ -153,10 +155,10 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
         UserError,
         match=r"another tokenizer than the model's: for .* the ids \[.*\], but the model's tokenizer gives \[",
     ):
-        lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
+        partition(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, other)
     (tmp_path / "t/manifest.json").unlink()
     with pytest.raises(UserError, match="its writing never finished"):
-        lane(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, characters)
+        partition(SourceSpec(str(tmp_path / "t"), kind="tokenized"), 0, characters)
 
 
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -172,9 +174,9 @@ def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokeniz
         )
     )
     assert [[s.tokens.tolist() for s in a] for a in direct] == [[s.tokens.tolist() for s in a] for a in ahead]
-    epoch = [lane(SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=1), i, characters) for i in range(3)]
+    epoch = [partition(SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=1), i, characters) for i in range(3)]
     assert sum(len(list(one)) for one in epoch)
-    # those without samples at a lane's end come with its next sample
+    # those without samples at a partition's end come with its next sample
     assert sum(one.passed["sums"] for one in epoch) == pytest.approx(1500, abs=20)
     assert {tuple(s.source for s in a) for a in ahead} == {("sums", "second")}
 

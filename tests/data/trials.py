@@ -1,4 +1,4 @@
-"""Random trials of a run that is stopped and resumed: another number of ranks each time, any lanes, rows,
+"""Random trials of a run that is stopped and resumed: another number of ranks each time, any partitions, rows,
 formats and mixtures.
 
 Every sample carries its number, so what was trained can be read back from the batches, and compared with a run that
@@ -25,9 +25,9 @@ import pyarrow.parquet as pq
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.batch import Batch
-from ptf.data.lanes import Lanes
 from ptf.data.loader import Loader
-from ptf.data.order import LaneSource
+from ptf.data.order import PartitionSource
+from ptf.data.partitions import Partitions
 from ptf.data.passes import DataPlan, planned
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources import blocks
@@ -57,7 +57,7 @@ class Trial:
     sizes: dict[str, int]  # rows of each source
     formats: dict[str, str]
     weights: dict[str, float | None]
-    lanes: int
+    partitions: int
     sequences: int  # in a step
     epochs: int | None
     mixture: dict[str, Any]
@@ -70,9 +70,9 @@ class Trial:
     block_bytes: int = field(default=2000)
 
     @staticmethod
-    def drawn(rng: random.Random, most_rows: int, most_lanes: int) -> "Trial":
+    def drawn(rng: random.Random, most_rows: int, most_partitions: int) -> "Trial":
         names = SOURCES[: rng.randint(1, 3)]
-        lanes = 2 ** rng.randint(0, most_lanes.bit_length() - 1)
+        partitions = 2 ** rng.randint(0, most_partitions.bit_length() - 1)
         sizes = {name: min(most_rows, int(10 ** rng.uniform(0, np.log10(most_rows) + 0.01))) for name in names}
         weighted = rng.random() < 0.6
         weights = {name: rng.choice([None, 0.5, 1.0, 3.0]) if weighted else None for name in names}
@@ -84,7 +84,7 @@ class Trial:
                 "exhausted": rng.choice(["repeat", "drop", "stop"]) if epochs else "repeat",
             }
         formats = {name: rng.choice(FORMATS) for name in names}
-        worlds = [w for w in (1, 2, 4, 8) if lanes % w == 0]
+        worlds = [w for w in (1, 2, 4, 8) if partitions % w == 0]
         sequences = max(worlds) * rng.randint(1, 4)
         stops = [rng.choice(worlds) for _ in range(rng.randint(2, 5))]
         limit = rng.choice([None, None, None, rng.randint(1, most_rows)])
@@ -92,7 +92,7 @@ class Trial:
             sizes,
             formats,
             weights,
-            lanes,
+            partitions,
             sequences,
             epochs,
             mixture,
@@ -140,12 +140,12 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
     return found
 
 
-def lanes_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer) -> Lanes:
-    return Lanes(
+def partitions_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer) -> Partitions:
+    return Partitions(
         sources,
         tokenizer,
         encode,
-        lanes=trial.lanes,
+        partitions=trial.partitions,
         seed=trial.seed,
         shuffle=trial.shuffle,
         seq_len=SEQ_LEN,
@@ -172,8 +172,8 @@ def ranks(
     peers = Threads.group(world) if exchange and world > 1 else [None] * world
     loaders = [
         Loader(
-            lanes_of(trial, sources, tokenizer),
-            lanes=trial.lanes,
+            partitions_of(trial, sources, tokenizer),
+            partitions=trial.partitions,
             sequences=trial.sequences,
             rank=rank,
             world_size=world,
@@ -210,7 +210,7 @@ class Outcome:
     not_once: int  # samples that did not come as often as the epochs, where each must
     not_said: int  # sources whose passes, or runs whose steps, are others than was said
     steps: int
-    state_bytes: int  # of a lane, the most
+    state_bytes: int  # of a partition, the most
 
 
 def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
@@ -220,7 +220,10 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
         sources = written(trial, directory, tokenizer)
         total = trial.steps * len(trial.worlds)
         said = planned(
-            lanes_of(trial, sources, tokenizer), trial.sequences, total if trial.epochs is None else None, exact=True
+            partitions_of(trial, sources, tokenizer),
+            trial.sequences,
+            total if trial.epochs is None else None,
+            exact=True,
         )
         total = max(said.steps[1] + 1, total) if trial.epochs else total
         with ranks(trial, sources, tokenizer, 1, None) as (alone,):
@@ -231,15 +234,15 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             with ranks(trial, sources, tokenizer, world, state, trial.exchange) as loaders:
                 parts += [stepped(loaders) for _ in range(min(each, total - len(parts)))]
                 states = [loader.state_dict() for loader in loaders]
-            lanes = {lane: one for s in states for lane, one in s["lanes"].items()}
-            state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": lanes}))
-            largest = max(largest, *(len(pickle.dumps(one)) for one in lanes.values()))
+            partitions = {partition: one for s in states for partition, one in s["lanes"].items()}
+            state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": partitions}))
+            largest = max(largest, *(len(pickle.dumps(one)) for one in partitions.values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
         seen = Counter(document for step in whole for sequence in step for document in sequence)
         return Outcome(
             differences,
             _not_once(trial, seen),
-            _not_said(trial, lanes_of(trial, sources, tokenizer), said, whole),
+            _not_said(trial, partitions_of(trial, sources, tokenizer), said, whole),
             total,
             largest,
         )
@@ -259,16 +262,16 @@ def _not_once(trial: Trial, seen: Counter) -> int:
     return sum(((wanted - seen) + (seen - wanted)).values())
 
 
-def _not_said(trial: Trial, lanes: Lanes, said: DataPlan, whole: list[list[list[tuple[int, ...]]]]) -> int:
+def _not_said(trial: Trial, partitions: Partitions, said: DataPlan, whole: list[list[list[tuple[int, ...]]]]) -> int:
     found = dict.fromkeys(trial.sizes, 0.0)
     read = {
-        (name, lane): _Read(lanes.opened(name)[0].lane(lane, lanes.window), name, trial)
+        (name, partition): _Read(partitions.opened(name)[0].partition(partition, partitions.window), name, trial)
         for name in trial.sizes
-        for lane in range(trial.lanes)
+        for partition in range(trial.partitions)
     }
     for number, sequence in enumerate(itertools.chain.from_iterable(whole)):
         for source, *document in sequence:
-            found[SOURCES[source]] += read[SOURCES[source], number % trial.lanes].rows_of(tuple(document))
+            found[SOURCES[source]] += read[SOURCES[source], number % trial.partitions].rows_of(tuple(document))
     wrong = 0
     for name, n in trial.sizes.items():
         told = said.passes[name]
@@ -279,11 +282,11 @@ def _not_said(trial: Trial, lanes: Lanes, said: DataPlan, whole: list[list[list[
 
 
 class _Read:
-    """The documents of a lane in the order in which its rows are read, and for how many rows each stands: its share of
-    its own row, and with the first of a row those without any document that were read since the last one that had
-    some."""
+    """The documents of a partition in the order in which its rows are read, and for how many rows each stands: its
+    share of its own row, and with the first of a row those without any document that were read since the last one that
+    had some."""
 
-    def __init__(self, rows: LaneSource, name: str, trial: Trial) -> None:
+    def __init__(self, rows: PartitionSource, name: str, trial: Trial) -> None:
         self._rows, self._name, self._numbers, self._without = rows, name, numbers_of(trial, name), 0
         # of every document, of each time that it was read and has not come yet
         self._found: dict[tuple[int, ...], list[float]] = {}

@@ -232,7 +232,7 @@ def train_on_rank(text: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_lanes_that_end_before_others_train_nothing(tmp_path, workers):
+def test_partitions_that_end_before_others_train_nothing(tmp_path, workers):
     """This includes steps in which a rank, or every rank, has no sequence left: the padding sequences still have the
     columns that the loss reads."""
     raw = preferences(tmp_path, "scores")

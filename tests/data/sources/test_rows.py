@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.order import LaneSource, Ordered
+from ptf.data.order import Ordered, PartitionSource
 from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader
 from ptf.data.sources.rows import rows_once
@@ -44,7 +44,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return root
 
 
-def take(source: LaneSource, n: int) -> list[int]:
+def take(source: PartitionSource, n: int) -> list[int]:
     return [next(source).read()["n"] for _ in range(n)]
 
 
@@ -63,7 +63,7 @@ def test_rows_know_where_they_came_from(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}])
     assert [place.where for place in rows_once(Reader(str(path)))] == [f"{path}:1", f"{path}:3"]  # line 2 is empty
     for shuffled in (True, False):
-        source = Ordered(Reader(str(path)), "key", 2, shuffled=shuffled).lane(1, 0)
+        source = Ordered(Reader(str(path)), "key", 2, shuffled=shuffled).partition(1, 0)
         assert {next(source).where for _ in range(20)} <= {f"{path}:1", f"{path}:3"}
 
 
@@ -84,7 +84,7 @@ def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
         all_of(path)
     for shuffled in (True, False):
         with pytest.raises(UserError, match=message):
-            take(Ordered(Reader(path), "key", 1, shuffled=shuffled).lane(0, 0), 3)
+            take(Ordered(Reader(path), "key", 1, shuffled=shuffled).partition(0, 0), 3)
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
@@ -106,26 +106,26 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_resumed_into(tmp_path: Path) -> None:
-    def lane():
-        return Ordered(Reader(str(tmp_path)), "key", 1).lane(0, 0)
+    def partition():
+        return Ordered(Reader(str(tmp_path)), "key", 1).partition(0, 0)
 
     write(tmp_path / "a.jsonl", [{"n": 0}])
-    state = lane().state_dict()
+    state = partition().state_dict()
     write(tmp_path / "a.jsonl", [{"n": 10}])
     with pytest.raises(UserError, match="not those of the checkpoint"):
-        lane().load_state_dict(state)
+        partition().load_state_dict(state)
     write(tmp_path / "a.jsonl", [{"n": 0}])
-    lane().load_state_dict(state)
+    partition().load_state_dict(state)
     write(tmp_path / "b.jsonl", [{"n": 1}])
     with pytest.raises(UserError, match="not those of the checkpoint"):
-        lane().load_state_dict(state)
+        partition().load_state_dict(state)
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
-    lane = Ordered(Reader(str(write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}]))), "key", 1).lane(0, 0)
+    partition = Ordered(Reader(str(write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}]))), "key", 1).partition(0, 0)
     (tmp_path / "a.jsonl").write_text('{"n": 0}\n')
     with pytest.raises(UserError, match=r"a\.jsonl has other rows than when they were counted"):
-        next(lane)
+        next(partition)
 
 
 @settings(deadline=None, max_examples=60)
@@ -206,14 +206,14 @@ def test_a_store_that_fails_now_and_then_is_asked_again(
         all_of("memory://rows")
 
 
-def test_lanes_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"n": n, "text": "x" * 10_000} for n in range(100)]
     fsspec.filesystem("memory").pipe_file("/rows/a.jsonl", write(tmp_path / "a.jsonl", rows).read_bytes())
     monkeypatch.setattr(blocks, "LINES_BYTES", 50_000)
     store = Counting(monkeypatch, set())
     ordered = Ordered(Reader("memory://rows"), "key", 8)
-    lanes = [ordered.lane(lane, 0) for lane in range(8)]
-    assert sorted(n for _ in range(12) for n in [take(lane, 1)[0] for lane in lanes]) == list(range(96))
+    partitions = [ordered.partition(partition, 0) for partition in range(8)]
+    assert sorted(n for _ in range(12) for n in [take(partition, 1)[0] for partition in partitions]) == list(range(96))
     assert 8 <= store.asked <= 1_000_000 / 50_000 + 2
 
 
@@ -230,7 +230,7 @@ def test_rows_in_all_are_known_from_those_read_whatever_was_kept(
 
 
 def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four lanes read 24 MB in blocks of 256 KB, of which 1 MB are kept;
+    """Four partitions read 24 MB in blocks of 256 KB, of which 1 MB are kept;
     without that bound they would hold all of it."""
     monkeypatch.setattr(blocks, "LINES_BYTES", 1 << 18)
     path = tmp_path / "a.jsonl"
@@ -240,10 +240,10 @@ def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: py
     def peak(keep: int) -> int:
         monkeypatch.setattr(blocks, "KEEP_BYTES", keep)
         ordered = Ordered(Reader(str(path)), "key", 4, shuffled=False)
-        lanes = [ordered.lane(lane, 0) for lane in range(4)]
+        partitions = [ordered.partition(partition, 0) for partition in range(4)]
         tracemalloc.start()
         try:
-            numbers = [next(lanes[k % 4]).read()["n"] for k in range(6000)]
+            numbers = [next(partitions[k % 4]).read()["n"] for k in range(6000)]
             assert numbers == list(range(6000))
             return tracemalloc.get_traced_memory()[1]
         finally:

@@ -1,4 +1,4 @@
-"""The factory of the lanes of a run: sources → encode → shuffle → mix → pack, once for each lane."""
+"""The factory of the partitions of a run: sources → encode → shuffle → mix → pack, once for each partition."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import Literal
 
 from ptf.data.encode import Encode, Encoder, TooLong
 from ptf.data.encoded import Encoded
-from ptf.data.lane import Lane
 from ptf.data.mixture import Mixture, rows_of
 from ptf.data.order import Ordered
+from ptf.data.partition import Partition
 from ptf.data.quarantine import Quarantine
 from ptf.data.source_units import encoder_of, opened
 from ptf.data.sources.rows import SourceSpec, rows_once
@@ -19,16 +19,16 @@ from ptf.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Makes the lanes of a run, each by its number. A lane yields all packed sequences of its partition.
+class Partitions:
+    """Makes the partitions of a run, each by its number. Together they yield all packed sequences.
 
-    The lanes that one process serves share the readers of the files.
+    The partitions that one process serves share the readers of the files.
     """
 
     sources: Mapping[str, SourceSpec]
     tokenizer: Tokenizer
     encode: Encode
-    lanes: int
+    partitions: int
     seed: int
     shuffle: int
     seq_len: int
@@ -45,15 +45,17 @@ class Lanes:
     _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
     _gives_samples: dict[str, bool] = field(default_factory=dict)  # whether any row of a source gives a sample
 
-    def __call__(self, lane: int) -> Lane:
-        """Return the lane of this number, from its beginning."""
+    def __call__(self, partition: int) -> Partition:
+        """Return the partition of this number, from its beginning."""
         encoded, shuffled = {}, {}
         for name in self.sources:
-            encoded[name] = each = self._encoded(name, lane)
+            encoded[name] = each = self._encoded(name, partition)
             shuffled[name] = Shuffle(
-                each, self.shuffle, f"shuffle/{self.seed}/{lane}/{name}", epoch_of, each.dump, each.load
+                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", epoch_of, each.dump, each.load
             )
-        return Lane(encoded, shuffled, self.mixture.mixed(shuffled, self.shares, lane), self.seq_len, self.lookahead)
+        return Partition(
+            encoded, shuffled, self.mixture.mixed(shuffled, self.shares, partition), self.seq_len, self.lookahead
+        )
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -72,7 +74,7 @@ class Lanes:
 
     @property
     def window(self) -> int:
-        """About how many rows of a source a lane reads before the first one is trained."""
+        """About how many rows of a source a partition reads before the first one is trained."""
         return self.shuffle + 2 * self.lookahead
 
     def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
@@ -80,21 +82,27 @@ class Lanes:
         if name not in self._opened:
             reader, spec = opened(self.sources[name], self.tokenizer)
             self._opened[name] = (
-                Ordered(reader, f"order/{self.seed}/{name}", self.lanes, spec.limit, self.shuffle > 0),
+                Ordered(reader, f"order/{self.seed}/{name}", self.partitions, spec.limit, self.shuffle > 0),
                 spec,
             )
         return self._opened[name]
 
-    def _encoded(self, name: str, lane: int) -> Encoded:
-        """Return the encoded stream of a source in a lane."""
+    def _encoded(self, name: str, partition: int) -> Encoded:
+        """Return the encoded stream of a source in a partition."""
         ordered, spec = self.opened(name)
-        file = f"{self.quarantine}/{name}-{lane:03}.jsonl"
+        file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share_prefixes)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        source, encoder = ordered.lane(lane, self.window), self.wrap(name, encoder)
+        source, encoder = ordered.partition(partition, self.window), self.wrap(name, encoder)
         return Encoded(
-            name, source, encoder, self.uncounted_encoder(name), self.lanes, lambda: self._has_samples(name), reorder
+            name,
+            source,
+            encoder,
+            self.uncounted_encoder(name),
+            self.partitions,
+            lambda: self._has_samples(name),
+            reorder,
         )
 
     def rows(self, name: str) -> int | None:

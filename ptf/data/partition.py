@@ -1,7 +1,7 @@
-"""A lane: the stream of packed sequences that one partition of the data yields, a mixture of its sources.
+"""A partition of the data: a mixture of its sources, as a stream of packed sequences.
 
-A lane is a pure function of (config, files, lane number), so whichever process serves it, from whatever state, yields
-the same sequences.
+A partition is a pure function of (config, files, partition number), so whichever process serves it, from whatever
+state, yields the same sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from ptf.data.stream_units import ROWS, SOURCE, StreamUnit, length_of, units_of
 from ptf.data.unit_run import UnitRun
 
 
-class Lane:
-    """Stream[list[PackUnit]]: a lane's packed sequences, and what its encoders counted."""
+class Partition:
+    """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class Lane:
         seq_len: int,
         lookahead: int,
     ):
-        """Make the lane: `items` mixes the streams of `shuffled`, each of which shuffles a source's `encoded`."""
+        """Make the partition: `items` mixes the streams of `shuffled`, each of which shuffles a source's `encoded`."""
         self._encoded, self._shuffled, self._names = encoded, shuffled, list(encoded)
         self._packer = Packer(items, seq_len, lookahead, length_of, self._dump, self._load)
         # rows of each source in the packed sequences so far; not part of the state
         self.passed = dict.fromkeys(encoded, 0.0)
 
-    def __iter__(self) -> "Lane":
+    def __iter__(self) -> "Partition":
         return self
 
     def __next__(self) -> list[PackUnit]:
