@@ -91,7 +91,7 @@ def ours(given: dict[str, Any]) -> None:
             "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle_buffer": 0},
             "rollout": {
                 "engine": "native",
-                "prompts": PROMPTS,
+                "prompts_per_step": PROMPTS,
                 "group_size": GROUP,
                 "max_new_tokens": TOKENS,
                 "reward": {"use": "grpo_step:reward"},
@@ -143,7 +143,7 @@ def main() -> None:
             given = {
                 "model": model,
                 "texts": texts(asked.steps + asked.warmup + 1),
-                "prompts": PROMPTS,
+                "prompts_per_step": PROMPTS,
                 "group": GROUP,
                 "tokens": TOKENS,
             }

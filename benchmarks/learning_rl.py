@@ -68,7 +68,12 @@ class Flipped(GRPO):
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         return [
             tuple(
-                Sample(s.tokens, s.weights, s.source, {**s.token_columns, "advantages": -s.token_columns["advantages"]})
+                Sample(
+                    s.tokens,
+                    s.loss_weights,
+                    s.source,
+                    {**s.token_columns, "advantages": -s.token_columns["advantages"]},
+                )
                 for s in unit
             )
             for unit in super().compute_advantages(groups)
@@ -80,7 +85,9 @@ def shifted(samples: Callable[..., list[Sample]]) -> Callable[..., list[Sample]]
 
     def made(*args: Any) -> list[Sample]:
         return [
-            Sample(s.tokens, np.roll(s.weights, -1), s.source, {k: np.roll(v, -1) for k, v in s.token_columns.items()})
+            Sample(
+                s.tokens, np.roll(s.loss_weights, -1), s.source, {k: np.roll(v, -1) for k, v in s.token_columns.items()}
+            )
             for s in samples(*args)
         ]
 
@@ -295,7 +302,7 @@ class Seed:
         raw["data"]["sources"] = {"prompts": {"path": train, "kind": "prompt"}}
         raw["rollout"] = {
             "engine": "native",
-            "prompts": 32,
+            "prompts_per_step": 32,
             "group_size": 8,
             "max_new_tokens": 4 if check.task != "reverse" else 7,
             **check.rollout,

@@ -193,7 +193,7 @@ def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
         batch.tokens,
         batch.positions,
         batch.segments,
-        lambda x, head: cross_entropy(x, head, batch.targets, batch.weights),
+        lambda x, head: cross_entropy(x, head, batch.targets, batch.loss_weights),
     ).backward()
     with torch.no_grad():
         for p in parameters.values():

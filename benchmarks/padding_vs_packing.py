@@ -65,7 +65,7 @@ def documents(path: Path, shared: Path) -> np.ndarray:
         path,
         lengths=lengths,
         tokens=np.concatenate([s.tokens for s in kept]),
-        weights=np.concatenate([s.weights for s in kept]),
+        weights=np.concatenate([s.loss_weights for s in kept]),
     )
     return lengths
 

@@ -115,7 +115,13 @@ def job(directory: Path, changes: dict[str, Any]) -> dict[str, Any]:
     }
     if online:
         reward = {"use": "ptf.rl.rewards:exact", "args": {"column": "answer"}}
-        raw["rollout"] = {"reward": reward, "prompts": 1, "group_size": 4, "max_new_tokens": 8, "engine": "native"}
+        raw["rollout"] = {
+            "reward": reward,
+            "prompts_per_step": 1,
+            "group_size": 4,
+            "max_new_tokens": 8,
+            "engine": "native",
+        }
         raw["data"]["sources"]["sums"]["kind"] = "prompt"
     else:
         raw["train"]["sequences"] = 2

@@ -52,12 +52,12 @@ def job(kind: str, directory: Path, steps: int, seed: int) -> dict[str, Any]:
         prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
         raw |= {
             "recipe": "grpo",
-            "algo": {"minibatches": 2, "kl_coef": 0.01},
+            "algo": {"num_minibatches": 2, "kl_coef": 0.01},
             "evaluate": {"sources": {"dev": prompts}, "limit": 20},
         }
         raw["rollout"] = {
             "engine": "native",
-            "prompts": 8,
+            "prompts_per_step": 8,
             "group_size": 4,
             "max_new_tokens": 6,
             "reward": {"use": "tests.rl.plugs:varied"},

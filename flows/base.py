@@ -193,13 +193,13 @@ class PostTrainFlow(FlowSpec):
             )  # without retries, 1: Metaflow's message is clearer
 
     def _enter_environment(self) -> None:
-        """Set the variables of `flow.steps.NAME.environment` from the environment variables that they refer to, whose
+        """Set the variables of `flow.stages.NAME.environment` from the environment variables that they refer to, whose
         values are not stored in the config."""
         name = str(current.step_name).removesuffix("_first")
-        if step := self._job().flow.steps.get(name):  # pyright: ignore[reportArgumentType]
+        if step := self._job().flow.stages.get(name):  # pyright: ignore[reportArgumentType]
             os.environ.update(
                 {
-                    key: from_environment(value, f"flow.steps.{name}.environment.{key}")
+                    key: from_environment(value, f"flow.stages.{name}.environment.{key}")
                     for key, value in step.environment.items()
                 }
             )

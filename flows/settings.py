@@ -21,7 +21,7 @@ PACKAGED = ("ptf", "steps", "flows")
 
 
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the Metaflow decorators of one step and their arguments, from its settings (schema.StepConfig)."""
+    """Return the Metaflow decorators of one step and their arguments, from its settings (schema.StageConfig)."""
     names = {"cpu": "cpu", "gpu": "gpu", "memory": "memory_mib"}  # Metaflow's → ptf's
     resources = {name: settings[key] for name, key in names.items() if settings.get(key) is not None}
     # flows/base.py sets the variables that are references

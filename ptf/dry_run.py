@@ -230,7 +230,7 @@ def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
     return rollout.model_copy(
         update={
             "engine": "native",
-            "prompts": 2,
+            "prompts_per_step": 2,
             "group_size": 2,
             "workers": 1,
             "max_new_tokens": answer,

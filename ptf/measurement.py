@@ -218,7 +218,7 @@ def write_sequence_losses(
 
 def answer_length(sample: Sample) -> int:
     """Return the number of a sample's tokens that are trained."""
-    return int((sample.weights != 0).sum())
+    return int((sample.loss_weights != 0).sum())
 
 
 @torch.no_grad()

@@ -41,9 +41,9 @@ def found(place: Path, *texts: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("flow.steps.train.environment.HF_TOKEN", SECRET),
-        ("flow.steps.train.environment.AWS_SECRET_ACCESS_KEY", SECRET),
-        ("flow.steps.train.environment.INNOCENT", TOKEN),
+        ("flow.stages.train.environment.HF_TOKEN", SECRET),
+        ("flow.stages.train.environment.AWS_SECRET_ACCESS_KEY", SECRET),
+        ("flow.stages.train.environment.INNOCENT", TOKEN),
         ("rollout.reward.args.api_key", SECRET),
         ("publish.to", f"s3://me:{SECRET}@store/versions"),
         ("compute.address", f"http://me:{SECRET}@host:8265"),
@@ -71,10 +71,10 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(tmp_path, override, va
     ],
 )
 def test_what_is_no_secret_is_taken_and_kept_out_of_what_is_published(tmp_path, key, value):
-    job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"flow": {"steps": {"train": {"environment": {key: value}}}}}))
-    assert job.flow.steps["train"].environment == {key: value}
+    job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"flow": {"stages": {"train": {"environment": {key: value}}}}}))
+    assert job.flow.stages["train"].environment == {key: value}
     kept = loads(dump(shown(job)))
-    assert kept.flow.steps["train"].environment == {key: value if value.startswith("env:") else credentials.HIDDEN}
+    assert kept.flow.stages["train"].environment == {key: value if value.startswith("env:") else credentials.HIDDEN}
     assert kept.model_copy(update={"flow": job.flow}) == job
 
 
@@ -97,7 +97,7 @@ def test_a_job_leaves_none_of_its_secrets_anywhere(tmp_path):
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
     raw["track"]["tensorboard"] = True
-    raw |= {"flow": {"steps": {"train": {"environment": TRAIN}}}}
+    raw |= {"flow": {"stages": {"train": {"environment": TRAIN}}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "log").mkdir()
     env = {

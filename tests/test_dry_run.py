@@ -33,7 +33,13 @@ def raw(tmp_path: Path) -> dict[str, Any]:
 
 def online(raw: dict[str, Any], tmp_path: Path, reward: str) -> dict[str, Any]:
     prompts = {"sums": {"path": str(tmp_path / "prompts.jsonl")}}
-    rollout = {"reward": {"use": reward}, "engine": "native", "prompts": 4, "group_size": 4, "max_new_tokens": 8}
+    rollout = {
+        "reward": {"use": reward},
+        "engine": "native",
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "max_new_tokens": 8,
+    }
     return {
         **raw,
         "recipe": "grpo",

@@ -56,7 +56,7 @@ def test_samples_are_what_is_trained(job, tmp_path, capfd):
     ]
     for row, shown in zip(rows, found["samples"], strict=False):
         (expected,) = chat_samples(row["messages"], tokenizer)
-        assert (shown["ids"], shown["weights"]) == (expected.tokens.tolist(), expected.weights.tolist())
+        assert (shown["ids"], shown["weights"]) == (expected.tokens.tolist(), expected.loss_weights.tolist())
         assert shown["text"] == tokenizer.decode(expected.tokens)
         assert (shown["source"], shown["pair"]) == ("sums", None)
     assert found["sources"]["sums"]["rows"] == found["sources"]["sums"]["samples"] == 20

@@ -22,11 +22,11 @@ def at(*keys: str, note: str = "") -> Here:
 
 BATCH = at(
     "train.global_batch_sequences",
-    "rollout.prompts",
+    "rollout.prompts_per_step",
     note="of a whole step, over all workers: packed sequences of data.seq_len tokens; online: prompts",
 )
 PASS = at("train.micro_batch_sequences", note="packed, of data.seq_len tokens, in one pass of a worker")
-PARTS = at("algo.minibatches", note="how many optimizer steps a pass over the rollouts has")
+PARTS = at("algo.num_minibatches", note="how many optimizer steps a pass over the rollouts has")
 LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and answer together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")

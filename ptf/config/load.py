@@ -85,7 +85,7 @@ def shown(job: Job) -> Job:
     References to environment variables stay.
     """
     steps = {}
-    for name, step in job.flow.steps.items():
+    for name, step in job.flow.stages.items():
         hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in step.environment.items()}
         steps[name] = step.model_copy(update={"environment": hidden})
     return job.model_copy(update={"flow": job.flow.model_copy(update={"steps": steps})})

@@ -58,7 +58,7 @@ MOST_SET = (
     "train.activation_checkpointing",
     "train.validate_every",
     "rollout.reward",
-    "rollout.prompts",
+    "rollout.prompts_per_step",
     "rollout.group_size",
     "rollout.max_new_tokens",
     "compute.workers",

@@ -41,8 +41,8 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     order = np.lexsort((rng.random(len(begins)), runs))
     sizes = (ends - begins)[order]
     take = np.repeat(begins[order], sizes) + np.arange(len(sample)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    weights = np.repeat(np.maximum.reduceat(sample.weights, begins), sizes)
+    weights = np.repeat(np.maximum.reduceat(sample.loss_weights, begins), sizes)
     weights[0] = 0.0
     token_columns = {name: values[take] for name, values in sample.token_columns.items()}
     token_columns[BASKETS] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
-    return replace(sample, tokens=sample.tokens[take], weights=weights, token_columns=token_columns)
+    return replace(sample, tokens=sample.tokens[take], loss_weights=weights, token_columns=token_columns)

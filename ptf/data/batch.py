@@ -1,6 +1,6 @@
 """Packed sequences as tensors: all that a loss gets, and the only torch in ptf.data.
 
-All columns are aligned with the targets. Position t of a sequence predicts `targets[t]`, counts `weights[t]`, and
+All columns are aligned with the targets. Position t of a sequence predicts `targets[t]`, counts `loss_weights[t]`, and
 carries the columns of the token that it predicts; the shift by one happens here and nowhere else.
 """
 
@@ -27,13 +27,13 @@ class Batch:
     # document that began at 0
     positions: Tensor
     segments: Tensor  # [B, T] int64, document number in the batch, -1 is padding
-    weights: Tensor  # [B, T] float32, loss weight of each target
+    loss_weights: Tensor  # [B, T] float32, loss weight of each target
     units: Tensor  # [documents] int64, the number of the pack unit that a document belongs to
     lengths: tuple[int, ...]  # per document, on the host
     prefix_lengths: tuple[int, ...]  # per document, the tokens before its first, which are in an earlier document
     sources: tuple[str, ...]  # per document
     # what the host knows, so that a GPU need not be waited for:
-    trained: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
+    trained_positions: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
     pairs: Tensor  # [pairs] int64, the documents whose next document belongs to the same pack unit
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
@@ -55,24 +55,24 @@ class Batch:
             move(self.targets),
             move(self.positions),
             move(self.segments),
-            move(self.weights),
+            move(self.loss_weights),
             move(self.units),
             self.lengths,
             self.prefix_lengths,
             self.sources,
-            move(self.trained),
+            move(self.trained_positions),
             move(self.pairs),
             {k: move(v) for k, v in self.token_columns.items()},
         )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch."""
-        own = [self.tokens, self.targets, self.positions, self.segments, self.weights, self.units]
-        return [*own, self.trained, self.pairs, *self.token_columns.values()]
+        own = [self.tokens, self.targets, self.positions, self.segments, self.loss_weights, self.units]
+        return [*own, self.trained_positions, self.pairs, *self.token_columns.values()]
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""
-        flat = (values * (self.weights if weights is None else weights)).reshape(-1)
+        flat = (values * (self.loss_weights if weights is None else weights)).reshape(-1)
         index = self.segments.reshape(-1)
         out = torch.zeros(len(self.lengths) + 1, dtype=flat.dtype, device=flat.device)
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
@@ -159,7 +159,7 @@ def lay_out(
                 lengths=tuple(counts[start:stop]),
                 prefix_lengths=tuple(documents.prefix_lengths[start:stop]),
                 sources=tuple(documents.sources[start:stop]),
-                trained=torch.from_numpy(np.flatnonzero(arrays["weights"][first:end])),
+                trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end])),
                 pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )
@@ -181,7 +181,7 @@ def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarra
     loss = block[4 * (8 * n) :].view(np.float32)
     return {
         name: values.reshape(sequences, seq_len)
-        for name, values in {**result, "own": loss[:n], "weights": loss[1:]}.items()
+        for name, values in {**result, "own": loss[:n], "loss_weights": loss[1:]}.items()
     }
 
 
@@ -200,8 +200,8 @@ def _fill_tokens(
     for name, values in (("tokens", documents.tokens), ("own", documents.weights)):
         np.concatenate(_padded(values, sequence_ends, pads), out=arrays[name].reshape(-1), casting="same_kind")
     arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
-    arrays["targets"].reshape(-1)[last], arrays["weights"].reshape(-1)[last] = 0, 0.0
-    arrays["targets"][:, -1], arrays["weights"][:, -1] = 0, 0.0
+    arrays["targets"].reshape(-1)[last], arrays["loss_weights"].reshape(-1)[last] = 0, 0.0
+    arrays["targets"][:, -1], arrays["loss_weights"][:, -1] = 0, 0.0
 
 
 def _fill_places(

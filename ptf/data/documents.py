@@ -34,7 +34,7 @@ class Documents:
             [*map(len, chain.from_iterable(sequences))],
             [len(sample.tokens) for sample in samples],
             np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
-            np.concatenate([sample.weights for sample in samples] or [np.zeros(0, np.float32)]),
+            np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)]),
             [sample.source for sample in samples],
             [sample.prefix_length for sample in samples],
             token_columns if any(token_columns) else (),

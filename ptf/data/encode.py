@@ -228,12 +228,12 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     sample = answered(
         row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)
     )
-    trained = np.flatnonzero(sample.weights)
+    trained = np.flatnonzero(sample.loss_weights)
     return [
         (
             _scored(
                 sample.tokens,
-                [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.weights[trained[-1]]))],
+                [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.loss_weights[trained[-1]]))],
                 source,
             ),
         )
@@ -339,16 +339,16 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
                 "use data.too_long drop or truncate"
             )
         pieces = [_cut(sample, start, end) for sample in unit for start, end in _ends(sample, seq_len)]
-        return [(piece,) for piece in pieces if piece.weights[1:].any()]
+        return [(piece,) for piece in pieces if piece.loss_weights[1:].any()]
     room = seq_len // len(unit)
     cut = tuple(_cut(s, *next(_ends(s, room))) for s in unit)
-    return [cut] if all(s.weights[1:].any() for s in cut) else []
+    return [cut] if all(s.loss_weights[1:].any() for s in cut) else []
 
 
 def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
     """Return a scored conversation up to the last judged answer that fits; None for anything else."""
     first, *others = unit
-    judged = np.flatnonzero(first.weights[:seq_len])
+    judged = np.flatnonzero(first.loss_weights[:seq_len])
     if others or "answer_length" not in first.token_columns or not len(judged):
         return None
     return (_cut(first, 0, int(judged[-1]) + 1),)
@@ -373,7 +373,7 @@ def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
 def _cut(s: Sample, start: int, end: int) -> Sample:
     """Return the tokens of a sample from `start` to before `end`."""
     return Sample(
-        s.tokens[start:end], s.weights[start:end], s.source, {k: v[start:end] for k, v in s.token_columns.items()}
+        s.tokens[start:end], s.loss_weights[start:end], s.source, {k: v[start:end] for k, v in s.token_columns.items()}
     )
 
 
@@ -382,8 +382,8 @@ def apply_row_weight(unit: PackUnit, row: Row) -> PackUnit:
     weight = row_weight(row)
     if weight == 1:
         return unit
-    weighted = tuple(Sample(s.tokens, s.weights * np.float32(weight), s.source, s.token_columns) for s in unit)
-    if not all(np.isfinite(s.weights).all() for s in weighted):
+    weighted = tuple(Sample(s.tokens, s.loss_weights * np.float32(weight), s.source, s.token_columns) for s in unit)
+    if not all(np.isfinite(s.loss_weights).all() for s in weighted):
         raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
     return weighted
 
@@ -472,7 +472,7 @@ class Encoder:
         self.counts["rows"] += 1
         self.counts["samples"] += len(flat)
         self.counts["tokens"] += sum(tokens)
-        self.counts["trained"] += sum(int((s.weights != 0).sum()) for unit in flat for s in unit)
+        self.counts["trained"] += sum(int((s.loss_weights != 0).sum()) for unit in flat for s in unit)
         self.counts["whole"] += max(tokens, default=0)
         self.counts["too_long"] += sum(not units for units in fitted)
         self.counts["rows_without_samples"] += not flat

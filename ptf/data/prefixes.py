@@ -18,7 +18,7 @@ from ptf.errors import UserError
 
 def untrained_prefix(sample: Sample) -> bytes:
     """Return the tokens before the first one with a weight or a non-zero column, as bytes; b"" if fewer than two."""
-    used = sample.weights != 0
+    used = sample.loss_weights != 0
     for values in sample.token_columns.values():
         used = used | (values != 0).reshape(len(values), -1).any(1)
     first = np.flatnonzero(used)
@@ -30,7 +30,7 @@ def without_prefix(sample: Sample, n: int) -> Sample:
     return replace(
         sample,
         tokens=sample.tokens[n:],
-        weights=sample.weights[n:],
+        loss_weights=sample.loss_weights[n:],
         token_columns={name: v[n:] for name, v in sample.token_columns.items()},
         prefix_length=n,
     )
@@ -73,11 +73,11 @@ def with_prefix(head: Sample, sample: Sample) -> Sample:
     token_columns = {
         name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.token_columns.items()
     }
-    weights = np.concatenate([np.zeros(n, np.float32), sample.weights])
+    weights = np.concatenate([np.zeros(n, np.float32), sample.loss_weights])
     return replace(
         sample,
         tokens=np.concatenate([head.tokens[:n], sample.tokens]),
-        weights=weights,
+        loss_weights=weights,
         token_columns=token_columns,
         prefix_length=0,
     )

@@ -19,7 +19,7 @@ class Sample:
     """One document: its token ids, and the weight of each token's loss."""
 
     tokens: np.ndarray  # [n] int32
-    weights: np.ndarray  # [n] float32; 0 is context
+    loss_weights: np.ndarray  # [n] float32; 0 is context
     source: str = ""
     # Per-token values, [n] or [n, k]: advantages, old_logprobs, …
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -45,7 +45,7 @@ def build_samples(
     samples = list(map(object.__new__, repeat(Sample, len(tokens))))
     for name, values in {
         "tokens": tokens,
-        "weights": weights,
+        "loss_weights": weights,
         "source": sources,
         "token_columns": token_columns,
         "prefix_length": repeat(0),
@@ -74,7 +74,7 @@ def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
         "lengths": np.array([len(s) for s in samples], np.int32),
         "begins": np.array([s.prefix_length for s in samples], np.int32),
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
-        "weights": np.concatenate([s.weights for s in samples] or [np.zeros(0, np.float32)]),
+        "weights": np.concatenate([s.loss_weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
         "streams": {
             name: {

@@ -100,12 +100,12 @@ class NextItem(nn.Module):
         place = cast("Tensor", self.place)
         classes, weight = place[batch.targets], self.items.weight
         if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
-            loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.weights)
+            loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.loss_weights)
         else:
             loss = self._sampled_loss(x, weight, classes, batch, self.sampled)
         if self.set_wise:
             rest = mean_over_rest(weight[classes], batch)
-            loss = loss + ((x * (weight[classes] - rest)).sum(-1).float() * batch.weights).sum()
+            loss = loss + ((x * (weight[classes] - rest)).sum(-1).float() * batch.loss_weights).sum()
         return loss + self._value_loss(x, batch)
 
     def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
@@ -113,7 +113,7 @@ class NextItem(nn.Module):
 
         The items are the same for all positions; the seed is computed from the batch's tokens.
         """
-        trained = batch.weights != 0
+        trained = batch.loss_weights != 0
         flat = batch.tokens.flatten().cpu()
         # Different sequences, or the same sequences in a different order, give a different seed.
         generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
@@ -125,11 +125,11 @@ class NextItem(nn.Module):
         correction = others.new_full((len(candidates),), math.log(self.end / sampled))
         correction[-1] = 0.0  # the end is always a candidate
         others = (others + correction).masked_fill(candidates == targets[:, None], -torch.inf)
-        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.weights[trained]).sum()
+        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.loss_weights[trained]).sum()
 
     def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return Σ ½ (prediction − log(1 + value))² over the positions before a basket that has a value."""
-        if self.numbers is None or not (starts := basket_starts(batch) & (batch.weights != 0)).any():
+        if self.numbers is None or not (starts := basket_starts(batch) & (batch.loss_weights != 0)).any():
             return x.new_zeros((), dtype=torch.float32) + (
                 0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum()
             )
@@ -145,7 +145,7 @@ class NextItem(nn.Module):
             target, present = batch.token_columns[VALUE + name][starts].unbind(-1)
             present = present != 0
             error = predicted[present, i] - target[present].clamp(min=0).log1p()
-            total = total + counts / 2 * (error.square() * batch.weights[starts][present]).sum()
+            total = total + counts / 2 * (error.square() * batch.loss_weights[starts][present]).sum()
         return total
 
 
@@ -167,7 +167,7 @@ def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
     the same basket.
     """
     if BASKETS not in batch.token_columns:
-        if not batch.weights.any():
+        if not batch.loss_weights.any():
             return rows
         raise UserError(
             "model.head: set_wise needs baskets (lists inside `events`), but these rows have none; turn it off"

@@ -103,9 +103,9 @@ def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
 
 def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return the text of a sample in pieces of equal weight, each with its weight; weight 0 is context."""
-    changes = ((sample.weights[1:] != sample.weights[:-1]).nonzero()[0] + 1).tolist()
+    changes = ((sample.loss_weights[1:] != sample.loss_weights[:-1]).nonzero()[0] + 1).tolist()
     edges = pairwise([0, *changes, len(sample)])
-    return [(tokenizer.decode(sample.tokens[start:end]), float(sample.weights[start])) for start, end in edges]
+    return [(tokenizer.decode(sample.tokens[start:end]), float(sample.loss_weights[start])) for start, end in edges]
 
 
 def as_dict(report: Report) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _samples(report: Report) -> list[dict[str, Any]]:
                         "place": place,
                         "text": report.tokenizer.decode(sample.tokens),
                         "ids": sample.tokens.tolist(),
-                        "weights": [round(w, 6) for w in sample.weights.tolist()],
+                        "weights": [round(w, 6) for w in sample.loss_weights.tolist()],
                         "pair": pairs - 1 if len(unit) > 1 else None,
                     }
                 )

@@ -45,7 +45,7 @@ class MoE:
     bias: bool = False  # the router and the experts have biases
     # GPT-OSS: gate and up are clamped here, and experts compute (up + 1) · gate · sigmoid(1.702 gate)
     clamp: float | None = None
-    balance: float = 0.0  # weight of the load-balancing loss
+    router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class CustomHead(Protocol):
         ...
 
     def loss(self, x: Tensor, batch: Any) -> Tensor:
-        """Return the SUM of the losses of the trained positions, weighted by `batch.weights`.
+        """Return the SUM of the losses of the trained positions, weighted by `batch.loss_weights`.
 
         `x` is [B, T, D], `batch` a ptf.data.batch.Batch.
         """
@@ -47,4 +47,6 @@ def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Ten
     """
     if not isinstance(head, Head):
         return head.loss(x, batch), None
-    return cross_entropy_by(x, head, batch.targets, batch.weights, batch.segments, len(batch.lengths), batch.trained)
+    return cross_entropy_by(
+        x, head, batch.targets, batch.loss_weights, batch.segments, len(batch.lengths), batch.trained_positions
+    )

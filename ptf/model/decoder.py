@@ -12,12 +12,12 @@ from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
 from ptf.model.layers import MLP, Parts, RMSNorm
-from ptf.model.moe import MixtureOfExperts, balance
+from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
 from ptf.model.scalar import Scalar
 
 Output = Head | Scalar | nn.Module  # a module: a head of the user's own (custom_head.py)
-Reduce = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → what the loss needs
+HeadFn = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → what the loss needs
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ def projection(c: DecoderConfig, parts: Parts, path: str) -> nn.Linear:
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer, whose forward pass returns what `reduce(hidden, head)` computes.
+    """A decoder-only transformer, whose forward pass returns what `head_fn(hidden, head)` computes.
 
     The head is used inside `forward`, because sharded parameters are gathered only there (FSDP2, tied embeddings).
     """
@@ -79,9 +79,9 @@ class Decoder(nn.Module):
         self.group = cast("ProcessGroup | None", None)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Reduce, attend: Attend | None = None
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: HeadFn, attend: Attend | None = None
     ) -> Any:
-        """Run the model and return `reduce(hidden states [B, T, D], head)`; all tensors are [B, T].
+        """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
         `attend` defaults to causal attention inside each document of `segments`.
         """
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
             )  # rounded to the model's dtype, as when Gemma was trained
         for layer, kind in zip(self.layers, c.layers, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
-        return reduce(self.norm(x), self.output())
+        return head_fn(self.norm(x), self.output())
 
     @property
     def supports_shared_prefixes(self) -> bool:
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         return all(path == "head" for path in self.parts.constructors)
 
     def output(self) -> Output:
-        """Return the head that `reduce` is given. Call it inside `forward` only."""
+        """Return the head that `head_fn` is given. Call it inside `forward` only."""
         c = self.config
         if c.head == "custom":
             return self.head
@@ -118,9 +118,9 @@ class Decoder(nn.Module):
             else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group)
         )
 
-    def balance(self) -> Tensor | None:
+    def load_balancing_loss(self) -> Tensor | None:
         """Return the load-balancing loss of the last forward pass (a mean, with gradient), or None without experts."""
         # a mixture of the user's own may record no routing
         found: list[Any] = [getattr(layer.moe, "routing", None) for layer in self.layers]
         routings = [routing for routing in found if routing is not None]
-        return balance(routings) if routings else None
+        return load_balancing_loss(routings) if routings else None

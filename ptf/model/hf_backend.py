@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ptf.errors import UserError, refuse_custom_code
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
-from ptf.model.decoder import Reduce
+from ptf.model.decoder import HeadFn
 from ptf.model.families import Family
 from ptf.model.head import Head
 
@@ -64,8 +64,8 @@ class HFDecoder(nn.Module):
 
     supports_shared_prefixes = False  # transformers computes whole documents only
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Reduce, attend: None = None) -> Any:
-        """Run the model and return `reduce(hidden states [B, T, D], head)`; all tensors are [B, T].
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: HeadFn, attend: None = None) -> Any:
+        """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
         Positions count from 0 in every document of `segments`, which is what transformers assumes.
         """
@@ -75,7 +75,7 @@ class HFDecoder(nn.Module):
             self._refuse_mixed_lengths(segments, self.switches_at)
         hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
-        return reduce(x if self.scale == 1 else x * self.scale, self.output())
+        return head_fn(x if self.scale == 1 else x * self.scale, self.output())
 
     @property
     def switches_at(self) -> int | None:
@@ -97,12 +97,12 @@ class HFDecoder(nn.Module):
             )
 
     def output(self) -> Head:
-        """Return the head that `reduce` is given. Call it inside `forward` only."""
+        """Return the head that `head_fn` is given. Call it inside `forward` only."""
         weight, bias = cast("Tensor", self.head.weight), getattr(self.head, "bias", None)
         scaled = bias if bias is None or self.scale == 1 else bias * self.scale
         return Head(weight, self.config.vocab, self.softcap, scaled)
 
-    def balance(self) -> None:
+    def load_balancing_loss(self) -> None:
         """Return None: there is no load-balancing loss."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -228,7 +228,7 @@ class MixtureOfExperts(nn.Module):
         return Routing(weight @ picked, weight @ probability, weight.sum())
 
 
-def balance(routings: list[Routing]) -> Tensor:
+def load_balancing_loss(routings: list[Routing]) -> Tensor:
     """Return the load-balancing loss over all layers together, as in Hugging Face; `top_k` for an even load."""
     tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
     chosen = torch.stack([r.chosen for r in routings]).sum(0)

@@ -194,10 +194,10 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
     own = model.forward
 
     def forward(
-        tokens: Tensor, positions: Tensor, segments: Tensor, reduce: Callable[..., Any], attend: Any = None
+        tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: Callable[..., Any], attend: Any = None
     ) -> Any:
         length = tokens.shape[1]
         assert attend is None, "generation is not tensor-parallel"
-        return own(*fill_up(tokens, positions, segments, group.size()), lambda x, head: reduce(x[:, :length], head))
+        return own(*fill_up(tokens, positions, segments, group.size()), lambda x, head: head_fn(x[:, :length], head))
 
     model.forward = forward  # type: ignore[method-assign]

@@ -8,12 +8,12 @@ from ptf.data.batch import Batch
 
 def sums(values: Tensor, batch: Batch) -> Tensor:
     """Sum values over the trained positions of each document, each with weight 1: [B, T] → [documents]."""
-    return batch.per_document(values, (batch.weights != 0).to(values.dtype))
+    return batch.per_document(values, (batch.loss_weights != 0).to(values.dtype))
 
 
 def document_weights(batch: Batch) -> Tensor:
     """Return how much each document counts, [documents]: its row's `weight`, or 0 where it trains nothing."""
-    index, flat = batch.segments.reshape(-1) + 1, batch.weights.reshape(-1)
+    index, flat = batch.segments.reshape(-1) + 1, batch.loss_weights.reshape(-1)
     return flat.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, flat, "amax")[1:]
 
 

@@ -28,7 +28,7 @@ class OnlineConfig(AlgoConfig):
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1
     """Number of passes over the rollouts of a step."""
-    minibatches: Positive = 1
+    num_minibatches: Positive = 1
     """Number of optimizer steps in each pass over the rollouts."""
 
     online: ClassVar[bool] = True
@@ -49,8 +49,10 @@ class OnlineConfig(AlgoConfig):
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Return what `rollout.top_p` below 1 excludes, and whether it is configured."""
-        several = self.update_epochs * self.minibatches > 1
-        return {"several updates from the same rollouts; give algo.update_epochs: 1 and algo.minibatches: 1": several}
+        several = self.update_epochs * self.num_minibatches > 1
+        return {
+            "several updates from the same rollouts; give algo.update_epochs: 1 and algo.num_minibatches: 1": several
+        }
 
 
 class RewardedConfig(OnlineConfig):

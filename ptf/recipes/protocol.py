@@ -116,7 +116,7 @@ class OnlineRecipe(Recipe, Protocol):
         ...
 
     @property
-    def minibatches(self) -> int:
+    def num_minibatches(self) -> int:
         """Optimizer steps in each pass."""
         ...
 

@@ -37,7 +37,7 @@ from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
-SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: path)
+SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: files)
 
 
 def rewards_differ(group: Group) -> bool:
@@ -128,13 +128,13 @@ class Controller:
 
         Returns the groups to train on, metrics over the rewards of all answers, and the seconds that scoring took.
         With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO), prompts are drawn until
-        `rollout.prompts` groups have different rewards, at most `rollout.max_resampling_rounds` times.
+        `rollout.prompts_per_step` groups have different rewards, at most `rollout.max_resampling_rounds` times.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
         rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
         for number in range(rounds):
-            prompts = [next(self.prompts) for _ in range(rollout_config.prompts - len(usable))]
+            prompts = [next(self.prompts) for _ in range(rollout_config.prompts_per_step - len(usable))]
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with self.cluster.phase(self.rollout, "rollout"):
                 groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
@@ -152,7 +152,7 @@ class Controller:
                 if rollout_config.zero_variance_groups == "keep"
                 else [group for group in groups if rewards_differ(group)]
             )
-            if len(usable) == rollout_config.prompts:
+            if len(usable) == rollout_config.prompts_per_step:
                 self.rollout.call("expect_weights")
                 break
         metrics = self.outcome_metrics(sampled) | {"rewards_retried": self.take_retries()}
@@ -261,7 +261,7 @@ class Controller:
         values = iter(role.call(method, [sample for of in samples for sample in of]))
         token_columns = []  # one per trajectory: [n], a value for each sampled token
         for of in samples:
-            parts = [next(values)[sample.weights != 0] for sample in of]
+            parts = [next(values)[sample.loss_weights != 0] for sample in of]
             token_columns.append(np.concatenate([np.zeros(0, np.float32), *parts]))
         rest = iter(token_columns)
         annotated = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
@@ -284,7 +284,7 @@ class Controller:
         return metrics
 
     def minibatches(self, units: Sequence[PackUnit]) -> list[list[PackUnit]]:
-        """Return the data of each optimizer step: `epochs` passes in `minibatches` parts, shuffled by (seed, step,
+        """Return the data of each optimizer step: `epochs` passes in `num_minibatches` parts, shuffled by (seed, step,
         epoch)."""
         if not units:
             raise UserError(
@@ -294,7 +294,7 @@ class Controller:
         out = []
         for epoch in range(self.recipe.update_epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(units))
-            for part in np.array_split(order, min(self.recipe.minibatches, len(units))):
+            for part in np.array_split(order, min(self.recipe.num_minibatches, len(units))):
                 out.append([units[i] for i in part])
         return out
 

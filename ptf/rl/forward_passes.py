@@ -61,14 +61,14 @@ def per_token(
     model: Decoder,
     samples: Sequence[Sample],
     world: World,
-    reduce: Callable[[Tensor, Any, Batch], Tensor],
+    head_fn: Callable[[Tensor, Any, Batch], Tensor],
     *,
     seq_len: int,
     micro_batch_sequences: int,
 ) -> list[np.ndarray]:
-    """Return the values of `reduce` for each sample, [n] each, aligned with the sample's tokens.
+    """Return the values of `head_fn` for each sample, [n] each, aligned with the sample's tokens.
 
-    `reduce` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
+    `head_fn` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
     for sequences, batch in packed_batches(
@@ -76,7 +76,7 @@ def per_token(
     ):
         # [B, T]
         values = (
-            model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: reduce(x, head, b))
+            model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: head_fn(x, head, b))
             .cpu()
             .numpy()
         )
@@ -126,7 +126,13 @@ def sample_logprobs(
 
     def logprobs(x, head, batch):
         return token_logprobs(
-            x, head, batch.targets, batch.weights, processing, batch.token_columns.get("states"), batch.trained
+            x,
+            head,
+            batch.targets,
+            batch.loss_weights,
+            processing,
+            batch.token_columns.get("states"),
+            batch.trained_positions,
         ).logprobs
 
     return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences)

@@ -173,7 +173,7 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
         answers = rollout.replicas * cache / (each * job.data.seq_len)
         memory = RoleMemory(rollout.replicas * rollout.tensor_parallel_size, held, {"rollout": 0.0})
         return Engine(memory, weights, cache, answers)
-    share = -(-rollout.prompts // rollout.replicas)  # prompts of one engine
+    share = -(-rollout.prompts_per_step // rollout.replicas)  # prompts of one engine
     answered = min(BATCH, share * rollout.group_size)
     contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
     cache = each * (contexts + answered * rollout.max_new_tokens)

@@ -32,7 +32,10 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
         temperature=job.data.mix.temperature,
     )
     mixing = "in proportion to weights" if stream.mixture.weighted else "every prompt once before any is repeated"
-    print(f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts, job.train.steps).describe()}", flush=True)
+    print(
+        f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts_per_step, job.train.steps).describe()}",
+        flush=True,
+    )
     room, drop = job.data.seq_len - job.rollout.max_new_tokens, job.data.too_long == "drop"
     if not drop:  # before training starts, rather than hours later
         for name, spec in sources.items():

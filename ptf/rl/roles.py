@@ -61,7 +61,7 @@ def logprob_check(
     """Return a function that checks the metrics of an optimizer step against `limits`; None without limits."""
     if limits is None:
         return None
-    tokens = sum(int(np.count_nonzero(sample.weights)) for unit in units for sample in unit)
+    tokens = sum(int(np.count_nonzero(sample.loss_weights)) for unit in units for sample in unit)
 
     def check(means: Mapping[str, float]) -> None:
         difference = LogprobDifference.of_metrics(means, tokens)
@@ -218,7 +218,7 @@ class Learner:
         """Return the critic's value before each trained token: [n] per sample, 0 for tokens that are not trained."""
 
         def values(x, head, batch):
-            return head.values(x) * (batch.weights != 0)
+            return head.values(x) * (batch.loss_weights != 0)
 
         return per_token(
             self.model,

@@ -43,7 +43,9 @@ class Samples:
         for unit in units:
             for sample in unit:
                 if "advantages" in sample.token_columns:
-                    credited[sample.tokens.tobytes()].append(sample.token_columns["advantages"][sample.weights != 0])
+                    credited[sample.tokens.tobytes()].append(
+                        sample.token_columns["advantages"][sample.loss_weights != 0]
+                    )
         for group in groups[: self.prompts]:
             # answers with a reward take advantages first: of equal answers, only those with a reward were trained
             scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))

@@ -28,7 +28,7 @@ def preview_data(
             shuffle=job.data.shuffle_buffer,
             temperature=job.data.mix.temperature,
         )
-        return plan_prompts(prompts, job.rollout.prompts, job.train.steps), {
+        return plan_prompts(prompts, job.rollout.prompts_per_step, job.train.steps), {
             name: describe_order(ordered) for name, ordered in prompts.orders.items()
         }
     with tempfile.TemporaryDirectory() as aside:

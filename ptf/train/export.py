@@ -36,8 +36,10 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
     if model.config.head != "lm":
         values = model(batch.tokens, batch.positions, batch.segments, head_output)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
-    reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, selected=batch.trained)
-    logprobs = model(batch.tokens, batch.positions, batch.segments, reduce).logprobs
+    head_fn = partial(
+        token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
+    )
+    logprobs = model(batch.tokens, batch.positions, batch.segments, head_fn).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 

@@ -217,7 +217,7 @@ class OfflineAttempt:
         job, world = self.job, self.world
         lengths = [n for batch in micro for n in batch.lengths]
         prefix_lengths = [n for batch in micro for n in batch.prefix_lengths]
-        targets = sum(len(batch.trained) for batch in micro)
+        targets = sum(len(batch.trained_positions) for batch in micro)
         slots = sum(batch.tokens.numel() for batch in micro)
         tokens, work, slots = world.sum(
             [sum(lengths), sum(flops.step(lengths, targets, prefix_lengths) for flops in self.flops), slots]

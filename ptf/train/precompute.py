@@ -202,7 +202,7 @@ class _Annotating:
 
         def with_columns(sample: Sample) -> Sample:
             token_columns = {**sample.token_columns, **columns[str(next(number))]}
-            return Sample(sample.tokens, sample.weights, sample.source, token_columns)
+            return Sample(sample.tokens, sample.loss_weights, sample.source, token_columns)
 
         return [[tuple(with_columns(sample) for sample in unit) for unit in row] for row in rows]
 

@@ -257,7 +257,7 @@ class Trainer:
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""
         loss, metrics = recipe.loss(self.model, batch, self.frozen_models)
-        if (balance := self.model.balance()) is not None and (moe := self.model.config.moe):
-            share = balance * recipe.denominator(batch)  # balance is a mean: weighted by the denominator of its batch
-            return loss + moe.balance * share, {**metrics, "expert_balance": share.detach()}
+        if (balancing := self.model.load_balancing_loss()) is not None and (moe := self.model.config.moe):
+            share = balancing * recipe.denominator(batch)  # it is a mean: weighted by the denominator of its batch
+            return loss + moe.router_aux_loss_coef * share, {**metrics, "load_balancing_loss": share.detach()}
         return loss, dict(metrics)

@@ -618,7 +618,7 @@ def test_frozen_differences_names_the_frozen_keys_only(write):
             "compute.workers=2",
             "compute.mesh.replicate=2",
             "train.micro_batch_sequences=1",
-            "flow.steps.train.gpu=1",
+            "flow.stages.train.gpu=1",
             "checkpoint.every=7",
         )
         == []
@@ -696,7 +696,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     ("name", "offline", "online"),
     [
         ("eval_dataset", "data.validation", "evaluate.sources"),
-        ("batch_size", "train.global_batch_sequences", "rollout.prompts"),
+        ("batch_size", "train.global_batch_sequences", "rollout.prompts_per_step"),
         ("num_train_epochs", "train.epochs", "train.steps"),
     ],
 )

@@ -79,9 +79,9 @@ def difference(found: Sequence[Sample], expected: Sequence[Masked]) -> str | Non
             return f"other ids in sample {n}"
         if not 0 < sum(mask) < len(mask):
             return f"sample {n} is trained as a whole or not at all"
-        if not np.array_equal(sample.weights, np.array(mask, np.float32)):
+        if not np.array_equal(sample.loss_weights, np.array(mask, np.float32)):
             return (
                 f"other mask in sample {n}, first at token "
-                f"{int((sample.weights != np.array(mask, np.float32)).argmax())}"
+                f"{int((sample.loss_weights != np.array(mask, np.float32)).argmax())}"
             )
     return None

@@ -116,5 +116,5 @@ def not_read(form: Form, path: Path) -> tuple[str, ...]:
 def trained(units: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:
     """The text that is trained, of each sample."""
     return tuple(
-        tokenizer.decode(s.tokens[s.weights > 0]).replace("<|im_end|>", "<end>") for unit in units for s in unit
+        tokenizer.decode(s.tokens[s.loss_weights > 0]).replace("<|im_end|>", "<end>") for unit in units for s in unit
     )

@@ -43,9 +43,9 @@ def test_events_stay_whole_and_in_their_baskets(characters: Tokenizer, entries: 
     assert sorted(a) == sorted(b)
     assert [basket for basket, _ in a] == [basket for basket, _ in b], "baskets stay where they are"
     assert [event for event in a if not event[0]] == [event for event in b if not event[0]]
-    assert other.weights[0] == 0
+    assert other.loss_weights[0] == 0
     firsts = np.flatnonzero(other.token_columns["baskets"][:, 1] == 0)
-    counted = other.weights[firsts[other.token_columns["baskets"][firsts, 0] > 1]]
+    counted = other.loss_weights[firsts[other.token_columns["baskets"][firsts, 0] > 1]]
     assert set(counted.tolist()) <= {0.0, float(opening)}
 
 

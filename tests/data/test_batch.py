@@ -22,7 +22,7 @@ def plain(sequences: list[list[PackUnit]]) -> dict[str, Any]:
     made: dict[str, Any] = {name: np.zeros(shape, np.int64) for name in ("tokens", "targets", "positions")}
     made |= {
         "segments": np.full(shape, -1),
-        "weights": np.zeros(shape, np.float32),
+        "loss_weights": np.zeros(shape, np.float32),
         "score": np.zeros(shape, np.float32),
         "atoms": [],
     }
@@ -41,7 +41,10 @@ def plain(sequences: list[list[PackUnit]]) -> dict[str, Any]:
                         document,
                     )
                     if i + 1 < len(sample):
-                        made["targets"][r, at], made["weights"][r, at] = sample.tokens[i + 1], sample.weights[i + 1]
+                        made["targets"][r, at], made["loss_weights"][r, at] = (
+                            sample.tokens[i + 1],
+                            sample.loss_weights[i + 1],
+                        )
                         made["score"][r, at] = (
                             sample.token_columns["score"][i + 1] if "score" in sample.token_columns else 0
                         )
@@ -89,7 +92,7 @@ def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
         lay_out(Documents.of(sequences), SEQ_LEN, micro_batch_sequences, memory), parts, strict=True
     ):
         wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
-        for name in ("tokens", "targets", "positions", "segments", "weights"):
+        for name in ("tokens", "targets", "positions", "segments", "loss_weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
         assert batch.units.tolist() == wanted["atoms"]
         assert np.array_equal(
@@ -113,7 +116,7 @@ def test_memory_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "empty", without_gpu)
     memory, sequences = Memory(pinned=pinned), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
     first = lay_out(Documents.of(sequences), SEQ_LEN, 1, memory)
-    place, kept = first[0].tokens.data_ptr(), first[1].weights[0, 3:]
+    place, kept = first[0].tokens.data_ptr(), first[1].loss_weights[0, 3:]
     del first
     # a part of one tensor is held still
     assert lay_out(Documents.of(sequences[:2]), SEQ_LEN, 1, memory)[0].tokens.data_ptr() != place

@@ -46,7 +46,7 @@ def oracle(samples: list[Sample], messages: list[dict[str, Any]], tokenizer: Tok
         if spans is None:
             return "the sample is not its text"
         on = np.zeros(len(text) + 1, bool)
-        for (a, b), weight in zip(spans, sample.weights, strict=True):
+        for (a, b), weight in zip(spans, sample.loss_weights, strict=True):
             on[a:b] = weight > 0
         for i, message in enumerate(messages):
             said = message["content"].strip()
@@ -68,7 +68,7 @@ def oracle(samples: list[Sample], messages: list[dict[str, Any]], tokenizer: Tok
                 return f"turn {i} is not trained to the end of the turn"
             if on[end + len(stop)]:
                 return f"what follows turn {i} is trained"
-        starts = np.flatnonzero(np.diff(np.concatenate([[0], sample.weights])) > 0)
+        starts = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_weights])) > 0)
         for start in starts:  # what is trained before the content, if anything, is what the model itself must write
             before = tokenizer.decode(sample.tokens[:start])
             if not before.endswith(header[-6:]):
@@ -155,7 +155,7 @@ def test_masks_of_real_templates_agree_with_the_oracle(shared: Path) -> None:
 def test_the_oracle_catches_a_mask_that_is_off_by_one(template: str, shift: int) -> None:
     tokenizer = templated(template)
     messages = numbered(["a", "b", "c", "d"], alternating(2, False))
-    wrong = [Sample(s.tokens, np.roll(s.weights, shift)) for s in chat_samples(messages, tokenizer)]
+    wrong = [Sample(s.tokens, np.roll(s.loss_weights, shift)) for s in chat_samples(messages, tokenizer)]
     assert oracle(wrong, messages, tokenizer) is not None
 
 
@@ -242,7 +242,7 @@ def test_thinking_inside_the_content_may_be_laid_out_anew() -> None:
     tokenizer = templated("drops_thinking")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]
     (sample,) = chat_samples(messages, tokenizer)
-    assert tokenizer.decode(sample.tokens[sample.weights > 0]) == "<think>\nb\n</think>\n\nc<|im_end|>"
+    assert tokenizer.decode(sample.tokens[sample.loss_weights > 0]) == "<think>\nb\n</think>\n\nc<|im_end|>"
 
 
 def test_a_refusing_template_names_the_turn() -> None:
@@ -267,10 +267,14 @@ def test_tool_calls_are_trained_and_their_results_are_not(template: str) -> None
         {"role": "assistant", "content": "It shines."},
     ]
     samples = chat_samples(messages, tokenizer)
-    said = "".join(tokenizer.decode(s.tokens[s.weights > 0]) for s in samples)
+    said = "".join(tokenizer.decode(s.tokens[s.loss_weights > 0]) for s in samples)
     assert said.count("lookup") == said.count("Denver") == said.count("It shines.") == 1
     assert "sunny" not in said
-    stops = [s.tokens[i] for s in samples for i in np.flatnonzero((s.weights > 0) & ~(np.append(s.weights[1:], 0) > 0))]
+    stops = [
+        s.tokens[i]
+        for s in samples
+        for i in np.flatnonzero((s.loss_weights > 0) & ~(np.append(s.loss_weights[1:], 0) > 0))
+    ]
     assert len(stops) == 2
     assert set(stops) <= set(tokenizer.stop_ids)
 
@@ -279,7 +283,7 @@ def test_thinking_is_trained_where_the_template_shows_it() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "ponder"}]
     (sample,) = chat_samples(messages, templated("drops_thinking"))
     assert (
-        templated("drops_thinking").decode(sample.tokens[sample.weights > 0])
+        templated("drops_thinking").decode(sample.tokens[sample.loss_weights > 0])
         == "<think>\nponder\n</think>\n\nb<|im_end|>"
     )
     with pytest.raises(UserError, match="leaves out 'ponder'"):
@@ -294,7 +298,7 @@ def test_a_token_over_the_end_of_the_prompt_is_cut_as_a_server_cuts_it() -> None
     (sample,) = chat_samples(messages, tokenizer)
     prompt = tokenizer.render(messages[:1], True)
     assert sample.tokens[: len(prompt)].tolist() == prompt != tokenizer.render(messages, False)[: len(prompt)]
-    assert sample.weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(sample) - len(prompt))
+    assert sample.loss_weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(sample) - len(prompt))
     assert tokenizer.decode(sample.tokens[len(prompt) :]) == "yes<|im_end|>"
 
 

@@ -26,8 +26,8 @@ USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "co
 def test_a_chat_row_is_a_unit(characters: Tokenizer) -> None:
     ((sample,),) = encode_document({"messages": [USER, ASSISTANT]}, characters, "sums")
     assert characters.decode(sample.tokens) == "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>2<|im_end|>"
-    assert characters.decode(sample.tokens[sample.weights > 0]) == "2<|im_end|>"
-    assert (sample.source, sample.tokens.dtype, sample.weights.dtype) == ("sums", np.int32, np.float32)
+    assert characters.decode(sample.tokens[sample.loss_weights > 0]) == "2<|im_end|>"
+    assert (sample.source, sample.tokens.dtype, sample.loss_weights.dtype) == ("sums", np.int32, np.float32)
 
 
 @pytest.mark.parametrize("row", [{"messages": [USER], "answer": "2"}, {"prompt": "1+1=", "answer": "2"}])
@@ -66,7 +66,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
     assert limit_length(unit, 8, "drop") == []
     (((cut,)),) = limit_length(unit, 8, "truncate")
     assert cut.tokens.tolist() == cut.token_columns["advantages"].tolist() == list(range(8))
-    assert cut.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert cut.loss_weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert limit_length(unit, 4, "truncate") == []  # nothing that is trained is left
     (pair,) = limit_length((sample(10, 8), sample(4, 3)), 8, "truncate")
     assert [len(s) for s in pair] == [4, 4]
@@ -99,7 +99,7 @@ def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
 
 def said(tokenizer: Tokenizer, sample: Sample) -> tuple[str, str]:
     """All of a sample, and what of it is trained."""
-    return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.weights > 0])
+    return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.loss_weights > 0])
 
 
 HEAD, ANSWER = "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>", "2<|im_end|>"
@@ -120,7 +120,7 @@ HEAD, ANSWER = "<|im_start|><|user|>1+1=<|im_end|><|im_start|><|assistant|>", "2
 def test_a_row_is_what_its_columns_say(characters: Tokenizer, row: dict[str, Any], whole: str, trained: str) -> None:
     ((sample,),) = encode_document(row, characters, "s")
     assert said(characters, sample) == (whole, trained)
-    assert (sample.tokens.dtype, sample.weights.dtype, sample.source) == (np.int32, np.float32, "s")
+    assert (sample.tokens.dtype, sample.loss_weights.dtype, sample.source) == (np.int32, np.float32, "s")
 
 
 def test_without_a_template_a_prompt_is_plain_text() -> None:
@@ -157,7 +157,7 @@ def test_a_scored_answer_carries_its_score_at_its_end(characters: Tokenizer) -> 
     unrated = [USER, ASSISTANT, USER, ASSISTANT | {"reward": 0.0}, USER, ASSISTANT | {"reward": None}]
     ((sample,),) = encode_scored({"messages": unrated}, characters)
     assert said(characters, sample)[0].endswith(ANSWER), "nothing after the last that was judged is read"
-    assert np.flatnonzero(sample.weights).tolist() == [len(sample) - 1], "0 is a reward, and none is none"
+    assert np.flatnonzero(sample.loss_weights).tolist() == [len(sample) - 1], "0 is a reward, and none is none"
 
 
 def test_of_a_long_conversation_what_fits_is_scored(characters: Tokenizer) -> None:
@@ -166,7 +166,7 @@ def test_of_a_long_conversation_what_fits_is_scored(characters: Tokenizer) -> No
     (whole,) = encode_scored({"messages": messages}, characters)
     assert limit_length(whole, len(whole[0]), "drop") == [whole]
     ((five,),) = limit_length(whole, len(whole[0]) - 1, "drop")
-    assert five.token_columns["score"][five.weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
+    assert five.token_columns["score"][five.loss_weights != 0].tolist() == pytest.approx([i / 10 for i in range(5)])
     assert said(characters, five)[0].endswith(ANSWER)
     assert limit_length(whole, 3, "drop") == []
     with pytest.raises(UserError, match="do not fit data"):
@@ -260,7 +260,7 @@ def test_columns_have_names_of_their_own_and_kinds_choose(characters: Tokenizer)
     )
     ((sample,),) = encoder(at({"question": "1+1=", "answer": "2", "weight": 0.25}, 1))
     assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
-    assert set(sample.weights.tolist()) == {0.0, 0.25}
+    assert set(sample.loss_weights.tolist()) == {0.0, 0.25}
     for weight in (0, -1, "a", float("inf")):
         with pytest.raises(UserError, match=r"a\.jsonl:2 \(source s\): the row's `weight` must be a number above 0"):
             encoder(at({"question": "1+1=", "answer": "2", "weight": weight}, 2))

@@ -32,7 +32,7 @@ def same(ours: Any, others: Any) -> bool:
         return np.array_equal(ours.tokens, others.tokens) and ours.weight == others.weight
     return len(ours) == len(others) and all(
         np.array_equal(a.tokens, b.tokens)
-        and np.array_equal(a.weights, b.weights)
+        and np.array_equal(a.loss_weights, b.loss_weights)
         and a.token_columns.keys() == b.token_columns.keys()
         and all(np.array_equal(a.token_columns[k], b.token_columns[k]) for k in a.token_columns)
         for a, b in zip(ours, others, strict=True)
@@ -62,7 +62,7 @@ def test_a_form_is_read_right_or_refused_with_the_way_out(
         assert found.row.items() >= given.items(), "the reward sees every column"
     else:
         assert trained([found], printable) == form.trained
-        assert {float(w) for s in found for w in s.weights} - {0.0} == set(form.weights)
+        assert {float(w) for s in found for w in s.loss_weights} - {0.0} == set(form.weights)
 
 
 def test_forms_that_differ_are_told_apart(printable: Tokenizer) -> None:
@@ -222,7 +222,7 @@ def test_a_message_counts_as_its_weight_says(
 
     messages = [ASK | {"weight": 0}, ANSWER | {"weight": weights[0]}, MORE, LAST | {"weight": weights[1]}]
     ((sample,),) = encode_document({"messages": messages}, printable, "", trained_on)
-    assert {float(w) for w in sample.weights} - {0.0} == wanted
+    assert {float(w) for w in sample.loss_weights} - {0.0} == wanted
     ((plain,),) = encode_document({"messages": [ASK, ANSWER, MORE, LAST]}, printable)
     assert sample.tokens.tolist() == plain.tokens.tolist(), "templates do not see it"
 

@@ -116,7 +116,9 @@ def documents(batches: list[Batch], tokenizer: Tokenizer) -> Iterator[str]:
 def sequences_of(batches: list[Batch]) -> list[tuple[bytes, bytes]]:
     """Each sequence's bytes."""
     return [
-        (b.tokens[i].numpy().tobytes(), b.weights[i].numpy().tobytes()) for b in batches for i in range(len(b.tokens))
+        (b.tokens[i].numpy().tobytes(), b.loss_weights[i].numpy().tobytes())
+        for b in batches
+        for i in range(len(b.tokens))
     ]
 
 
@@ -200,8 +202,8 @@ def test_shares_stay_where_their_sequences_were_made() -> None:
     ]
     for some in (sequences[:1], sequences):
         again = sequences_from_bytes(sequences_to_bytes(some))
-        assert [[s.weights.tolist() for s in unit] for sequence in again for unit in sequence] == [
-            [s.weights.tolist() for s in unit] for sequence in some for unit in sequence
+        assert [[s.loss_weights.tolist() for s in unit] for sequence in again for unit in sequence] == [
+            [s.loss_weights.tolist() for s in unit] for sequence in some for unit in sequence
         ]
 
 
@@ -290,9 +292,9 @@ def test_batches_are_what_a_loss_expects(sources: Any, characters: Tokenizer) ->
     assert loader.fill == tokens / (SEQUENCES * SEQ_LEN)
     assert loader.waited_s > 0
     for b in batches:
-        assert (b.targets[b.weights > 0] != 0).all()
+        assert (b.targets[b.loss_weights > 0] != 0).all()
         assert torch.equal(b.positions[:, 0], torch.zeros(len(b.tokens), dtype=torch.int64))
-        assert (b.weights[b.segments < 0] == 0).all()
+        assert (b.loss_weights[b.segments < 0] == 0).all()
 
 
 def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, characters: Tokenizer) -> None:
@@ -374,7 +376,7 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     assert (said.steps, said.exact) == ((steps, steps), True)
     for _ in range(steps + 2):
         batches = next(loader)
-        weights.append(sum(float(b.weights.sum()) for b in batches))
+        weights.append(sum(float(b.loss_weights.sum()) for b in batches))
         seen.update(documents(batches, characters))
     loader.close()
     assert all(weights[:steps])
@@ -465,7 +467,7 @@ def test_a_partition_of_which_nothing_is_left_does_not_end_the_run(characters: T
     bad = {"a": write(tmp_path, "a", 8, range(2, 4))}
     assert trained(bad, characters, 8, **options) == Counter(f"a{i}" for i in (0, 1, 4, 5, 6, 7))
     endless = make(bad, characters, encode=once, partitions=4, shuffle=0, **options)
-    assert all(sum(float(b.weights.sum()) for b in next(endless)) for _ in range(5))
+    assert all(sum(float(b.loss_weights.sum()) for b in next(endless)) for _ in range(5))
     endless.close()
     nothing = make({"b": write(tmp_path, "b", 8, range(8))}, characters, encode=once, partitions=4, **options)
     with pytest.raises(UserError, match=r"no row of .*b\.jsonl left a sample"):

@@ -223,9 +223,9 @@ MISTAKES: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def changed(samples: list[Sample], mistake: Callable[[np.ndarray], Any]) -> list[Sample]:
-    weights = samples[0].weights.copy()
+    weights = samples[0].loss_weights.copy()
     mistake(weights)
-    assert not np.array_equal(weights, samples[0].weights)
+    assert not np.array_equal(weights, samples[0].loss_weights)
     return [Sample(samples[0].tokens, weights), *samples[1:]]
 
 
@@ -242,7 +242,9 @@ def test_wrong_samples_are_seen() -> None:
     first, second = samples
     assert difference([first], expected) == "1 samples, not 2"
     assert difference([second, first], expected) == "other ids in sample 0"
-    assert difference([first, Sample(second.tokens[:-1], second.weights[:-1])], expected) == "other ids in sample 1"
+    assert (
+        difference([first, Sample(second.tokens[:-1], second.loss_weights[:-1])], expected) == "other ids in sample 1"
+    )
 
 
 def both(name: str) -> tuple[list[Sample], list[Masked]]:

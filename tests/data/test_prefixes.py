@@ -50,7 +50,7 @@ def whole(sequence: list[PackUnit]) -> list[tuple]:
             name: np.concatenate([np.zeros(sample.prefix_length, v.dtype), v])
             for name, v in sample.token_columns.items()
         }
-        weights = np.concatenate([np.zeros(sample.prefix_length, np.float32), sample.weights])
+        weights = np.concatenate([np.zeros(sample.prefix_length, np.float32), sample.loss_weights])
         out.append((tuple(tokens), tuple(weights), sample.source, *(tuple(v) for v in token_columns.values())))
     return out
 
@@ -69,9 +69,9 @@ def test_every_sample_is_in_one_sequence_and_is_what_it_was(units: list[PackUnit
     assert sum(map(len, sequences)) == len(units), "who shares a beginning is still an atom of its own"
     for sequence in sequences:
         first = [
-            unit[0] for unit in sequence if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].weights.any()
+            unit[0] for unit in sequence if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].loss_weights.any()
         ]
-        prompts = [tuple(sample.tokens[: np.flatnonzero(sample.weights)[0]]) for sample in first]
+        prompts = [tuple(sample.tokens[: np.flatnonzero(sample.loss_weights)[0]]) for sample in first]
         shared = [prompt for prompt in prompts if len(prompt) > 1]
         assert len(shared) == len(set(shared)), "a beginning of two tokens and more is in a sequence once"
 
@@ -85,7 +85,7 @@ def test_the_answers_to_a_prompt_read_it_once_but_for_its_last_token():
     batch = Batch.of([sequence], SEQ_LEN)
     assert batch.positions[0, :33].tolist() == [*range(15), *[9, 10, 11, 12, 13, 14] * 3]
     assert batch.targets[0, 15:20].tolist() == [others[0].tokens[-1]] * 5
-    assert batch.weights[0, 15:21].tolist() == [1, 1, 1, 1, 1, 0]
+    assert batch.loss_weights[0, 15:21].tolist() == [1, 1, 1, 1, 1, 0]
 
 
 def test_sequences_are_filled_with_what_is_left_of_other_families():
@@ -152,8 +152,8 @@ def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]
     assert Counter(one for unit in units for one in whole([unit])) == Counter(
         one for s in samples for one in whole([(s,)])
     )
-    assert sorted((tuple(s.tokens), tuple(s.weights)) for unit in units for s in separate(unit)) == sorted(
-        (tuple(s.tokens), tuple(s.weights)) for s in samples
+    assert sorted((tuple(s.tokens), tuple(s.loss_weights)) for unit in units for s in separate(unit)) == sorted(
+        (tuple(s.tokens), tuple(s.loss_weights)) for s in samples
     )
     assert all(length(unit) <= SEQ_LEN for unit in units)
     assert sum(map(length, units)) <= sum(map(len, samples))

@@ -83,7 +83,7 @@ def test_of_two_stops_the_one_at_which_a_server_stops_is_trained() -> None:
     tokenizer = templated("two_stops")
     assert [tokenizer.decode([i]) for i in tokenizer.stop_ids] == ["<|turn_end|>"]
     (sample,) = chat_samples(CHAT, tokenizer)
-    assert tokenizer.decode(sample.tokens[sample.weights > 0]) == "<|response_start|>b<|response_end|><|turn_end|>"
+    assert tokenizer.decode(sample.tokens[sample.loss_weights > 0]) == "<|response_start|>b<|response_end|><|turn_end|>"
     # a generation config that stops earlier
     other = Tokenizer(templated("two_stops").hf, extra_stops=tokenizer.encode("<|response_end|>"))
     assert other.decode([other.stop_ids[0]]) == "<|response_end|>"

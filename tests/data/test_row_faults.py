@@ -275,5 +275,5 @@ def test_any_row_becomes_units_or_is_bad_for_a_reason_of_ours(printable: Tokeniz
         assert not re.match(r"\w+(Error|Exception|Panic)", bad.reason), bad.reason
         assert bad.reason.encode(), "it can be written"
     for unit in units:
-        assert all(len(s) and np.isfinite(s.weights).all() and (s.weights[1:] > 0).any() for s in unit)
+        assert all(len(s) and np.isfinite(s.loss_weights).all() and (s.loss_weights[1:] > 0).any() for s in unit)
     event(f"{recipe}: {'read' if units else 'bad'}")

@@ -20,7 +20,7 @@ def samples(draw: st.DrawFn) -> Sample:
 def same(a: Sample, b: Sample) -> bool:
     arrays = [
         (a.tokens, b.tokens),
-        (a.weights, b.weights),
+        (a.loss_weights, b.loss_weights),
         *((a.token_columns[k], b.token_columns[k]) for k in a.token_columns),
     ]
     return (

@@ -59,8 +59,8 @@ def said(units: list[PackUnit]) -> Any:
         [
             (
                 s.tokens.tobytes(),
-                s.weights.dtype.name,
-                s.weights.tobytes(),
+                s.loss_weights.dtype.name,
+                s.loss_weights.tobytes(),
                 s.source,
                 bits(s.token_columns),
                 s.prefix_length,
@@ -95,7 +95,7 @@ def test_every_row_comes_back_to_the_bit(
     counted = [told for block in blocks for told in block.row_counts.tolist()]
     lengths = [[sum(map(len, unit)) for unit in row] for row in rows]
     assert counted == [
-        [len(row), sum(each), sum(int((s.weights != 0).sum()) for unit in row for s in unit), max(each, default=0)]
+        [len(row), sum(each), sum(int((s.loss_weights != 0).sum()) for unit in row for s in unit), max(each, default=0)]
         for row, each in zip(rows, lengths, strict=True)
     ]
     items = []
@@ -111,7 +111,7 @@ def test_every_row_comes_back_to_the_bit(
     assert said(units) == said([unit for row in rows if sum(map(len, row)) == 1 and not token_columns for unit in row])
     documents = documents_of([items])
     assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in units)
-    assert documents.weights.tobytes() == b"".join(s.weights.tobytes() for (s,) in units)
+    assert documents.weights.tobytes() == b"".join(s.loss_weights.tobytes() for (s,) in units)
 
 
 def test_weights_of_zeros_and_ones_are_marks_of_the_tokens() -> None:

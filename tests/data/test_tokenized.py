@@ -51,7 +51,9 @@ def partition(spec: SourceSpec, i: int, tokenizer: Tokenizer, shuffle: int = 50)
 
 
 def rows_of(stream: Any, n: int) -> list[Any]:
-    return [[(s.source, s.tokens.tobytes(), s.weights.tobytes()) for a in next(stream) for s in a] for _ in range(n)]
+    return [
+        [(s.source, s.tokens.tobytes(), s.loss_weights.tobytes()) for a in next(stream) for s in a] for _ in range(n)
+    ]
 
 
 def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_one_pass_sees_the_same_units(rows: str, characters: Tokenizer, tmp_path
     )  # type: ignore[arg-type]
     assert len(direct) == len(ahead) == manifest["samples"]
     assert all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.weights, b.weights)
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.loss_weights, b.loss_weights)
         for (a,), (b,) in zip(direct, ahead, strict=True)
     )
 
@@ -164,7 +166,9 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     def pairs(row: Any, name: str) -> list[PackUnit]:
         (unit,) = encode_document(row, characters, name)
-        return [] if len(unit[0]) % 2 else [(unit[0], Sample(unit[0].tokens[:3], unit[0].weights[:3], "second"))] * 2
+        return (
+            [] if len(unit[0]) % 2 else [(unit[0], Sample(unit[0].tokens[:3], unit[0].loss_weights[:3], "second"))] * 2
+        )
 
     write(rows, tmp_path / "t", characters, pairs)
     direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))
@@ -190,9 +194,14 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
         ((s,),) = encode_document(row, characters, name)
         n = len(s)
         token_columns = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
-        one = Sample(s.tokens, s.weights, name, token_columns)
+        one = Sample(s.tokens, s.loss_weights, name, token_columns)
         return [
-            (one, Sample(s.tokens[::-1], s.weights, name, {key: values + 1 for key, values in token_columns.items()}))
+            (
+                one,
+                Sample(
+                    s.tokens[::-1], s.loss_weights, name, {key: values + 1 for key, values in token_columns.items()}
+                ),
+            )
         ]
 
     write(rows, tmp_path / "t", characters, encode)
@@ -218,7 +227,7 @@ def test_streams_that_only_some_samples_carry_are_refused(
 
     def encode(row: Any, name: str) -> list[PackUnit]:
         ((s,),) = encode_document(row, characters, name)
-        bare, carrying = s, Sample(s.tokens, s.weights, name, {"score": s.weights})
+        bare, carrying = s, Sample(s.tokens, s.loss_weights, name, {"score": s.loss_weights})
         late = int(row["messages"][0]["content"][:-1]) > 1200
         return [(bare, carrying)] if within else [(carrying if late else bare,)]
 

@@ -25,7 +25,7 @@ def trained(tokenizer: Tokenizer, messages: list[dict[str, Any]], train_on: str)
     (sample,) = chat_samples(messages, tokenizer, train_on=train_on)
     found: dict[str, float] = {}
     text, last = "", 0.0
-    for token, weight in [*zip(sample.tokens, sample.weights.tolist(), strict=True), (None, 0.0)]:
+    for token, weight in [*zip(sample.tokens, sample.loss_weights.tolist(), strict=True), (None, 0.0)]:
         if weight != last and text:
             found[text] = last
             text = ""
@@ -82,8 +82,8 @@ def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_pat
         "{% endfor %}{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
     )
     first, second = chat_samples(chat(1, 1), tokenizer, train_on="all")
-    assert tokenizer.decode(first.tokens[first.weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
+    assert tokenizer.decode(first.tokens[first.loss_weights > 0]) == f"<|user|>q0<|im_end|>{HEAD}a0<|im_end|>"
     assert (
-        tokenizer.decode(second.tokens[second.weights > 0])
+        tokenizer.decode(second.tokens[second.loss_weights > 0])
         == f"old a0<|im_end|><|im_start|><|user|>q1<|im_end|>{HEAD}a1<|im_end|>"
     )

@@ -265,7 +265,7 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
         "train.steps=8",
         "train.lr_decay_steps=4",
         "checkpoint.every=3",
-        "rollout.prompts=8",
+        "rollout.prompts_per_step=8",
         "train.validate_every=4",
         "algo.kl_coef=0.01",
         "compute.restarts=0",

@@ -61,7 +61,7 @@ def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
     baskets = batch.token_columns["baskets"]
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
-            if not batch.weights[b, t]:
+            if not batch.loss_weights[b, t]:
                 continue
             rest = [t]
             while (
@@ -76,7 +76,7 @@ def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
                 rest.append(rest[-1] + 1)
             classes = [int(token) - 10 if 10 <= int(token) < 10 + ITEMS else ITEMS for token in batch.targets[b, rest]]
             logprobs = (weight @ x[b, t]).log_softmax(0)
-            total = total - batch.weights[b, t] * logprobs[classes].mean()
+            total = total - batch.loss_weights[b, t] * logprobs[classes].mean()
     return total
 
 
@@ -99,14 +99,14 @@ def test_some_items_stand_for_all(tmp_path: Path) -> None:
     """The normaliser that is found from a few, over many draws, is that of all; the same batch draws the same ones."""
     exact, sampled = head(tmp_path), head(tmp_path, sampled=6)
     batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1)) / 4
-    only = torch.zeros_like(batch.weights)
-    at = tuple(torch.nonzero(batch.weights)[0])
+    only = torch.zeros_like(batch.loss_weights)
+    at = tuple(torch.nonzero(batch.loss_weights)[0])
     only[at] = 1.0
 
     def of(which: NextItem, shift: int) -> float:
         tokens = batch.tokens.clone()
         tokens[0, -1] += shift  # padding: another draw
-        return float(which.loss(x, Batch(**{**vars_of(batch), "tokens": tokens, "weights": only})))
+        return float(which.loss(x, Batch(**{**vars_of(batch), "tokens": tokens, "loss_weights": only})))
 
     assert of(sampled, 3) == of(sampled, 3)
     assert len({of(sampled, shift) for shift in range(20)}) > 10
@@ -123,7 +123,7 @@ def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
     plain, both = head(tmp_path), head(tmp_path, values={"days": 0.5})
     batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1))
     said, expected = both.numbers(x)[..., 0], 0.0  # type: ignore[misc]
-    for b, t in torch.nonzero(batch.weights == 3.0).tolist():
+    for b, t in torch.nonzero(batch.loss_weights == 3.0).tolist():
         days, there = batch.token_columns[VALUE + "days"][b, t].tolist()
         if there:
             expected += 0.5 / 2 * 3.0 * (float(said[b, t]) - math.log1p(days)) ** 2

@@ -85,12 +85,12 @@ def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
     prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
     online = offline | {
         "data": offline["data"] | {"sources": prompts, "validation": {}},
-        "rollout": {"engine": "native", "prompts": 2, "group_size": 2, "max_new_tokens": 2}
+        "rollout": {"engine": "native", "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 2}
         | {"reward": {"use": "tests.rl.plugs:by_length"}},
     }
     made = train(loads(json.dumps(offline)), "sft")
     jobs = {
-        "grpo": online | {"recipe": "grpo", "algo": {"kl_coef": 0.01, "minibatches": 2}},
+        "grpo": online | {"recipe": "grpo", "algo": {"kl_coef": 0.01, "num_minibatches": 2}},
         "opd": online | {"recipe": "opd", "algo": {"teacher": str(made / "model")}},
     }
     runs = [made, *(train(loads(json.dumps(raw)), name) for name, raw in jobs.items())]
@@ -227,7 +227,7 @@ def test_the_card_of_a_failed_step_shows_how_far_it_came(job, error):
 def test_the_config_is_on_the_page(job):
     leaves = dict(cards.flatten(job.model_dump(mode="json")))
     assert leaves["train.lr"] == 1e-4
-    assert leaves["flow.steps.train.retries"] == 2
+    assert leaves["flow.stages.train.retries"] == 2
     assert leaves["data.validation"] == {}
 
 

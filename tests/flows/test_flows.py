@@ -92,7 +92,7 @@ def test_the_second_training_begins_with_what_the_first_published(tmp_path):
         "data": {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
         "rollout": {
             "engine": "native",
-            "prompts": 2,
+            "prompts_per_step": 2,
             "group_size": 4,
             "max_new_tokens": 4,
             "reward": {"use": "late_reward:score"},
@@ -152,7 +152,7 @@ def test_a_user_error_in_a_step_is_one_message_and_is_not_retried(story):
     assert done.returncode == 1
     assert done.stdout.count("no file matches data/*.jsonl") == 1
     assert "Traceback" not in done.stdout + done.stderr
-    # once in each of refused, stopped, finished and spun, although flow.steps.train.retries is 2
+    # once in each of refused, stopped, finished and spun, although flow.stages.train.retries is 2
     assert len(story["toy"].trained()) == 4
 
 
@@ -228,7 +228,7 @@ def test_nothing_is_written_under_home(story):
 @pytest.mark.parametrize("who", ["run", "step"])
 def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
     toy = Toy(tmp_path)
-    run, task = toy.until_training("run", "--set", "flow.steps.train.retries=0")
+    run, task = toy.until_training("run", "--set", "flow.stages.train.retries=0")
     there = [run.pid, *descendants(run.pid)]
     assert task in there
     os.kill(task if who == "step" else run.pid, number)

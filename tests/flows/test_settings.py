@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flows.settings import decorators
-from ptf.config.sections.flow import StepConfig
+from ptf.config.sections.flow import StageConfig
 from tests.flows.toy import FLOW, Toy
 
 
@@ -25,7 +25,7 @@ from tests.flows.toy import FLOW, Toy
 )
 def test_settings_become_decorators(settings, expected):
     assert decorators(settings) == expected
-    assert decorators(StepConfig(**settings).model_dump(mode="json")) == expected
+    assert decorators(StageConfig(**settings).model_dump(mode="json")) == expected
 
 
 def test_the_graph_has_them_and_is_whole_without_a_config(tmp_path):

@@ -61,11 +61,17 @@ def losses(directory, device: torch.device, dtype: torch.dtype):
     model.to(dtype)
     batch = packed(ROWS, 256).to(device)
     loss = model(
-        batch.tokens, batch.positions, batch.segments, lambda x, h: cross_entropy(x, h, batch.targets, batch.weights)
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        lambda x, h: cross_entropy(x, h, batch.targets, batch.loss_weights),
     )
     loss.backward()
     logprobs, *_ = model(
-        batch.tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        lambda x, h: token_logprobs(x, h, batch.targets, batch.loss_weights),
     )
     grads = {n: p.grad.float().cpu() for n, p in model.named_parameters()}
     return float(loss.detach()), logprobs.detach().float().cpu(), grads

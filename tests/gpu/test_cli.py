@@ -15,7 +15,7 @@ GRPO = {
     "recipe": "grpo",
     "rollout": {
         "engine": "native",
-        "prompts": 8,
+        "prompts_per_step": 8,
         "group_size": 4,
         "max_new_tokens": 6,
         "reward": {"use": "ptf.rl.rewards:numeric"},

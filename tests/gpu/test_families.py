@@ -40,8 +40,10 @@ def found(directory: str, world: World, precision: str, recomputed="none", tenso
     if tensor_group and world.mesh is not None:
         cut(model, world.mesh["tensor"], PLAN)
     batch = packed(ROWS, 256).to(world.device)
-    reduce = partial(cross_entropy, targets=batch.targets, weights=batch.weights, selected=batch.trained)
-    loss = model(batch.tokens, batch.positions, batch.segments, reduce)
+    head_fn = partial(
+        cross_entropy, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
+    )
+    loss = model(batch.tokens, batch.positions, batch.segments, head_fn)
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: (g.full_tensor() if isinstance(g, DTensor) else g).float().cpu() for n, g in grads.items()}

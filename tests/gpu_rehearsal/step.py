@@ -35,8 +35,8 @@ SEQ_LEN = 2048
 def rollout(length: int, seed: int) -> Sample:
     """An answer with the columns that GRPO reads."""
     s = sample(length, seed)
-    columns = {name: s.weights * 0.5 for name in ("advantages", "rollout_logprobs", "old_logprobs")}
-    return Sample(s.tokens, s.weights, s.source, columns)
+    columns = {name: s.loss_weights * 0.5 for name in ("advantages", "rollout_logprobs", "old_logprobs")}
+    return Sample(s.tokens, s.loss_weights, s.source, columns)
 
 
 def micro(recipe: Recipe) -> list[Batch]:

@@ -84,5 +84,8 @@ class DeepHead(nn.Module):
 
     def loss(self, x: Tensor, batch) -> Tensor:
         return cross_entropy(
-            F.silu(self.into(x)), Head(self.out.weight, self.vocab, bias=self.out.bias), batch.targets, batch.weights
+            F.silu(self.into(x)),
+            Head(self.out.weight, self.vocab, bias=self.out.bias),
+            batch.targets,
+            batch.loss_weights,
         )

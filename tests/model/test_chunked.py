@@ -581,8 +581,8 @@ class Model(nn.Module):
         nn.init.eye_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
 
-    def forward(self, x, reduce):
-        return reduce(self.layer(x), Head(self.head.weight, 31))
+    def forward(self, x, head_fn):
+        return head_fn(self.layer(x), Head(self.head.weight, 31))
 
 
 def gradients(student: Model, teacher: Model) -> list[Tensor]:

@@ -80,7 +80,7 @@ class Deep(nn.Module):
         self.inner, self.out = parts.linear(f"{path}.inner", c.dim, 24), parts.linear(f"{path}.out", 24, 7)
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.out(self.inner(x[batch.weights != 0]).relu()).square().sum()
+        return self.out(self.inner(x[batch.loss_weights != 0]).relu()).square().sum()
 
 
 def rows(documents: list[list[int]] = ROWS, width: int = WIDTH) -> Batch:
@@ -91,14 +91,14 @@ def rows(documents: list[list[int]] = ROWS, width: int = WIDTH) -> Batch:
 
 def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
     """Return the operations that torch counts in a forward and a backward pass."""
-    reduce = partial(cross_entropy, targets=batch.targets, weights=batch.weights)
+    head_fn = partial(cross_entropy, targets=batch.targets, weights=batch.loss_weights)
     if model.config.head == "custom":
 
-        def reduce(x, head):
+        def head_fn(x, head):
             return head.loss(x, batch)
 
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
-        model(batch.tokens, batch.positions, batch.segments, reduce, attend or OnlyWhatIsSeen(batch)).backward()
+        model(batch.tokens, batch.positions, batch.segments, head_fn, attend or OnlyWhatIsSeen(batch)).backward()
     return counter.get_total_flops()
 
 
@@ -113,7 +113,7 @@ def made(model_type: str, parts: Parts | None = None, number: int = 0) -> Decode
 
 
 def expected(model: Decoder, batch: Batch) -> float:
-    return Flops.of(model).step(batch.lengths, int((batch.weights != 0).sum()))
+    return Flops.of(model).step(batch.lengths, int((batch.loss_weights != 0).sum()))
 
 
 def train_adapters(model: Decoder) -> Decoder:

@@ -52,7 +52,9 @@ def plain_loss(model, batch: Batch) -> torch.Tensor:
         if document >= 0:
             at = batch.segments == document
             logits = model(input_ids=batch.tokens[at][None]).logits[0].float()
-            total = total + (F.cross_entropy(logits, batch.targets[at], reduction="none") * batch.weights[at]).sum()
+            total = (
+                total + (F.cross_entropy(logits, batch.targets[at], reduction="none") * batch.loss_weights[at]).sum()
+            )
     return total
 
 
@@ -64,7 +66,7 @@ def plain_training(directory: Path) -> tuple[list[tuple[float, float]], dict[str
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=TRAIN.betas, eps=TRAIN.eps)
     seen, first = [], {}
     for batch in BATCHES:
-        loss = plain_loss(model, batch) / batch.weights.sum()
+        loss = plain_loss(model, batch) / batch.loss_weights.sum()
         loss.backward()
         first = first or {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,7 +82,7 @@ def test_loss_gradients_and_steps_are_those_of_plain_transformers(model_type, tm
     model, _ = loaded(directory)
     expected, first = plain_training(directory)
     loss, _ = SFT().loss(model, BATCHES[0], {})
-    (loss / BATCHES[0].weights.sum()).backward()
+    (loss / BATCHES[0].loss_weights.sum()).backward()
     scale = max(g.abs().max() for g in first.values())
     for name, p in model.hf.named_parameters():
         assert (p.grad - first[name]).abs().max() <= 1e-5 * scale, name

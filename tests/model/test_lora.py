@@ -183,7 +183,7 @@ def gradients(model: Decoder) -> set[str]:
         batch.tokens,
         batch.positions,
         batch.segments,
-        partial(cross_entropy, targets=batch.targets, weights=batch.weights),
+        partial(cross_entropy, targets=batch.targets, weights=batch.loss_weights),
     ).backward()
     return {name for name, p in model.named_parameters() if p.grad is not None}
 
@@ -331,10 +331,10 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
             packed_sequences([rows], 48, seed=10 * step + i)
             for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
         ]
-        units, total = sum(float(b.weights.sum()) for b in batches), 0.0
+        units, total = sum(float(b.loss_weights.sum()) for b in batches), 0.0
         for b in batches[world.data_rank :: world.data_size]:
             loss = model(
-                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)
+                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )
             (loss * (world.data_size / units)).backward()
             total += float(loss.detach()) / units

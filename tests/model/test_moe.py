@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ptf.model.config import DecoderConfig, Layer, MoE, Rope
 from ptf.model.families import family_of
 from ptf.model.layers import Parts
-from ptf.model.moe import MixtureOfExperts, balance
+from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.verify import random_reference
 
 
@@ -73,7 +73,7 @@ def test_balance_equals_transformers() -> None:
                 torch.ones(len(router), dtype=torch.bool),
             )
         )
-    assert float(balance(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
+    assert float(load_balancing_loss(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
 
 
 def test_padding_does_not_count_and_an_even_load_is_the_least() -> None:
@@ -81,12 +81,12 @@ def test_padding_does_not_count_and_an_even_load_is_the_least() -> None:
     x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(2))
     real = torch.arange(12)[None] < 7
     layer(x, real)
-    first = balance([layer.routing])
+    first = load_balancing_loss([layer.routing])
     layer(torch.where(real[..., None], x, 99.0), real)
-    assert torch.equal(first, balance([layer.routing]))
+    assert torch.equal(first, load_balancing_loss([layer.routing]))
     layer.router.weight.data.zero_()  # every probability is equal
     layer(x, real)
-    assert float(balance([layer.routing])) == pytest.approx(2.0)
+    assert float(load_balancing_loss([layer.routing])) == pytest.approx(2.0)
     layer.router.weight.data[0] = 5 * x[0, 0]
     layer(x[:, :1], real[:, :1])
-    assert float(balance([layer.routing]).detach()) > 2.5
+    assert float(load_balancing_loss([layer.routing]).detach()) > 2.5

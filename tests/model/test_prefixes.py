@@ -38,13 +38,13 @@ def said(model, sequences: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor
         batch.tokens,
         batch.positions,
         batch.segments,
-        lambda x, head: token_logprobs(x, head, batch.targets, batch.weights),
+        lambda x, head: token_logprobs(x, head, batch.targets, batch.loss_weights),
     ).logprobs
     grads = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()), allow_unused=True)
     kept = logprobs.detach()
-    return {source: kept[(batch.segments == d) & (batch.weights != 0)] for d, source in enumerate(batch.sources)}, [
-        g for g in grads if g is not None
-    ]
+    return {
+        source: kept[(batch.segments == d) & (batch.loss_weights != 0)] for d, source in enumerate(batch.sources)
+    }, [g for g in grads if g is not None]
 
 
 @pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
@@ -99,12 +99,12 @@ def test_a_wrong_beginning_is_seen(fault: str) -> None:
             own = (batch.segments == d) & (batch.positions < 15)
             tokens[own] = (tokens[own] + 1) % model.config.vocab
 
-    def reduce(x, head):
-        return token_logprobs(x, head, batch.targets, batch.weights).logprobs.detach()
+    def head_fn(x, head):
+        return token_logprobs(x, head, batch.targets, batch.loss_weights).logprobs.detach()
 
     right, wrong = (
-        model(batch.tokens, batch.positions, batch.segments, reduce),
-        model(tokens, positions, batch.segments, reduce),
+        model(batch.tokens, batch.positions, batch.segments, head_fn),
+        model(tokens, positions, batch.segments, head_fn),
     )
     for d, n in enumerate(prefix_lengths):
         if n:
@@ -145,12 +145,15 @@ def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
 
     def loss(tokens):
         return model(
-            tokens, batch.positions, batch.segments, lambda x, h: token_logprobs(x, h, batch.targets, batch.weights)
+            tokens,
+            batch.positions,
+            batch.segments,
+            lambda x, h: token_logprobs(x, h, batch.targets, batch.loss_weights),
         ).logprobs.detach()
 
     before = loss(batch.tokens)
     for one, other in ((0, 1), (1, 0)):
-        own = (batch.segments == one) & (batch.weights.roll(1, 1) != 0)  # the answer's own tokens
+        own = (batch.segments == one) & (batch.loss_weights.roll(1, 1) != 0)  # the answer's own tokens
         moved = loss(torch.where(own, (batch.tokens + 1) % model.config.vocab, batch.tokens))
         assert torch.equal(before[batch.segments == other], moved[batch.segments == other])
         assert not torch.equal(before[batch.segments == one], moved[batch.segments == one]) or int(own.sum()) == 1
@@ -166,7 +169,7 @@ def test_a_shared_beginning_sends_its_gradient_from_all():
             batch.tokens,
             batch.positions,
             batch.segments,
-            lambda x, head, b=batch: cross_entropy(x, head, b.targets, b.weights),
+            lambda x, head, b=batch: cross_entropy(x, head, b.targets, b.loss_weights),
         )
         found.append(torch.autograd.grad(total, [model.embed.weight])[0])
     assert (found[0] - found[1]).abs().max() <= 2e-5 * found[1].abs().max()

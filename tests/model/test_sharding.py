@@ -150,7 +150,7 @@ def test_compiled_parts_compute_the_same(models) -> None:
         )
         for b in batches:
             model(
-                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.weights)
+                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             ).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     plain, *others = gradients

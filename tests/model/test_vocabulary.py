@@ -53,7 +53,7 @@ def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
         batch.tokens,
         batch.positions,
         batch.segments,
-        lambda x, h: cross_entropy(x, head(h), batch.targets, batch.weights),
+        lambda x, h: cross_entropy(x, head(h), batch.targets, batch.loss_weights),
     )
 
 

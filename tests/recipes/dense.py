@@ -26,7 +26,7 @@ def answer(network: Any, sample: Sample) -> tuple[Tensor, int]:
     tokens = torch.tensor(sample.tokens[None].astype("int64"))
     logprobs = network(tokens).logits[0, :-1].log_softmax(-1)
     picked = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
-    trained = torch.tensor(sample.weights[1:] != 0)
+    trained = torch.tensor(sample.loss_weights[1:] != 0)
     return picked[trained].sum(), int(trained.sum())
 
 

@@ -38,7 +38,7 @@ def units(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
     made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
     return (
         [
-            tuple(Sample(s.tokens, s.weights * np.float32(weight + i), s.source) for s in unit)
+            tuple(Sample(s.tokens, s.loss_weights * np.float32(weight + i), s.source) for s in unit)
             for i, unit in enumerate(made)
         ]
         if weight != 1
@@ -66,7 +66,7 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
     """Return the mean loss over pairs, weighted by the weights of the pairs."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for chosen, rejected in made:
-        weight = float(chosen.weights.max())
+        weight = float(chosen.loss_weights.max())
         (w, n_w), (v, n_v) = dense.answer(policy, chosen), dense.answer(policy, rejected)
         if recipe.loss_type == "simpo":
             loss = -torch.log(torch.sigmoid(recipe.beta / n_w * w - recipe.beta / n_v * v - recipe.gamma))
@@ -170,7 +170,7 @@ def test_experts_are_balanced_beside_an_own_reference(tmp_path):
     assert policy.config.moe
     (batch, *_) = batches(units(3))
     FORMS["dpo"].loss(policy, batch, {"reference": policy})
-    balance = policy.balance()
+    balance = policy.load_balancing_loss()
     assert balance is not None
     assert balance.requires_grad
 
@@ -188,10 +188,10 @@ def test_pairs_and_documents_are_found_however_they_are_packed(lengths, width):
         ]
         for r, d in documents:
             here = batch.segments[r] == d
-            trained = here & (batch.weights[r] != 0)
+            trained = here & (batch.loss_weights[r] != 0)
             assert float(total[d]) == pytest.approx(float(values[r][trained].sum()))
             assert int(last[d]) == r * width + int(here.nonzero()[-1])
-            assert float(counted[d]) == float(batch.weights[r][here].max())
+            assert float(counted[d]) == float(batch.loss_weights[r][here].max())
         first, second = pairs(batch)
         partners = [(d, d + 1) for d in range(len(batch.lengths) - 1) if batch.units[d] == batch.units[d + 1]]
         assert list(zip(first.tolist(), second.tolist(), strict=True)) == partners

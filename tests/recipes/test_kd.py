@@ -36,7 +36,7 @@ FORMS = {
 def units(count: int, seed: int = 0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [sample(int(rng.integers(4, 14)), 100 * seed + i) for i in range(count)]
-    return [(Sample(s.tokens, s.weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
+    return [(Sample(s.tokens, s.loss_weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
         for name, teacher in recipe.teachers.items()
     }
     for (one,) in made:
-        tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.weights[1:]).double()
+        tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.loss_weights[1:]).double()
         logits = student(tokens).logits[0, :-1]
         loss = recipe.ce_coef * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
         for name, share in shares.items():
@@ -125,12 +125,12 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
     wanted = ours(recipe, student, teachers, made)
     gradient = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
-    numbered = [(Sample(s.tokens, s.weights, str(i)),) for i, (s,) in enumerate(made)]
+    numbered = [(Sample(s.tokens, s.loss_weights, str(i)),) for i, (s,) in enumerate(made)]
     found: dict[str, dict[str, np.ndarray]] = {}
     for sequence in pack_all(numbered, 30):
         batch = Batch.of([sequence], 30)
         found |= of_samples(batch, recipe.annotations(student, batch, teachers))
-    ahead = [(Sample(s.tokens, s.weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
+    ahead = [(Sample(s.tokens, s.loss_weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
     assert ours(replace(recipe, precompute=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
     assert all(torch.allclose(p.grad, gradient[name], rtol=1e-4, atol=1e-6) for name, p in student.named_parameters())
 

@@ -62,18 +62,18 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
         places = {len(s) - 1, *rng.integers(1, len(s), 2).tolist()}
         for place in places:
             weights[place], scores[place] = (
-                s.weights.max(),
+                s.loss_weights.max(),
                 {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.loss_type](),
             )
-        found.append((replace(s, weights=weights, token_columns={"score": scores, "answer_length": scores}),))
-    assert any((sample.weights != 0).sum() > 1 for (sample,) in found)
+        found.append((replace(s, loss_weights=weights, token_columns={"score": scores, "answer_length": scores}),))
+    assert any((sample.loss_weights != 0).sum() > 1 for (sample,) in found)
     return found
 
 
 def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for unit in made:
-        weight = float(unit[0].weights.max())
+        weight = float(unit[0].loss_weights.max())
         if recipe.loss_type == "pair":
             scores = [dense.score(network, s) for s in unit]
             margin = float(unit[0].token_columns["margin"][0]) if recipe.margin else 0.0
@@ -84,11 +84,12 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
             total, units = total + weight * loss, units + weight
             continue
         (s,) = unit
-        for end in np.flatnonzero(s.weights):  # each is read by itself, with nothing after it
+        for end in np.flatnonzero(s.loss_weights):  # each is read by itself, with nothing after it
             y, score = (
                 float(s.token_columns["score"][end]),
                 dense.score(
-                    network, replace(s, tokens=s.tokens[: end + 1], weights=s.weights[: end + 1], token_columns={})
+                    network,
+                    replace(s, tokens=s.tokens[: end + 1], loss_weights=s.loss_weights[: end + 1], token_columns={}),
                 ),
             )
             loss = (
@@ -152,7 +153,9 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     assert recipe.answer_lengths(together).tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
     scores = recipe.scores(model, apart)
     assert recipe.scores(model, together).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
-    earlier = replace(together, weights=together.weights.roll(-1), trained=together.trained - 1)
+    earlier = replace(
+        together, loss_weights=together.loss_weights.roll(-1), trained_positions=together.trained_positions - 1
+    )
     assert recipe.scores(model, earlier).tolist() != pytest.approx(scores.tolist(), abs=1e-3)
     assert float(recipe.denominator(together)) == float(recipe.denominator(apart)) == 3.0
 
@@ -172,7 +175,8 @@ def test_scores_at_every_token_as_they_once_were_are_refused(place):
             recipe.loss(
                 model,
                 Batch.of(
-                    [[(replace(sample, weights=np.zeros(len(sample), np.float32), token_columns={}),)]], len(sample)
+                    [[(replace(sample, loss_weights=np.zeros(len(sample), np.float32), token_columns={}),)]],
+                    len(sample),
                 ),
                 {},
             )[0]

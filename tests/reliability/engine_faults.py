@@ -45,7 +45,7 @@ def job(directory: Path, seed: int) -> dict[str, Any]:
     raw = arithmetic(directory) | {
         "recipe": "grpo",
         "seed": seed,
-        "algo": {"minibatches": 2},
+        "algo": {"num_minibatches": 2},
         "checkpoint": {"every": 100},
     }
     raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": 4}
@@ -56,7 +56,9 @@ def job(directory: Path, seed: int) -> dict[str, Any]:
     }
     raw["train"] = {**raw["train"], "steps": len(FAULTS) + 1, "validate_every": 0, "deterministic": True}
     reward = {"use": "tests.rl.plugs:varied"}
-    return raw | {"rollout": {"engine": "native", "prompts": 4, "group_size": 4, "max_new_tokens": 6, "reward": reward}}
+    return raw | {
+        "rollout": {"engine": "native", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "reward": reward}
+    }
 
 
 def played(directory: Path, seed: int) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def drawn(seed: int) -> Trial:
 
 
 def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
-    raw = arithmetic(directory) | {"recipe": trial.recipe, "algo": {"minibatches": 2}, "checkpoint": {"every": 100}}
+    raw = arithmetic(directory) | {"recipe": trial.recipe, "algo": {"num_minibatches": 2}, "checkpoint": {"every": 100}}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "samples": PROMPTS}
     raw["data"] = {
         **raw["data"],
@@ -107,10 +107,10 @@ def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
     raw["train"] = {**raw["train"], "steps": STEPS, "validate_every": 0}
     raw["rollout"] = {
         "engine": "native",
-        "prompts": PROMPTS,
+        "prompts_per_step": PROMPTS,
         "group_size": GROUP,
         "max_new_tokens": 6,
-        "reward_timeout_s": DEADLINE_S,
+        "reward_env_timeout_s": DEADLINE_S,
         "max_no_result_share": 0.5,
     }
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}

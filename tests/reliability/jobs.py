@@ -50,7 +50,7 @@ def online(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, A
             "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 4},
             "rollout": {
                 "engine": "native",
-                "prompts": 4,
+                "prompts_per_step": 4,
                 "group_size": 4,
                 "max_new_tokens": 6,
                 "reward": {"use": "tests.rl.plugs:by_length"},
@@ -71,8 +71,8 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "RM": preference("rm"),
     "KD": preference("kd"),
     "KD, teacher asked ahead": preference("kd ahead"),
-    "GRPO": online("grpo", {"minibatches": 2, "kl_coef": 0.01}),
-    "PPO": online("ppo", {"minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01}),
-    "OPD": online("opd", {"minibatches": 2}),
+    "GRPO": online("grpo", {"num_minibatches": 2, "kl_coef": 0.01}),
+    "PPO": online("ppo", {"num_minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01}),
+    "OPD": online("opd", {"num_minibatches": 2}),
 }
 ON_POLICY = ("GRPO", "PPO", "OPD")

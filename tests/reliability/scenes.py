@@ -108,7 +108,13 @@ class Made:
         reward = {"use": "tests.rl.plugs:by_length"}
         raw = self.raw | {
             "recipe": "grpo",
-            "rollout": {"engine": "native", "prompts": 4, "group_size": 2, "max_new_tokens": 4, "reward": reward},
+            "rollout": {
+                "engine": "native",
+                "prompts_per_step": 4,
+                "group_size": 2,
+                "max_new_tokens": 4,
+                "reward": reward,
+            },
             "evaluate": {"sources": {"dev": prompts}, "limit": 8, "max_new_tokens": 4, "samples_per_prompt": 1},
             "data": {**self.raw["data"], "sources": {"p": prompts}, "validation": {}},
             "train": {**self.raw["train"], "steps": 3, "validate_every": 0},
@@ -161,7 +167,10 @@ def rows_of(place: str, tokenizer: Tokenizer) -> list[Any]:
     for block, *_ in blocks_once(tokenized.reader(place, tokenizer)):
         units = (unit for i in range(len(block)) for unit in tokenized.decode(block.row(i), ""))
         found += [
-            [(s.tokens.tolist(), s.weights.tolist(), {k: v.tolist() for k, v in s.token_columns.items()}) for s in unit]
+            [
+                (s.tokens.tolist(), s.loss_weights.tolist(), {k: v.tolist() for k, v in s.token_columns.items()})
+                for s in unit
+            ]
             for unit in units
         ]
     return found

@@ -29,10 +29,10 @@ def raw(tmp_path):
     raw = arithmetic(tmp_path)
     raw |= {
         "recipe": "grpo",
-        "algo": {"minibatches": 2},
+        "algo": {"num_minibatches": 2},
         "rollout": {
             "engine": "native",
-            "prompts": 8,
+            "prompts_per_step": 8,
             "group_size": 4,
             "max_new_tokens": 6,
             "reward": {"use": "tests.rl.plugs:by_length"},
@@ -80,7 +80,7 @@ def watch_sampling(monkeypatch) -> list[int]:
 
 
 def test_it_runs_and_agrees_with_its_engine(raw):
-    rows = read_metrics(train({**raw, "algo": {"minibatches": 2, "kl_coef": 0.01}}) / "metrics.jsonl")
+    rows = read_metrics(train({**raw, "algo": {"num_minibatches": 2, "kl_coef": 0.01}}) / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
     assert all(r["sync_tensors"] == 24 for r in rows)
@@ -177,7 +177,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     noisy = {
         **raw,
-        "recipe": {"use": "tests.train.recipes:NoisyGRPO", "args": {"minibatches": 2}},
+        "recipe": {"use": "tests.train.recipes:NoisyGRPO", "args": {"num_minibatches": 2}},
         "algo": {},
         "train": {**raw["train"], "validate_every": 0},
     }
@@ -197,7 +197,7 @@ def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
         rows = read_metrics(train(noisy, str(stop)) / "metrics.jsonl")
         found.append([{k: v for k, v in row.items() if not is_clock(k)} for row in rows])
     assert found[0] == found[1]
-    rows = read_metrics(train({**noisy, "recipe": "grpo", "algo": {"minibatches": 2}}, "plain") / "metrics.jsonl")
+    rows = read_metrics(train({**noisy, "recipe": "grpo", "algo": {"num_minibatches": 2}}, "plain") / "metrics.jsonl")
     assert [row["grad_norm"] for row in rows] != [row["grad_norm"] for row in found[0]]
 
 
@@ -313,7 +313,13 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     raw["model"]["path"] = str(tmp_path / "task" / "model")
     raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "task" / "train.jsonl"), "kind": "prompt"}}
     raw["evaluate"]["sources"] = {"test": {"path": str(tmp_path / "task" / "test.jsonl"), "kind": "prompt"}}
-    raw["rollout"] = {"engine": "native", "prompts": 8, "group_size": 4, "max_new_tokens": 4, "reward_processes": 2}
+    raw["rollout"] = {
+        "engine": "native",
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "max_new_tokens": 4,
+        "reward_env_processes": 2,
+    }
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert all(r["turns"] == 2 and r["logprob_diff_max"] <= 1e-5 and r["no_result_share"] == 0 for r in rows)
@@ -344,7 +350,7 @@ def test_rewards_are_told_by_source(raw, tmp_path):
     assert any(row["source_reward/p"] != row["source_reward/q"] for row in rows)
 
 
-@pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
+@pytest.mark.parametrize("algo", [{}, {"num_minibatches": 2}])
 def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(
     raw, monkeypatch, algo
 ):
@@ -369,7 +375,7 @@ def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_an
     assert not steps
 
 
-@pytest.mark.parametrize("algo", [{}, {"minibatches": 2}])
+@pytest.mark.parametrize("algo", [{}, {"num_minibatches": 2}])
 def test_in_bf16_one_token_that_rounding_explains_does_not_stop_the_run(raw, monkeypatch, algo):
     """The largest of many differences passes any bound; it is reported."""
 
@@ -419,7 +425,7 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
     # three prompts of four answers
     assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 6) for _ in range(12)]
     for row, (sample,) in zip(rows[:12], credited[0], strict=False):
-        trained = sample.token_columns["advantages"][sample.weights != 0]
+        trained = sample.token_columns["advantages"][sample.loss_weights != 0]
         assert [token[2] for token in row["tokens"]] == trained.tolist()
         assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["answer"]
         assert {"prompt", "reward", "complete", "turns"} <= row.keys()
@@ -437,7 +443,7 @@ def test_weights_by_path_are_those_by_memory(raw):
             {k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")
         ]
         assert not (made / "sync").exists(), "nothing is left"
-    assert found["path"] == found["object_store"]
+    assert found["files"] == found["object_store"]
 
 
 @pytest.mark.parametrize("change", ["template", "stops"])

@@ -143,7 +143,7 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
             wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
             script = {}
             for sample in wanted:
-                edges = np.flatnonzero(np.diff(sample.weights != 0, prepend=False, append=False)).reshape(-1, 2)
+                edges = np.flatnonzero(np.diff(sample.loss_weights != 0, prepend=False, append=False)).reshape(-1, 2)
                 script |= {sample.tokens[:a].tobytes(): sample.tokens[a:b] for a, b in edges}
             how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6, 1000)
             episode = Episode(
@@ -160,7 +160,7 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
             assert len(found) == len(wanted)
             for ours, theirs in zip(found, wanted, strict=True):
                 assert ours.tokens.tolist() == theirs.tokens.tolist()
-                assert ours.weights.tolist() == theirs.weights.tolist()
+                assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
             split += len(found) > 1
     finally:
         environments.close()
@@ -190,7 +190,7 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
     assert [len(run) for run in merged(generations)] == [2, 1]
     first, second = samples_of(t, np.arange(5) + 20)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert first.weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert first.loss_weights.tolist() == [0, 0, 1, 1, 0, 1]
     assert first.token_columns["advantages"].tolist() == [0, 0, 20, 21, 0, 22]
     assert first.token_columns["rollout_logprobs"].tolist() == [0, 0, 0, 1, 0, 2]
     assert second.tokens.tolist() == [1, 9, 7, 8]
@@ -207,7 +207,7 @@ def test_conversations_end_where_they_should(tokenizer, environments, in_batches
     assert [facts(t) for t in whole] == [facts(t) for t in played([{}] * 4, tokenizer, environments, not in_batches)]
     for t in whole:
         (sample,) = samples_of(t)
-        assert sample.weights.sum() == t.num_sampled_tokens
+        assert sample.loss_weights.sum() == t.num_sampled_tokens
 
 
 def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments):

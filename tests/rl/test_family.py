@@ -44,14 +44,14 @@ class Given:
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs = logprobs
 
-    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, reduce: object) -> TokenLogprobs:
+    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object) -> TokenLogprobs:
         zero = torch.zeros_like(self.logprobs)
         return TokenLogprobs(self.logprobs, zero, zero)
 
 
 def padded(values: Tensor, batch: Batch) -> Tensor:
     """[B, T] → [answers, longest]: the trained positions of each answer, as verl lays them out."""
-    rows = [values[(batch.segments == d) & (batch.weights != 0)] for d in range(len(batch.lengths))]
+    rows = [values[(batch.segments == d) & (batch.loss_weights != 0)] for d in range(len(batch.lengths))]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
@@ -65,7 +65,7 @@ def test_loss_and_gradient_are_verls(form):
     batch = Batch.of(pack_all(recipe.compute_advantages(made), 40), 40)
     g = torch.Generator().manual_seed(1)
     logprobs = (
-        batch.token_columns["old_logprobs"] + 0.2 * torch.randn(batch.weights.shape, generator=g)
+        batch.token_columns["old_logprobs"] + 0.2 * torch.randn(batch.loss_weights.shape, generator=g)
     ).requires_grad_()
     loss, _ = recipe.loss(Given(logprobs), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / recipe.denominator(batch), logprobs)

@@ -30,7 +30,7 @@ def on_ray(job: dict, timeout_s: float) -> dict:
 
 @pytest.mark.cluster
 def test_faults_of_an_engine_change_nothing(job, tmp_path, ray_cluster, capfd):
-    job["algo"] = {"minibatches": 2, "kl_coef": 0.01}
+    job["algo"] = {"num_minibatches": 2, "kl_coef": 0.01}
     want = left(train(job, "whole"))
     engine = {"use": "tests.rl.faulty:Engine", "args": {"place": str(tmp_path), "faults": FAULTS}}
     made = left(train(on_ray({**job, "rollout": {**job["rollout"], "engine": engine}}, 25.0), "faulty"))
@@ -46,7 +46,7 @@ def test_faults_of_an_engine_change_nothing(job, tmp_path, ray_cluster, capfd):
 @pytest.mark.cluster
 def test_faults_of_a_trainer_change_nothing(job, tmp_path, ray_cluster, capfd):
     recipe = {"use": "tests.rl.faulty:Recipe", "args": {"place": str(tmp_path), "faults": []}}
-    job["algo"], job["recipe"], job["train"]["steps"] = {"minibatches": 2}, recipe, 7
+    job["algo"], job["recipe"], job["train"]["steps"] = {"num_minibatches": 2}, recipe, 7
     want = left(train(job, "whole"))
     job["recipe"] = {**recipe, "args": {**recipe["args"], "faults": FAULTS}}
     made = left(train(on_ray(job, 25.0), "faulty"))

@@ -194,7 +194,7 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
 def test_context_is_never_trained():
     for (sample,), t in zip(GRPO().compute_advantages(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)
-        assert not sample.weights[:c].any()
-        assert sample.weights[c:].all()
+        assert not sample.loss_weights[:c].any()
+        assert sample.loss_weights[c:].all()
         assert not sample.token_columns["advantages"][:c].any()
         assert sample.token_columns["old_logprobs"][c:].tolist() == t.token_columns["old_logprobs"].tolist()

@@ -38,10 +38,10 @@ def test_twenty_steps_of_gsm8k(name, shared, tmp_path):
         "model": {"path": str(model), "init": "random"},
         "seed": 3,
         "data": {"sources": {"gsm8k": prompts}, "seq_len": 512, "too_long": "drop"},
-        "algo": {"minibatches": 2, "kl_coef": 0.01},
+        "algo": {"num_minibatches": 2, "kl_coef": 0.01},
         "rollout": {
             "engine": "native",
-            "prompts": 4,
+            "prompts_per_step": 4,
             "group_size": 4,
             "max_new_tokens": 24,
             "reward": {"use": "tests.rl.plugs:numbers_said"},

@@ -58,7 +58,7 @@ KILLED = """
 def test_a_run_that_is_killed_in_every_phase_ends_as_one_that_is_not(raw, tmp_path):
     raw = {
         **raw,
-        "algo": {"minibatches": 2, "kl_coef": 0.01},
+        "algo": {"num_minibatches": 2, "kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8},
         "checkpoint": {"every": 1},
     }

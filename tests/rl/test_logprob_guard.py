@@ -85,9 +85,9 @@ def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
     recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_bound=0.25)
-    engine = torch.zeros_like(batch.weights)
+    engine = torch.zeros_like(batch.loss_weights)
     batch.token_columns["rollout_logprobs"] = engine
-    off = torch.where(batch.weights != 0, 0.25, 0.0)
+    off = torch.where(batch.loss_weights != 0, 0.25, 0.0)
     off[0, 0] = 0.5  # of the first answer's four tokens
     found = recipe.logprob_differences(TokenLogprobs(off, off, torch.zeros_like(off)), batch)
     units = float(recipe.denominator(batch))

@@ -33,7 +33,7 @@ def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: di
         "rollout": {
             "reward": {"use": "ptf.rl.rewards:exact"},
             "replicas": 4,
-            "prompts": 64,
+            "prompts_per_step": 64,
             "group_size": 8,
             "max_new_tokens": 256,
             "gpu_memory_utilization": 0.5,
@@ -128,12 +128,12 @@ def test_an_update_has_the_answers_of_a_step_whatever_the_sequences_of_offline_j
     plan = planned(tmp_path, gpus=16, algo={"update_epochs": 2}, compute={"workers": 16}, rollout={"replicas": 16})
     assert plan.update.micro_batch_sequences == 2
     assert plan.update.tokens == 2 * 64 * 8 * 1024  # epochs × prompts × answers × tokens
-    alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"replicas": 16, "prompts": 1})
+    alone = planned(tmp_path, gpus=16, compute={"workers": 16}, rollout={"replicas": 16, "prompts_per_step": 1})
     assert alone.update.micro_batch_sequences == 1  # eight answers over sixteen GPUs
 
 
 def test_the_native_engine_holds_contexts_once_and_each_answer(tmp_path) -> None:
-    plan = planned(tmp_path, rollout={"engine": "native", "prompts": 40, "transport": "path"})
+    plan = planned(tmp_path, rollout={"engine": "native", "prompts_per_step": 40, "transport": "files"})
     cache = TOKEN * (10 * (1024 - 256) + 80 * 256)  # ten prompts, eight answers to each
     assert plan.engine.cache == cache
     assert plan.pools[0].phases["rollout"]["rollout"] == plan.engine.weights + cache

@@ -31,7 +31,7 @@ def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the
     ]
     units = TEACHER.compute_advantages([tuple(made)])
     for (sample,), t in zip(units, made, strict=True):
-        said = sample.weights != 0
+        said = sample.loss_weights != 0
         np.testing.assert_array_equal(
             sample.token_columns["advantages"][said],
             t.token_columns["teacher_logprobs"] - t.token_columns["old_logprobs"],

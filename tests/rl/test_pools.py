@@ -39,7 +39,7 @@ def ppo(raw):
     return {
         **raw,
         "recipe": "ppo",
-        "algo": {"minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01},
+        "algo": {"num_minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1},
     }
 
@@ -356,7 +356,7 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
     with two engines, with weights from memory, through files, through memory that both see, and by broadcast."""
     raw = {
         **raw,
-        "algo": {"minibatches": 2, "kl_coef": 0.01},
+        "algo": {"num_minibatches": 2, "kl_coef": 0.01},
         "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 8},
     }
     raw["train"] = {**raw["train"], "steps": 3, "deterministic": True}

@@ -22,7 +22,7 @@ from tests.rl.test_grpo import trajectory
 
 @pytest.fixture
 def ppo(raw):
-    return {**raw, "recipe": "ppo", "algo": {"minibatches": 2, "critic_lr": 3e-3, "value_clip": 10.0}}
+    return {**raw, "recipe": "ppo", "algo": {"num_minibatches": 2, "critic_lr": 3e-3, "value_clip": 10.0}}
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.99, 0.0)])
@@ -70,7 +70,7 @@ def test_the_critics_loss_and_gradient_are_verls():
 
     batch = Batch.of(pack_all(PPO(whiten=False).compute_advantages(scored()), 40), 40)
     g = torch.Generator().manual_seed(0)
-    values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.weights.shape, generator=g)).requires_grad_()
+    values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.loss_weights.shape, generator=g)).requires_grad_()
 
     class Says:
         def __call__(self, *given: object) -> torch.Tensor:
@@ -80,7 +80,8 @@ def test_the_critics_loss_and_gradient_are_verls():
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / critic.denominator(batch), values)
     new, returns, old, weights = (
-        padded(v, batch) for v in (values, batch.token_columns["returns"], batch.token_columns["values"], batch.weights)
+        padded(v, batch)
+        for v in (values, batch.token_columns["returns"], batch.token_columns["values"], batch.loss_weights)
     )
     wanted, clipped = core_algos.compute_value_loss(new, returns, old, weights, 0.2)
     (gradient,) = torch.autograd.grad(wanted, values)
@@ -103,7 +104,7 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
             wanted + t.token_columns["values"], abs=1e-6
         )
     whitened = np.concatenate(
-        [unit[0].token_columns["advantages"][unit[0].weights != 0] for unit in PPO().compute_advantages([group])]
+        [unit[0].token_columns["advantages"][unit[0].loss_weights != 0] for unit in PPO().compute_advantages([group])]
     )
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert PPO().compute_advantages([(failed,)]) == []

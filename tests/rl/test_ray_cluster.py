@@ -52,7 +52,7 @@ class Echo:
 
     @broadcast
     def fail(self) -> None:
-        raise UserError("rollout.prompts is wrong")
+        raise UserError("rollout.prompts_per_step is wrong")
 
     @sharded
     def die(self, items: list[bool]) -> list[None]:
@@ -146,7 +146,7 @@ def test_what_all_workers_get_is_stored_once(echo, team, monkeypatch):
 
 
 def test_errors_keep_their_type_and_name_role_and_method(echo):
-    with pytest.raises(UserError, match=r"rollout\.prompts is wrong") as caught:
+    with pytest.raises(UserError, match=r"rollout\.prompts_per_step is wrong") as caught:
         echo.call("fail")
     (said,) = caught.value.__notes__
     # both fail: either is first

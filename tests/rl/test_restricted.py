@@ -44,7 +44,7 @@ def answers(run: Path) -> set[str]:
     return {json.loads(line)["answer"] for line in (run / "samples.jsonl").read_text().splitlines()}
 
 
-@pytest.mark.parametrize("change", [{}, {"kl_coef": 0.05}, {"entropy_coef": 0.01}, {"minibatches": 1}])
+@pytest.mark.parametrize("change", [{}, {"kl_coef": 0.05}, {"entropy_coef": 0.01}, {"num_minibatches": 1}])
 def test_only_what_is_allowed_is_said_and_the_trainer_knows(short, tmp_path, change):
     short["algo"] |= change
     run = train(allowed(short, tmp_path))
@@ -107,7 +107,7 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("algo", "said"),
     [
-        ({"minibatches": 2}, "several updates"),
+        ({"num_minibatches": 2}, "several updates"),
         ({"update_epochs": 2}, "several updates"),
         ({"kl_coef": 0.1}, "algo.kl_coef"),
         ({}, None),
@@ -172,5 +172,5 @@ def test_a_rank_without_rows_of_its_own_has_no_states():
     edges = edges_of(Trie.of([[3, 4]], (1,)))
     x, head = torch.randn(1, 16, 8), Head(torch.randn(20, 8), 20)
     assert not token_logprobs(
-        x, head, idle.targets, idle.weights, LogitsProcessing(edges=edges), idle.token_columns.get("states")
+        x, head, idle.targets, idle.loss_weights, LogitsProcessing(edges=edges), idle.token_columns.get("states")
     ).logprobs.any()

@@ -11,7 +11,7 @@ LORA = {"rank": 4, "alpha": 8}
 RUNS = {
     "ipc": ({"transport": "ipc"}, {}, {}),
     "nccl": ({"transport": "nccl"}, {"pools": APART}, {}),
-    "an adapter": ({"lora_sync": "adapter", "transport": "path"}, {}, {"lora": LORA}),
+    "an adapter": ({"lora_sync": "adapter", "transport": "files"}, {}, {"lora": LORA}),
     "two processes": ({"tensor_parallel_size": 2}, {}, {}),
     "two processes, ipc": ({"tensor_parallel_size": 2, "transport": "ipc"}, {"workers": 2}, {}),
     "two processes, nccl": ({"tensor_parallel_size": 2, "transport": "nccl"}, {"pools": APART}, {}),

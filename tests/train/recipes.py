@@ -32,11 +32,11 @@ class Value:
         return encode_document(row, tokenizer, source, "assistant")
 
     def denominator(self, batch: Batch) -> Tensor:
-        return batch.weights.sum(dtype=torch.float64)
+        return batch.loss_weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         values = model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.values(x))
-        loss = ((values - batch.targets / 10) ** 2 * batch.weights).sum()
+        loss = ((values - batch.targets / 10) ** 2 * batch.loss_weights).sum()
         return loss, {"loss": loss.detach()}
 
 

@@ -132,7 +132,7 @@ def used_on_one_rank() -> dict[str, dict[str, Tensor]]:
         batches = micro(world.rank)
         if world.rank == 1:
             untrained = sample(9, 1)
-            batches[0] = Batch.of([[(Sample(untrained.tokens, untrained.weights * 0, "a"),)]], 32)
+            batches[0] = Batch.of([[(Sample(untrained.tokens, untrained.loss_weights * 0, "a"),)]], 32)
         trainer.forward_backward(batches, Watched(before=without), ())
         found[name] = gradients(model)
     return found

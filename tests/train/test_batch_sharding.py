@@ -20,7 +20,7 @@ def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, seque
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= 1
     batches = [batch for share in shares for batch in share]
-    assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.weights.sum() for ((s,),) in packed)
+    assert sum(float(GRPO().denominator(b)) for b in batches) == sum(s.loss_weights.sum() for ((s,),) in packed)
     for batch in batches if sequences else []:
         assert {"advantages", "old_logprobs", "reference_logprobs"} <= batch.token_columns.keys()
 
@@ -31,9 +31,9 @@ def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():
     assert isinstance(batch, Batch)
     weight = torch.zeros((), requires_grad=True)
 
-    def model(tokens, positions, segments, reduce):
+    def model(tokens, positions, segments, head_fn):
         x = torch.ones(*tokens.shape, 4) * weight
-        return reduce(x, Head(torch.ones(97, 4), 97))
+        return head_fn(x, Head(torch.ones(97, 4), 97))
 
     loss, _ = GRPO(kl_coef=0.1).loss(model, batch, {})
     loss.backward()

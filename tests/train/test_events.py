@@ -143,7 +143,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
         "data": {"sources": {"p": {"path": str(made / "train_prompts.jsonl"), "kind": "prompt"}}, "seq_len": 96},
         "rollout": {
             "engine": "native",
-            "prompts": 16,
+            "prompts_per_step": 16,
             "group_size": 8,
             "max_new_tokens": size,
             "reward": worth,
@@ -224,7 +224,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
         "reward": None,
         "environment": {"use": "ptf.tasks.slates:Future", "args": {"catalogue": catalogue, "turns": 2, "size": 4}},
     }
-    raw["rollout"] |= {"prompts": 8, "group_size": 4}
+    raw["rollout"] |= {"prompts_per_step": 8, "group_size": 4}
     raw["data"]["omitted_context"] = "allow"  # the template shows what users did, and nothing that was recommended
     raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")

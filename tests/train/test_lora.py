@@ -207,7 +207,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
         "model": {**raw["model"], "lora": LORA},
         "rollout": {
             "engine": "native",
-            "prompts": 4,
+            "prompts_per_step": 4,
             "group_size": 4,
             "max_new_tokens": 6,
             "reward": {"use": "tests.rl.plugs:varied"},

@@ -252,7 +252,7 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
         "model": {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>"], "semantic_ids": [50]}},
         "rollout": {
             "engine": "native",
-            "prompts": 4,
+            "prompts_per_step": 4,
             "group_size": 4,
             "max_new_tokens": 6,
             "reward": {"use": "tests.rl.plugs:varied"},

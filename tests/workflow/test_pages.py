@@ -29,7 +29,7 @@ RL = {
     "recipe": "grpo",
     "rollout": {
         "engine": "native",
-        "prompts": 2,
+        "prompts_per_step": 2,
         "group_size": 4,
         "max_new_tokens": 4,
         "reward": {"use": "ptf.tasks.arithmetic:exact"},

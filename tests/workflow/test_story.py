@@ -116,7 +116,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
         "data": {"sources": {"p": {"path": f"{p.root}/data/prompts.jsonl", "kind": "prompt"}}, "seq_len": 64},
         "rollout": {
             "engine": "native",
-            "prompts": 4,
+            "prompts_per_step": 4,
             "group_size": 4,
             "max_new_tokens": 4,
             "reward": {"use": "ptf.tasks.arithmetic:exact"},
@@ -220,7 +220,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
             "recipe": "grpo",
             "rollout": {
                 "engine": "native",
-                "prompts": 4,
+                "prompts_per_step": 4,
                 "group_size": 4,
                 "max_new_tokens": 4,
                 "reward": {"use": "ptf.tasks.arithmetic:exact"},

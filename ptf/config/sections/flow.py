@@ -5,7 +5,7 @@ from typing import Any, Literal
 from ptf.config.section import Count, Positive, Section, free
 
 
-class StepConfig(Section):
+class StageConfig(Section):
     """Resources and limits of one step of a flow."""
 
     cpu: Positive | None = None
@@ -26,8 +26,8 @@ class StepConfig(Section):
 class FlowConfig(Section):
     """Settings of the orchestrator, which training does not read."""
 
-    steps: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StepConfig] = free({})
-    """Resources, retries and limits by step."""
+    stages: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StageConfig] = free({})
+    """Resources, retries and limits by stage."""
     cron: str | None = free(None)
     """Schedule of a deployed flow: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at
     three)."""

@@ -36,23 +36,27 @@ class RolloutConfig(Section):
     reward: Plugin | None = None
     """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
     reward_model: RewardModelConfig | None = None
-    """A reward model that replaces `reward`, or whose score is added to it; it is a role of its own."""
+    """A reward model, which is a role of its own. The reward is its score × `weight`, plus that of `reward` if both are
+    given."""
     environment: Plugin | None = None
     """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
     (ptf.rl.environments.protocol), which returns the rewards."""
     max_turns: Positive = 8
     """Most turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn, `data.seq_len` the
     whole episode with the messages of the environment."""
-    reward_processes: Positive = free(1)
-    """Processes that compute rewards; for environments, the number of processes beside each engine replica."""
-    reward_timeout_s: PositiveFloat = free(10.0)
-    """Deadline of one reward, or of one reply of an environment; a process that misses it is killed."""
-    reward_retries: Count = free(1)
-    """How often a reward or an environment that failed is called again before its answer counts as having no result."""
+    reward_env_processes: Positive = free(1)
+    """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
+    engine replica."""
+    reward_env_timeout_s: PositiveFloat = free(10.0)
+    """Time limit of one call of `reward`, or of an environment's `reset` or `step`; a process that exceeds it is
+    killed."""
+    reward_env_retries: Count = free(1)
+    """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
+    result."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
-    prompts: Positive = 64
+    prompts_per_step: Positive = 64
     """Prompts in each step."""
     group_size: Positive = 8
     """Answers sampled for each prompt. GRPO compares them, so it needs at least two."""
@@ -81,11 +85,11 @@ class RolloutConfig(Section):
     lora_sync: Literal["merged", "adapter"] = "merged"
     """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
     engine applies to the base model."""
-    transport: Literal["auto", "object_store", "path", "ipc", "nccl"] = free("auto")
+    transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = free("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
-    `compute.launcher: ray` the first of `ipc`, `nccl` and `path` that the job can use, otherwise `object_store`.
+    `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use, otherwise `object_store`.
     `object_store`: as a whole model, through host memory. The other three send them in buckets, so that neither the
-    policy nor vLLM holds a second copy of the model (the native engine does). `path`: through files in the run's
+    policy nor vLLM holds a second copy of the model (the native engine does). `files`: through files in the run's
     directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
     engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff_mean: PositiveFloat | None = free(None)

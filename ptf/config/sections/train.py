@@ -26,8 +26,8 @@ class TrainConfig(Section):
 
     steps: Positive | None = None
     """Number of steps. In offline recipes a step is one optimizer step. In online recipes it generates
-    `rollout.prompts` × `rollout.group_size` answers and makes up to `algo.update_epochs` × `algo.minibatches` optimizer
-    steps on them; schedule, checkpoints and validation count these steps."""
+    `rollout.prompts_per_step` × `rollout.group_size` answers and makes up to `algo.update_epochs` ×
+    `algo.num_minibatches` optimizer steps on them; schedule, checkpoints and validation count these steps."""
     epochs: Positive | None = None
     """Passes over the data, in place of `steps` (offline recipes). The number of steps is computed before training, in
     a pass over the data."""
@@ -38,7 +38,7 @@ class TrainConfig(Section):
     applies; other parameters have factor 1."""
     global_batch_sequences: Positive = 8
     """Packed sequences per optimizer step over all workers, in offline recipes. In online recipes the batch is the
-    answers of a step, `rollout.prompts` × `rollout.group_size`."""
+    answers of a step, `rollout.prompts_per_step` × `rollout.group_size`."""
     micro_batch_sequences: Positive = free(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -52,7 +52,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=c["intermediate_size"],
         bias=True,
         clamp=c.get("swiglu_limit", 7.0),
-        balance=c.get("router_aux_loss_coef", 0.001),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
     return DecoderConfig(
         **common(c),

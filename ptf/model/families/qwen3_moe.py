@@ -36,7 +36,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         top_k=c["num_experts_per_tok"],
         intermediate_size=c["moe_intermediate_size"],
         normalise=c.get("norm_topk_prob", False),
-        balance=c.get("router_aux_loss_coef", 0.001),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
     tied = c.get("tie_word_embeddings", False)
     return DecoderConfig(**common(c), tied=tied, layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)

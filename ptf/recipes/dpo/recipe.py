@@ -114,8 +114,10 @@ class DPO:
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the log-probs of the answers' tokens, 0 elsewhere: [B, T]."""
-        reduce = partial(token_logprobs, targets=batch.targets, weights=batch.weights, selected=batch.trained)
-        return model(batch.tokens, batch.positions, batch.segments, reduce)[0]
+        head_fn = partial(
+            token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
+        )
+        return model(batch.tokens, batch.positions, batch.segments, head_fn)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each answer, or its mean over tokens: [documents]."""

@@ -58,7 +58,7 @@ class GRPO:
     entropy_coef: float = 0.0
     overlong_buffer_tokens: int = 0
     update_epochs: int = 1
-    minibatches: int = 1
+    num_minibatches: int = 1
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
     max_new_tokens: int = 1  # the largest number of tokens of an answer
     # tokens whose log-probs in engine and trainer differ by more are counted
@@ -118,7 +118,7 @@ class GRPO:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count what the loss is a mean over: tokens, or samples."""
-        return (batch.weights if self.loss_aggregation == "token_mean" else document_weights(batch)).sum(
+        return (batch.loss_weights if self.loss_aggregation == "token_mean" else document_weights(batch)).sum(
             dtype=torch.float64
         )
 
@@ -138,10 +138,10 @@ class GRPO:
     def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `has_known_gradient`."""
         coefficients = self.token_coefficients(batch)
-        reduce = partial(
+        head_fn = partial(
             surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
         )
-        loss, outputs = model(batch.tokens, batch.positions, batch.segments, reduce)
+        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn)
         metrics = {
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
@@ -155,10 +155,10 @@ class GRPO:
         and `surrogate`."""
         return {
             "targets": batch.targets,
-            "weights": batch.weights,
+            "weights": batch.loss_weights,
             "processing": self.processing,
             "trie_states": batch.token_columns.get("states"),
-            "selected": batch.trained,
+            "selected": batch.trained_positions,
         }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch) -> Metrics:
@@ -169,7 +169,7 @@ class GRPO:
         coefficients = self.metric_coefficients(batch)
         difference = (
             (outputs.logprobs.detach() - batch.token_columns["rollout_logprobs"]).abs() - outputs.slack
-        ).clamp(min=0) * (batch.weights != 0)
+        ).clamp(min=0) * (batch.loss_weights != 0)
         return {
             "logprob_diff_mean": (difference * coefficients).sum(),
             "logprob_diff_share": ((difference > self.logprob_diff_bound) * coefficients).sum(),
@@ -222,12 +222,12 @@ class GRPO:
 
         They must where several steps are made from the same rollouts, or where `compute_advantages` reads them.
         """
-        return self.update_epochs * self.minibatches > 1 or bool(self.kl_coef and self.kl_in == "reward")
+        return self.update_epochs * self.num_minibatches > 1 or bool(self.kl_coef and self.kl_in == "reward")
 
     def token_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the loss, a sum that the step divides by `denominator`: [B, T]."""
         return (
-            batch.weights / self.max_new_tokens
+            batch.loss_weights / self.max_new_tokens
             if self.loss_aggregation == "constant_length"
             else self.metric_coefficients(batch)
         )
@@ -238,9 +238,9 @@ class GRPO:
         The quotient is the mean over tokens, or over samples of the mean over their tokens.
         """
         if self.loss_aggregation == "token_mean":
-            return batch.weights
-        tokens = sums(torch.ones_like(batch.weights), batch).clamp(min=1)
-        return batch.weights / broadcast_to_tokens(tokens, batch)
+            return batch.loss_weights
+        tokens = sums(torch.ones_like(batch.loss_weights), batch).clamp(min=1)
+        return batch.loss_weights / broadcast_to_tokens(tokens, batch)
 
     def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
         """Return the mean over each sequence's tokens, at every one of them: [B, T]."""

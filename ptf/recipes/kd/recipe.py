@@ -73,7 +73,7 @@ class KD:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
-        return batch.weights.sum(dtype=torch.float64)
+        return batch.loss_weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
@@ -103,11 +103,13 @@ class KD:
             if k >= vocab:
                 raise UserError(f"algo.top_k ({k}) must be less than the vocabulary of {vocab} tokens")
 
-            def reduce(x, head, vocab=vocab):
-                return top_logprobs(x, replace(head, vocab=vocab), k, batch.weights, self.temperature, batch.trained)
+            def head_fn(x, head, vocab=vocab):
+                return top_logprobs(
+                    x, replace(head, vocab=vocab), k, batch.loss_weights, self.temperature, batch.trained_positions
+                )
 
             with torch.no_grad():
-                ids, logprobs = frozen_models[name](batch.tokens, batch.positions, batch.segments, reduce)
+                ids, logprobs = frozen_models[name](batch.tokens, batch.positions, batch.segments, head_fn)
             annotations |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
         return annotations
 
@@ -133,11 +135,11 @@ class KD:
                 )
         first, *others = names
 
-        def reduce(x, head):
+        def head_fn(x, head):
             return self._nested_passes(others, model, batch, frozen_models, gradients, (*outputs, (first, x, head)))
 
         with torch.no_grad():
-            return frozen_models[first](batch.tokens, batch.positions, batch.segments, reduce)
+            return frozen_models[first](batch.tokens, batch.positions, batch.segments, head_fn)
 
     def _loss_of_vocabulary(
         self,
@@ -156,11 +158,11 @@ class KD:
                 replace(head, vocab=vocab),
                 x_teacher,
                 replace(head_teacher, vocab=vocab),
-                batch.weights,
+                batch.loss_weights,
                 form=self.loss_type,
                 beta=self.beta,
                 temperature=self.temperature,
-                selected=batch.trained,
+                selected=batch.trained_positions,
             )
         return self._mixed_loss(x, head, batch, divergences)
 
@@ -175,11 +177,11 @@ class KD:
                 head,
                 ids,
                 logprobs,
-                batch.weights,
+                batch.loss_weights,
                 form=self.loss_type,
                 beta=self.beta,
                 temperature=self.temperature,
-                selected=batch.trained,
+                selected=batch.trained_positions,
             )
         return self._mixed_loss(x, head, batch, divergences)
 
@@ -193,7 +195,7 @@ class KD:
         if len(divergences) > 1:
             metrics |= {f"divergence_{name}": value for name, value in divergences.items()}
         if self.ce_coef:
-            metrics["ce"] = cross_entropy(x, head, batch.targets, batch.weights, batch.trained)
+            metrics["ce"] = cross_entropy(x, head, batch.targets, batch.loss_weights, batch.trained_positions)
             loss = loss + self.ce_coef * metrics["ce"]
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 

@@ -41,7 +41,7 @@ class OPD(GRPO):
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return GRPO's loss; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, frozen_models)
-        return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.weights).sum()}
+        return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.loss_weights).sum()}
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return every answer with its advantages, whether it has a reward or not."""

@@ -48,7 +48,7 @@ class Critic:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
-        return batch.weights.sum(dtype=torch.float64)
+        return batch.loss_weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
@@ -56,11 +56,11 @@ class Critic:
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
-        loss = (torch.maximum(clipped_error, error) * batch.weights).sum() / 2
+        loss = (torch.maximum(clipped_error, error) * batch.loss_weights).sum() / 2
         metrics = {
-            "value": (values * batch.weights).sum(),
-            "clip_share": ((clipped_error > error) * batch.weights).sum(),
-            "error": (error * batch.weights).sum(),
+            "value": (values * batch.loss_weights).sum(),
+            "clip_share": ((clipped_error > error) * batch.loss_weights).sum(),
+            "error": (error * batch.loss_weights).sum(),
         }
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 

@@ -70,7 +70,7 @@ class RM:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count the pairs or scored answers, by their weights."""
-        counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.weights
+        counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.loss_weights
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
@@ -84,7 +84,7 @@ class RM:
             correct, predicted = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
-            truth, counts = self.labels(batch), batch.weights.flatten()[batch.trained]
+            truth, counts = self.labels(batch), batch.loss_weights.flatten()[batch.trained_positions]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
                 if self.loss_type == "binary"
@@ -118,20 +118,20 @@ class RM:
 
     def _of_answers(self, batch: Batch, name: str) -> Tensor:
         """Return the value of a column for each scored answer: [answers]."""
-        if len(batch.trained) and "answer_length" not in batch.token_columns:
+        if len(batch.trained_positions) and "answer_length" not in batch.token_columns:
             raise UserError(
                 "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
                 "tokenize it again"
             )
-        return batch.token_columns.get(name, batch.weights).flatten()[batch.trained]
+        return batch.token_columns.get(name, batch.loss_weights).flatten()[batch.trained_positions]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
         [answers]."""
         # weights are aligned with the targets
-        positions = ends(batch) if self.loss_type == "pair" else batch.trained + 1
+        positions = ends(batch) if self.loss_type == "pair" else batch.trained_positions + 1
 
-        def reduce(x: Tensor, head: Scalar) -> Tensor:
+        def head_fn(x: Tensor, head: Scalar) -> Tensor:
             return head.values(x.flatten(0, 1).index_select(0, positions))
 
-        return model(batch.tokens, batch.positions, batch.segments, reduce)
+        return model(batch.tokens, batch.positions, batch.segments, head_fn)

@@ -42,7 +42,7 @@ class SFT:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count the trained tokens, by their weights."""
-        return batch.weights.sum(dtype=torch.float64)
+        return batch.loss_weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
@@ -54,7 +54,7 @@ class SFT:
         give no loss per document."""
         if len(self.sources) < 2 or losses is None:
             return {}
-        denominator = batch.per_document(torch.ones_like(batch.weights))
+        denominator = batch.per_document(torch.ones_like(batch.loss_weights))
         metrics: Metrics = {}
         for name in self.sources:
             of_source = torch.tensor([source == name for source in batch.sources])

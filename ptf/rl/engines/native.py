@@ -207,10 +207,10 @@ class NativeEngine:
         """See RolloutEngine."""
         batch = self._packed(tokens)
 
-        def reduce(x, head):
-            return token_logprobs(x, head, batch.targets, batch.weights, selected=batch.trained).logprobs
+        def head_fn(x, head):
+            return token_logprobs(x, head, batch.targets, batch.loss_weights, selected=batch.trained_positions).logprobs
 
-        values = self.model(batch.tokens, batch.positions, batch.segments, reduce)[0].cpu().numpy()
+        values = self.model(batch.tokens, batch.positions, batch.segments, head_fn)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])
         return [values[a : b - 1] for a, b in itertools.pairwise(starts)]
 

@@ -55,9 +55,9 @@ def streaming_faults(job: "Job") -> Iterator[str]:
     if job.rollout.engine not in ("native", "vllm"):
         yield "rollout.engine must be native or vllm"
     if job.rollout.lora_sync == "adapter":
-        yield "an adapter alone is small; give object_store or path"
+        yield "an adapter alone is small; give object_store or files"
     if job.model.backend == "hf":
-        yield "model.backend: hf does not know the names of its tensors in advance; give object_store or path"
+        yield "model.backend: hf does not know the names of its tensors in advance; give object_store or files"
 
 
 def ipc_faults(job: "Job") -> Iterator[str]:
@@ -109,7 +109,7 @@ TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first
         tried=whole_on_gpus,
     ),
     # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
-    "path": Transport(
+    "files": Transport(
         passes={"gather": 1, "host_link": 2, "disk": 2, "digest_on_host": 2, "network": 1},
         in_files=True,
         tried=whole_on_gpus,

@@ -59,7 +59,7 @@ APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}
         ({"lora_sync": "adapter"}, True, "object_store"),
         ({"launcher": "local"}, True, "object_store"),
         ({}, False, "object_store"),
-        ({"transport": "path"}, True, "path"),
+        ({"transport": "files"}, True, "files"),
         ({"transport": "object_store"}, True, "object_store"),
     ],
 )
