@@ -200,7 +200,7 @@ def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
                 ]
             )
         if rows:
-            parts.append(Table(rows, headers=[f"{name}: prompt", "at the start", "now", "reward"]))
+            parts.append(Table(rows, headers=[f"{name}: prompt", "starting model", "trained model", "reward"]))
     return parts
 
 
@@ -254,7 +254,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     card.append(
         Table(
             [[name, shown(f"starting_model/{name}"), shown(name)] for name in names],
-            headers=["metric", "at the start", "now"],
+            headers=["metric", "starting model", "trained model"],
         )
     )
     try:

@@ -56,8 +56,8 @@ def __dir__() -> list[str]:
 
 
 class _TrainPackage(ModuleType):
-    """The package `ptf.train`, which can be called: `ptf.train` is both the room of the training code and the function
-    that trains a job, and Python keeps one attribute for both."""
+    """The package `ptf.train`, which can be called: `ptf.train` is both the package of the training code and the
+    function that trains a job, and Python keeps one attribute for both."""
 
     def __call__(self, job: "Job", run_name: "str | None" = None) -> "Run":
         """Train a job and return its run, as `ptf.api.train` does."""

@@ -232,11 +232,11 @@ def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
             "engine": "native",
             "prompts_per_step": 2,
             "group_size": 2,
-            "workers": 1,
+            "replicas": 1,
             "max_new_tokens": answer,
             "max_no_result_share": 1.0,
             "transport": "object_store",
-            "tensor": 1,
+            "tensor_parallel_size": 1,
         }
     )
 

@@ -53,7 +53,7 @@ class Comparison:
     @property
     def describe(self) -> str:
         """Text of the comparison: both values, the interval and the verdict."""
-        change = f"{self.metric} {self.start:.4g} at the start, {self.now:.4g} now"
+        change = f"{self.metric} {self.start:.4g} of the starting model, {self.now:.4g} of the trained one"
         if not self.rows:
             return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):

@@ -211,7 +211,7 @@ def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) 
     if not names:
         return ["Not evaluated."]
     then = before["metrics"] if before else {}
-    columns = ["at the start", "now", *([f"published before ({before['version']})"] if before else [])]
+    columns = ["starting model", "this version", *([f"published before ({before['version']})"] if before else [])]
     lines = ["| metric | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name in names:
         values = [metrics.get(f"starting_model/{name}"), metrics[name], *([then.get(name)] if before else [])]

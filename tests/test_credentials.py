@@ -149,7 +149,7 @@ def test_a_flow_leaves_none_of_its_secrets_anywhere(tmp_path):
     toy = Toy(tmp_path)
     toy.env |= {"PLANTED": SECRET, "PYTHONPATH": os.getcwd()}
     raw = yaml.safe_load((Path(__file__).parent / "flows" / "toy.yaml").read_text())
-    raw["flow"]["steps"]["train"] = {"environment": {**TRAIN, "SECOND_TOKEN": "env:PLANTED"}}
+    raw["flow"]["stages"]["train"] = {"environment": {**TRAIN, "SECOND_TOKEN": "env:PLANTED"}}
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(raw))
     flow = tmp_path / "look.py"
     flow.write_text(LOOK.format(flows=str(Path(__file__).parent / "flows")))

@@ -63,6 +63,17 @@ def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: py
     assert "reward" in text
 
 
+def test_a_job_of_many_engines_is_rehearsed_with_one(
+    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = online(raw, tmp_path, "ptf.rl.rewards:numeric")
+    job["compute"] = {"launcher": "ray", "workers": 4}
+    job["rollout"] |= {"engine": "vllm", "replicas": 2, "tensor_parallel_size": 2}
+    status, text = said(job, tmp_path, capfd)
+    assert status == 0, text
+    assert "no problem found" in text
+
+
 def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None:
     """Of an online job, that of its fullest pool in its fullest phase, engine and frozen roles included."""
     raw["compute"] = {"launcher": "ray", "workers": 2}

@@ -40,7 +40,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "evaluation_check": BASE | {"config", "events", "recipes"},  # torch-free
     "measurement": TRAIN | {"train", "rl", "gate", "events"},
     "run": TRAIN | {"train", "rl", "measurement", "published_versions"},
-    "dry_run": TRAIN | {"train", "run"},
+    "dry_run": TRAIN | {"train", "rl", "run"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
     "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},

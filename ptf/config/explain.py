@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ptf.config import foreign_names
 from ptf.config.schema import Job
-from ptf.config.section import Section
+from ptf.config.section import FORMS, Section
 from ptf.config.tree import Node, Problem, near
 
 EXPECTED = {
@@ -132,7 +132,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     elif kind == "none_required":
         what = f"recipe {root.value['recipe'].value} does not take this section"
     elif kind == "string_pattern_mismatch":
-        what = f"expected importable.module:name, got {given(value)}"
+        what = f"expected {FORMS.get(context['pattern'], 'importable.module:name')}, got {given(value)}"
     elif kind in EXPECTED:
         whole = isinstance(value, float) and value.is_integer() and kind.startswith("int")
         what = f"expected {EXPECTED[kind]}, got {given(value)}" + (f"  (did you mean {int(value)}?)" if whole else "")

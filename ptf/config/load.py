@@ -84,11 +84,11 @@ def shown(job: Job) -> Job:
 
     References to environment variables stay.
     """
-    steps = {}
-    for name, step in job.flow.stages.items():
-        hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in step.environment.items()}
-        steps[name] = step.model_copy(update={"environment": hidden})
-    return job.model_copy(update={"flow": job.flow.model_copy(update={"steps": steps})})
+    stages = {}
+    for name, stage in job.flow.stages.items():
+        hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in stage.environment.items()}
+        stages[name] = stage.model_copy(update={"environment": hidden})
+    return job.model_copy(update={"flow": job.flow.model_copy(update={"stages": stages})})
 
 
 def fingerprint(job: Job, *sections: str) -> str:

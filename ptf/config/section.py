@@ -1,7 +1,8 @@
 """Sections of a config: their base classes and the types that their keys have.
 Algorithms' own keys depend on this file alone."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -51,12 +52,26 @@ Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 
 
+TRAIN_ON, DATE, WORD = r"^(assistant|last|all|field:.+)$", r"^\d{4}-\d\d-\d\d$", r"^\w+$"
+FORMS = {  # pattern of a key's text → what it accepts, in words
+    TRAIN_ON: "assistant, last, all or field:NAME",
+    DATE: "a date like 2026-01-31",
+    WORD: "letters, digits and underscores",
+}
+
+
 class Section(BaseModel):
     """Base of every section of a config: immutable, without unknown keys; docstrings below fields document them."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values, which are not validated. Raises TypeError for a name that is no key."""
+        if unknown := (update or {}).keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        return super().model_copy(update=update, deep=deep)
 
 
 class Plugin(Section):

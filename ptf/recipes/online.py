@@ -43,7 +43,7 @@ class OnlineConfig(AlgoConfig):
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
         token."""
         assert job.rollout is not None
-        reason = "rollout.top_p: below 1 it samples from a nucleus of one policy, so it cannot be combined with"
+        reason = "rollout.top_p: below 1 it samples from a nucleus of one policy; set"
         excluded = self.excluded_by_top_p() if job.rollout.top_p < 1 else {}
         return [f"{reason} {other}" for other, is_configured in excluded.items() if is_configured]
 
@@ -51,7 +51,7 @@ class OnlineConfig(AlgoConfig):
         """Return what `rollout.top_p` below 1 excludes, and whether it is configured."""
         several = self.update_epochs * self.num_minibatches > 1
         return {
-            "several updates from the same rollouts; give algo.update_epochs: 1 and algo.num_minibatches: 1": several
+            "algo.update_epochs: 1 and algo.num_minibatches: 1, because further updates would have another": several
         }
 
 
@@ -91,4 +91,4 @@ class RewardedConfig(OnlineConfig):
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""
-        return super().excluded_by_top_p() | {"algo.kl_coef; give 0": self.kl_coef > 0}
+        return super().excluded_by_top_p() | {"algo.kl_coef: 0, because the reference has another": self.kl_coef > 0}

@@ -284,8 +284,8 @@ class Controller:
         return metrics
 
     def minibatches(self, units: Sequence[PackUnit]) -> list[list[PackUnit]]:
-        """Return the data of each optimizer step: `epochs` passes in `num_minibatches` parts, shuffled by (seed, step,
-        epoch)."""
+        """Return the data of each optimizer step: `update_epochs` passes in `num_minibatches` parts, shuffled by (seed,
+        step, epoch)."""
         if not units:
             raise UserError(
                 f"step {self.step + 1}: no group has as many answers with a reward as the recipe needs; "

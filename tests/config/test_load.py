@@ -112,7 +112,7 @@ jobs = st.fixed_dictionaries(
         "output": texts,
         "track": st.fixed_dictionaries({"tensorboard": st.booleans()}),
         "compute": st.fixed_dictionaries({"timeout_s": st.integers(1, 99), "address": st.none() | texts}),
-        "flow": st.fixed_dictionaries({"steps": st.fixed_dictionaries({}, optional={"train": st.just({"gpu": 1})})}),
+        "flow": st.fixed_dictionaries({"stages": st.fixed_dictionaries({}, optional={"train": st.just({"gpu": 1})})}),
     },
 ).flatmap(
     lambda values: (
@@ -557,6 +557,26 @@ def test_merge_keeps_the_place_of_every_key(write):
 
 
 # --- what is made of a job --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("data.train_on=asistant", "expected assistant, last, all or field:NAME, got the text 'asistant'"),
+        ("data.date=2024/1/1", "expected a date like 2026-01-31, got the text '2024/1/1'"),
+        ("data.prepare.use=mine", "expected importable.module:name, got the text 'mine'"),
+    ],
+)
+def test_a_text_of_another_form_is_refused_with_the_form(override, what):
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        loads(SFT, [override])
+
+
+def test_a_copy_of_a_section_has_no_other_keys():
+    train = loads(SFT).train
+    assert train.model_copy(update={"lr": 1.0}).lr == 1.0
+    with pytest.raises(TypeError, match="TrainConfig has no learning_rate"):
+        train.model_copy(update={"learning_rate": 1.0})
 
 
 def test_fingerprint_depends_on_the_named_sections_only():

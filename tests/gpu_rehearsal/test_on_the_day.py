@@ -36,5 +36,5 @@ def test_the_benchmark_of_a_gpu_trains_a_tiny_model_on_a_cpu():
     row = json.loads(out.splitlines()[0])
     assert row["steps"] == 2
     assert row["tokens_per_s"] > 0
-    assert 0 < row["mfu"] < 1
+    assert row["mfu"] > 0  # of the peak as it was measured, beside other work
     assert "| Qwen3-0.6B |" in out

@@ -28,9 +28,9 @@ class CheckpointConfig(Section):
     """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
     sha256_up_to_gib: PositiveFloat = free(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
-    SHA-256 when they are read again. If a directory has more GiB to hash than this, only sizes are compared, and the
-    run says so. Checkpoints are always hashed whole; of other directories, only files that changed since they were
-    last hashed count."""
+    SHA-256 when they are read again. If a directory has more GiB to hash than this, only the sizes of its files are
+    compared, and the run says so. All files of a checkpoint count; of other directories those that have changed since
+    they were last hashed."""
     accept_version_changes: bool = free(False)
     """Continue although ptf or its packages have changed since the checkpoint. The run may then differ in its bits from
     one that was never interrupted."""

@@ -56,6 +56,7 @@ class ComputeConfig(Section):
     """Deadline of every single wait: a collective, a phase of a step, the start of a worker. If Ray does not start or
     does not answer, it is tried again until this deadline."""
     restarts: Count = free(2)
-    """Online recipes on Ray: number of restarts after failures before the run ends. A rollout engine that failed is
-    replaced; its successor gets the newest weights and only the requests that were not answered. If another role fails,
-    all of them restart from the newest checkpoint; the count begins again with each new checkpoint."""
+    """Online recipes on Ray: how often failed processes are restarted before the run ends. It limits two counts. A
+    rollout engine that fails is replaced at most this often in one rollout; its successor gets the newest weights and
+    the requests that were not answered. If another role fails, all roles restart from the newest checkpoint, at most
+    this often from the same one."""

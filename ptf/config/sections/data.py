@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, free
+from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, free
 
 
 class Source(Section):
@@ -42,7 +42,7 @@ class Source(Section):
     It stands in for the count of files whose rows ptf can count only by reading them (compressed files, lines in an
     object store), and there it may be approximate. If ptf counts the files itself, a different number is an error."""
     limit: Positive | None = None
-    """Most rows that are used: the first ones in the order of the files."""
+    """Maximum number of rows that are used: the first ones in the order of the files."""
     epochs: Positive | None = None
     """Number of passes over the source after which it is exhausted. Default: `train.epochs`; if neither is set, the
     source is never exhausted."""
@@ -92,7 +92,7 @@ class DataConfig(Section):
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
     `split` makes documents of its pieces."""
-    train_on: Annotated[str, Field(pattern=r"^(assistant|last|all|field:.+)$")] = "assistant"
+    train_on: Annotated[str, Field(pattern=TRAIN_ON)] = "assistant"
     """Which tokens of a chat are trained. `assistant`: all turns of the assistant; `last`: the last of them; `all`:
     every token; `field:NAME`: each turn of the assistant with the weight in its key NAME (true, false or a number)."""
     share_prefixes: bool = False
@@ -107,7 +107,7 @@ class DataConfig(Section):
     omitted_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier answers."""
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    date: Annotated[str, Field(pattern=DATE)] | None = None
     """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
     began."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -26,8 +26,8 @@ class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
     sources: dict[str, Source] = free({})
-    """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `greedy_reward/NAME` and so on. Without
-    any, offline recipes measure the loss of `data.validation`, and online recipes measure nothing."""
+    """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `greedy_reward/NAME` and so on. Offline
+    recipes also measure the loss of `data.validation`, whether or not there are sources here."""
     reward: Plugin | None = free(None)
     """Score of an answer; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
     another scale; default: `rollout.reward`."""

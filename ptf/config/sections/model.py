@@ -36,15 +36,18 @@ class LoraConfig(Section):
     rslora: bool = False
     """Multiply the output by alpha / √rank instead, so that its size does not depend on the rank."""
     targets: Patterns = ["layers.*_proj"]
-    """Patterns of unified names of the projections that get an adapter (`layers.*.attn.q_proj`,
-    `layers.*.moe.experts.*`); by default all but routers."""
+    """Projections that get an adapter, as patterns of ptf's module names, which are the same for every family:
+    `layers.3.attn.q_proj` is Hugging Face's `model.layers.3.self_attn.q_proj`. A pattern matches the whole name, and
+    `*` also matches dots (`*.q_proj`, `layers.*.moe.experts.*`). Default: every projection of attention, MLP and
+    experts. Routers are left out, and the output head cannot have an adapter."""
 
 
 class ModelConfig(Section):
     """The model that is trained."""
 
     path: str
-    """Hugging Face id, directory or URI of a checkpoint; `prepare:NAME`; `job:CONFIG`."""
+    """Hugging Face id, directory or URI of a checkpoint; `prepare:NAME`, a directory that `data.prepare` wrote; or
+    `job:CONFIG`, the model that the job of that config last published."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: str | None = None
@@ -62,8 +65,8 @@ class ModelConfig(Section):
     tokens: TokensConfig | None = None
     """Tokens to add."""
     replace: dict[str, Plugin] = {}
-    """Components of your own, by a pattern of unified names (`layers.*.mlp`, `layers.0.attn`). Each is constructed in
-    place of the class there, with that class's arguments."""
+    """Components of your own, by a pattern of ptf's module names (`layers.*.mlp`, `layers.0.attn`). Each is constructed
+    in place of the class there, with that class's arguments."""
     head: Plugin | None = None
     """An output head of your own, with its loss (ptf.model.custom_head);
     its tensors are exported to `head.safetensors`."""
@@ -76,5 +79,5 @@ class ModelConfig(Section):
     weights, and the merged model has them added to the unrounded weights of the checkpoint, so it differs slightly from
     the model that was trained. `publish.what` says which of adapter and merged model is published."""
     trainable: Patterns | None = None
-    """Patterns of unified names of what trains (`embed`, `layers.*.attn`). Default: everything. With `lora` the
-    adapters always train, and these patterns add to them."""
+    """What trains, as patterns of ptf's parameter names or of the modules above them (`embed`, `layers.*.attn`).
+    Default: everything. With `lora` the adapters always train, and these patterns add to them."""

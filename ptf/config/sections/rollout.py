@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
     (ptf.rl.environments.protocol), which returns the rewards."""
     max_turns: Positive = 8
-    """Most turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn, `data.seq_len` the
-    whole episode with the messages of the environment."""
+    """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
+    `data.seq_len` the whole episode with the messages of the environment."""
     reward_env_processes: Positive = free(1)
     """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
     engine replica."""
@@ -57,23 +57,23 @@ class RolloutConfig(Section):
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
     prompts_per_step: Positive = 64
-    """Prompts in each step."""
+    """Number of prompts that are answered in each step."""
     group_size: Positive = 8
     """Answers sampled for each prompt. GRPO compares them, so it needs at least two."""
     max_new_tokens: Positive = 256
-    """Most tokens of an answer, with its end-of-turn token."""
+    """Maximum length of an answer in tokens, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
     """What to do with groups whose answers all have the same reward, from which nothing is learned. `replace`: draw
     other prompts in their place, in at most `max_resampling_rounds` rounds."""
     max_resampling_rounds: Positive = 8
-    """Most rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then trains on
-    the groups that it has."""
+    """Maximum number of rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then
+    trains on the groups that it has."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
-    log-probs over the same tokens. Below 1, a step makes one update from its rollouts and has no KL term, because
-    another policy would have another nucleus."""
+    log-probs over the same tokens. Another policy has another nucleus; therefore values below 1 are refused unless
+    `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` is 0."""
     allowed: AllowedConfig | None = None
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""

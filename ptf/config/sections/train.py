@@ -34,11 +34,12 @@ class TrainConfig(Section):
     lr: PositiveFloat
     """Peak learning rate of AdamW."""
     lr_multipliers: dict[str, PositiveFloat] = {}
-    """Factors on `lr` by pattern of unified names (`{embed: 10, "*.lora_b": 16}`). The first pattern that matches
-    applies; other parameters have factor 1."""
+    """Factors on `lr` by pattern of ptf's parameter names (`{embed: 10, "*.lora_b": 16}`). The first pattern that
+    matches applies; other parameters have factor 1."""
     global_batch_sequences: Positive = 8
-    """Packed sequences per optimizer step over all workers, in offline recipes. In online recipes the batch is the
-    answers of a step, `rollout.prompts_per_step` × `rollout.group_size`."""
+    """Packed sequences per optimizer step over all workers, in offline recipes. Online recipes do not use it: an
+    optimizer step there trains on `rollout.prompts_per_step` × `rollout.group_size` / `algo.num_minibatches`
+    answers."""
     micro_batch_sequences: Positive = free(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

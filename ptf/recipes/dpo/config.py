@@ -24,8 +24,8 @@ class DPOConfig(AlgoConfig):
     length_normalised: bool = False
     """Take means over the tokens of an answer instead of sums; `simpo` always does."""
     gamma: Annotated[float, Field(ge=0)] = 0.5
-    """`simpo`: the target for `beta` times the difference of mean log-probs per token, so the difference aimed at is
-    gamma / beta (5 at the defaults; the paper has a beta of about 2). Set both."""
+    """`simpo`: target reward margin γ of the loss −log σ(β·Δ − γ), where Δ is the difference of mean log-probs per
+    token. The default of `beta` is DPO's; the SimPO paper has about 2, so set both."""
     reference: str | None = None
     """Path of the reference, as for `model.path`; the default is the model that training starts from, which costs no
     additional memory if only adapters train (LoRA)."""

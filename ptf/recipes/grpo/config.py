@@ -14,8 +14,9 @@ class GRPOConfig(RewardedConfig):
     `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
     `loss_aggregation: sequence_mean`, clips near 3e-4.
 
-    As in the papers, a sequence of `algo` is one answer. In an episode of several turns,
-    consecutive turns form one sequence as long as each context extends the one before; otherwise a new one starts."""
+    In the values `sequence` and `sequence_mean` a sequence is one answer, not a packed sequence of `data.seq_len`
+    tokens. In an episode of several turns, consecutive turns form one sequence as long as each context extends the one
+    before; otherwise a new one starts."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""

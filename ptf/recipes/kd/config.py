@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import AlgoConfig, Positive, PositiveFloat, Section
+from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Section
 from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class TeacherConfig(Section):
 class KDConfig(AlgoConfig):
     """Knowledge distillation: the student learns to predict what teachers predict."""
 
-    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], TeacherConfig] = Field(min_length=1)
+    teachers: dict[Annotated[str, Field(pattern=WORD)], TeacherConfig] = Field(min_length=1)
     """The teachers, by name; of any size and family."""
     loss: Literal["forward", "reverse", "js"] = "forward"
     """`forward`: KL(teacher ‖ student), which covers all that the teacher may predict. `reverse`: KL(student ‖
