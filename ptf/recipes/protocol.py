@@ -53,7 +53,7 @@ class Recipe(Protocol):
         ...
 
 
-class AnnotatingRecipe(Recipe, Protocol):
+class PrecomputingRecipe(Recipe, Protocol):
     """A recipe whose frozen models' contribution can be computed once, before training; they are then not in memory
     during training."""
 
@@ -63,13 +63,15 @@ class AnnotatingRecipe(Recipe, Protocol):
         ...
 
     @property
-    def annotated_by(self) -> tuple[object, ...]:
-        """Every setting that changes what `annotations` returns: it is part of the name under which they are stored,
-        and a later run with another value of a setting that is missing here would use them. The code of a plugin is not
-        part of the name; add a version number of yours, and change it with the code."""
+    def precomputed_from(self) -> tuple[object, ...]:
+        """Every setting that changes what `precomputed_columns` returns: it is part of the name under which they are
+        stored, and a later run with another value of a setting that is missing here would use them. The code of a
+        plugin is not part of the name; add a version number of yours, and change it with the code."""
         ...
 
-    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Mapping[str, Tensor]:
+    def precomputed_columns(
+        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
+    ) -> Mapping[str, Tensor]:
         """Return columns aligned with the targets, [B, T] or [B, T, k]; losses read them from `Batch.token_columns`."""
         ...
 

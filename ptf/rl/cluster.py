@@ -120,7 +120,7 @@ class RoleSpec:
     replicate: int = 1  # copies of its sharded model, if its workers form a process group
     # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
     # sharded argument; for independent replicas, it is the number of processes of each.
-    tensor: int = 1
+    tensor_parallel_size: int = 1
 
 
 class RoleGroup(Protocol):

@@ -332,7 +332,7 @@ class Controller:
                 f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors "
                 f"of {len(manifest.digests)}"
             )
-        return {"sync_tensors": float(receipt.tensors), "canary_diff": worst}
+        return {"sync_tensors": float(receipt.tensors), "canary_logprob_diff_max": worst}
 
     def canary_prompts(self) -> list[Prompt]:
         """Return four prompts without advancing the stream."""

@@ -58,13 +58,13 @@ class VerlRoleGroup:
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
-        arguments = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate, spec.tensor)
+        arguments = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate, spec.tensor_parallel_size)
         devices = gang.invoke("build", [arguments] * spec.workers, doing=f"building {spec.cls.__name__}")
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any) -> Any:
         """See RoleGroup.call."""
-        workers, tensor = self.spec.workers, self.spec.tensor
+        workers, tensor = self.spec.workers, self.spec.tensor_parallel_size
         is_sharded = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "sharded"
         shared = [put(arg) for arg in args[is_sharded:]]  # stored once, however many workers read it
         if is_sharded:
@@ -133,13 +133,13 @@ class VerlCluster(PoolSchedule):
 
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
         threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
-        count = spec.workers // spec.tensor
-        slots = [self._shared(pool, spec.tensor, i * spec.tensor) for i in range(count)]
+        count = spec.workers // spec.tensor_parallel_size
+        slots = [self._shared(pool, spec.tensor_parallel_size, i * spec.tensor_parallel_size) for i in range(count)]
 
         def start_replica(i: int) -> Gang:
             return Gang(
                 spec.name if count == 1 else f"{spec.name} {i}",
-                workers=spec.tensor,
+                workers=spec.tensor_parallel_size,
                 timeout_s=self.timeout_s,
                 use_gpu=self.gpu,
                 threads=threads,

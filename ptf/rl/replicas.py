@@ -42,7 +42,7 @@ class Replicas:
         # method → its last arguments, which stay in Ray's object store; they include a copy of the weights
         self.replayed: dict[str, tuple[Any, ...]] = {}
         self.offloaded = self.closed = self.irreplaceable = False
-        self.count = spec.workers // spec.tensor
+        self.count = spec.workers // spec.tensor_parallel_size
         self.gangs: list[Gang | None] = [None] * self.count
         self.threads = ThreadPoolExecutor(self.count)
         try:
@@ -165,9 +165,9 @@ class Replicas:
         if self.closed:
             gang.close()
             raise RuntimeError(f"{self.spec.name} is closed")
-        if self.spec.tensor > 1:  # the first process holds the role, which uses the devices of all
+        if self.spec.tensor_parallel_size > 1:  # the first process holds the role, which uses the devices of all
             doing = "looking for devices"
-            devices = gang.invoke("visible_devices", [()] * self.spec.tensor, doing=doing)
+            devices = gang.invoke("visible_devices", [()] * self.spec.tensor_parallel_size, doing=doing)
             gang.ask("set_visible_devices", (",".join(filter(None, devices)),), doing=doing)
         arguments = (self.spec.cls, dict(self.spec.kwargs), self.device, gang.timeout_s, 1, 1)
         return gang.ask("build", arguments, doing=f"building {self.spec.cls.__name__}")

@@ -84,7 +84,7 @@ def sampler_spec(
         **_engine_options(job, engine, trie, adapter, tensor),
         **_rollout_options(job, trie),
     }
-    return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor=tensor)
+    return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor_parallel_size=tensor)
 
 
 def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor: int) -> dict[str, object]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 
-class Watch:
+class EarlyStopping:
     """Early stopping by one metric; rows of metrics without it are ignored."""
 
     def __init__(self, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float) -> None:

@@ -31,7 +31,7 @@ from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions, planned_steps
 from ptf.train.deterministic import trainer_of
-from ptf.train.early_stopping import Watch
+from ptf.train.early_stopping import EarlyStopping
 from ptf.train.export import MODEL, export
 from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.optim import Schedule
@@ -365,10 +365,10 @@ class OfflineAttempt:
             self.track.close()
 
 
-def early_stopping_of(job: Job) -> Watch | None:
+def early_stopping_of(job: Job) -> EarlyStopping | None:
     """Return the early stopping of `train.early_stopping`, or None if the job has none."""
     stop = job.train.early_stopping
-    return Watch(stop.metric, stop.metric_direction, stop.patience, stop.min_delta) if stop else None
+    return EarlyStopping(stop.metric, stop.metric_direction, stop.patience, stop.min_delta) if stop else None
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:

@@ -36,7 +36,7 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import AnnotatingRecipe, FrozenModelSpec
+from ptf.recipes.protocol import FrozenModelSpec, PrecomputingRecipe
 from ptf.train.batch_sharding import deal
 from ptf.train.components import without_adapters
 from ptf.train.frozen_models import located
@@ -50,7 +50,13 @@ Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Decoder]]
 
 
 def annotate_sources(
-    job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, world: World, model: Decoder, directory: Path, load: Load
+    job: Job,
+    recipe: PrecomputingRecipe,
+    tokenizer: Tokenizer,
+    world: World,
+    model: Decoder,
+    directory: Path,
+    load: Load,
 ) -> Job:
     """Return the job with its sources replaced by annotated ones, which are written where they do not exist yet.
 
@@ -82,7 +88,9 @@ def annotate_sources(
     return resolve(job, tokenized=directories)
 
 
-def _named(job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
+def _named(
+    job: Job, recipe: PrecomputingRecipe, tokenizer: Tokenizer, model: Decoder, directory: Path
+) -> dict[str, str]:
     """Return the directory of each source; its key covers all that decides what is written there, and nothing else."""
     models = {
         role: _start(job, directory)
@@ -95,7 +103,7 @@ def _named(job: Job, recipe: AnnotatingRecipe, tokenizer: Tokenizer, model: Deco
         models,
         vocabulary,
         type(recipe).__qualname__,
-        recipe.annotated_by,
+        recipe.precomputed_from,
         job.train.precision,
         tokenizer.fingerprint(),
         code(),
@@ -132,7 +140,7 @@ class _Annotating:
     def __init__(
         self,
         job: Job,
-        recipe: AnnotatingRecipe,
+        recipe: PrecomputingRecipe,
         tokenizer: Tokenizer,
         world: World,
         model: Decoder,
@@ -192,7 +200,7 @@ class _Annotating:
         seq_len = self.job.data.seq_len
         for batch in deal(pack_all(numbered, seq_len), self.world, self.job.train.micro_batch_sequences, seq_len):
             batch = batch.to(self.world.device)
-            own |= of_samples(batch, self.recipe.annotations(self.model, batch, self.frozen_models))
+            own |= of_samples(batch, self.recipe.precomputed_columns(self.model, batch, self.frozen_models))
             for frozen_model in self.frozen_models.values():
                 forget_forwards(frozen_model)
         columns: dict[str, dict[str, np.ndarray]] = {}

@@ -285,7 +285,7 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
     assert [r["step"] for r in rows] == list(range(1, 9))
     assert all(r["sync_tensors"] == 35 for r in rows)
     assert max(r["logprob_diff_max"] for r in rows) <= 1e-5
-    assert max(r["canary_diff"] for r in rows) <= 1e-5
+    assert max(r["canary_logprob_diff_max"] for r in rows) <= 1e-5
     assert np.isfinite([r["loss"] for r in rows]).all()
     assert (output / "published" / "latest.json").exists()
 

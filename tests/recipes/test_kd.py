@@ -129,7 +129,7 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
     found: dict[str, dict[str, np.ndarray]] = {}
     for sequence in pack_all(numbered, 30):
         batch = Batch.of([sequence], 30)
-        found |= of_samples(batch, recipe.annotations(student, batch, teachers))
+        found |= of_samples(batch, recipe.precomputed_columns(student, batch, teachers))
     ahead = [(Sample(s.tokens, s.loss_weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
     assert ours(replace(recipe, precompute=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
     assert all(torch.allclose(p.grad, gradient[name], rtol=1e-4, atol=1e-6) for name, p in student.named_parameters())

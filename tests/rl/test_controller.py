@@ -82,7 +82,7 @@ def watch_sampling(monkeypatch) -> list[int]:
 def test_it_runs_and_agrees_with_its_engine(raw):
     rows = read_metrics(train({**raw, "algo": {"num_minibatches": 2, "kl_coef": 0.01}}) / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, 7))
-    assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
+    assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_logprob_diff_max"] <= 1e-5 for r in rows)
     assert all(r["sync_tensors"] == 24 for r in rows)
     assert [r["step"] for r in rows if "greedy_pass_rate/dev" in r] == [3, 6]
     assert rows[0]["kl_reference"] < rows[-1]["kl_reference"]

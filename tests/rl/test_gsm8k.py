@@ -60,7 +60,8 @@ def test_twenty_steps_of_gsm8k(name, shared, tmp_path):
     rows = read_metrics(made / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert all(
-        row["no_result_share"] == 0 and row["logprob_diff_max"] <= 1e-5 and row["canary_diff"] <= 1e-5 for row in rows
+        row["no_result_share"] == 0 and row["logprob_diff_max"] <= 1e-5 and row["canary_logprob_diff_max"] <= 1e-5
+        for row in rows
     )
     assert rows[-1]["no_result_share/test"] == 0
     samples = [json.loads(line) for line in (made / "samples.jsonl").read_text().splitlines()]

@@ -33,7 +33,7 @@ def test_policy_and_engine_stay_one_policy(raw, ray_cluster, kind):  # noqa: F81
     raw["compute"] = {"launcher": "ray", "device": "cpu", "workers": 1, "threads": 1, **compute}
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(max(row["logprob_diff_max"], row["canary_diff"]) for row in rows) <= 1e-5
+    assert max(max(row["logprob_diff_max"], row["canary_logprob_diff_max"]) for row in rows) <= 1e-5
     assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"], "it trains"
 
 

@@ -218,7 +218,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     run = train(raw, "grpo")
     rows = facts(run)
     assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"]
-    assert max(row["canary_diff"] for row in rows) < 1e-5
+    assert max(row["canary_logprob_diff_max"] for row in rows) < 1e-5
     assert max(row["logprob_diff_max"] for row in rows) < 1e-5
     whole = sum(t.nbytes for t in load_file(run / "model" / "model.safetensors").values())
     assert len(bytes_sent) == 5

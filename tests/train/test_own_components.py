@@ -262,7 +262,7 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
     }
     found = run(job_of(online), "online")
     rows = read_metrics(found / "metrics.jsonl")
-    assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_diff"] <= 1e-5 for r in rows)
+    assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_logprob_diff_max"] <= 1e-5 for r in rows)
     assert rows[0]["kl_reference"] < 1e-9 < rows[-1]["kl_reference"]
     assert (found / "model" / "components.safetensors").is_file()
     assert len(weights(found)["model.embed_tokens.weight"]) == 21 + 51

@@ -7,7 +7,7 @@ from pydantic import Field
 from ptf.config.section import Count, Fraction, Positive, PositiveFloat, Section, Steps, free
 
 
-class StopConfig(Section):
+class EarlyStoppingConfig(Section):
     """A condition that ends a run early."""
 
     metric: str
@@ -65,7 +65,7 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = free("stop")
     """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The
     documents of the step are written to `RUN/nonfinite/`."""
-    early_stopping: StopConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """`bf16` computes in bfloat16; master weights, optimizer state and reductions are fp32. Frozen models, such as

@@ -95,11 +95,13 @@ class DPO:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     @property
-    def annotated_by(self) -> tuple[object, ...]:
+    def precomputed_from(self) -> tuple[object, ...]:
         """Nothing of the recipe decides the reference's log-probs."""
         return ()
 
-    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> dict[str, Tensor]:
+    def precomputed_columns(
+        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
+    ) -> dict[str, Tensor]:
         """Return `reference_logprobs` of the answers' tokens: [B, T]."""
         reference = frozen_models["reference"]
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
@@ -109,7 +111,9 @@ class DPO:
         """Return the reference's log-prob of each answer, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None
-        token_columns = batch.token_columns if self.precompute else self.annotations(model, batch, frozen_models)
+        token_columns = (
+            batch.token_columns if self.precompute else self.precomputed_columns(model, batch, frozen_models)
+        )
         return self.of_answers(token_columns["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:

@@ -79,7 +79,9 @@ class KD:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
         if self.top_k is None:
             return self._nested_passes(list(self.teachers), model, batch, frozen_models, torch.is_grad_enabled())
-        token_columns = batch.token_columns if self.precompute else self.annotations(model, batch, frozen_models)
+        token_columns = (
+            batch.token_columns if self.precompute else self.precomputed_columns(model, batch, frozen_models)
+        )
         return model(
             batch.tokens,
             batch.positions,
@@ -88,16 +90,18 @@ class KD:
         )
 
     @property
-    def annotated_by(self) -> tuple[object, ...]:
-        """The settings that decide the annotations."""
+    def precomputed_from(self) -> tuple[object, ...]:
+        """The settings that decide what is computed."""
         return self.top_k, self.temperature
 
-    def annotations(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> dict[str, Tensor]:
+    def precomputed_columns(
+        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
+    ) -> dict[str, Tensor]:
         """Return each teacher's likeliest tokens, `NAME_ids` [B, T, k], and their log-probs and that of all others,
         `NAME_logprobs` [B, T, k + 1]."""
         k = self.top_k
         assert k is not None
-        annotations: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         for name in self.teachers:
             vocab = shared_vocabulary(model, frozen_models[name], name)
             if k >= vocab:
@@ -110,8 +114,8 @@ class KD:
 
             with torch.no_grad():
                 ids, logprobs = frozen_models[name](batch.tokens, batch.positions, batch.segments, head_fn)
-            annotations |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
-        return annotations
+            columns |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
+        return columns
 
     def _nested_passes(
         self,
