@@ -11,8 +11,8 @@ from ptf.config import Job
 
 
 class RetrainFlow(PostTrainFlow):
-    """Look for new data; continue training from the published model; publish the result unless it is worse. For any
-    recipe."""
+    """Look for new data; continue training from the published model; publish the result if it is better, or at
+    most `publish.max_regression` worse. For any recipe."""
 
     default_config = "configs/tiny/retrain.yaml"
 

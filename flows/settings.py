@@ -44,9 +44,9 @@ class FromConfig(FlowMutator):
         """Add the decorators of the config's section `flow`."""
         config = dict(mutable_flow.configs).get("config") or {}
         flow = config.get("flow") or {}
-        by_step = flow.get("steps") or {}
+        by_stage = flow.get("stages") or {}
         for name, step in mutable_flow.steps:
-            for decorator, arguments in decorators(by_step.get(name.removesuffix("_first")) or {}).items():
+            for decorator, arguments in decorators(by_stage.get(name.removesuffix("_first")) or {}).items():
                 step.add_decorator(decorator, deco_kwargs=arguments, duplicates=MutableStep.OVERRIDE)
         if flow.get("cron"):
             mutable_flow.add_decorator("schedule", deco_kwargs={"cron": flow["cron"]}, duplicates=MutableFlow.OVERRIDE)

@@ -61,13 +61,13 @@ def refuse_run_name(run_name: str) -> None:
     """Raise UserError if `run_name` cannot be the name of a run's directory."""
     if not RUN_NAME.fullmatch(run_name):
         raise UserError(
-            f"{run_name!r} is not the name of a training run: at most 200 letters, digits, dots, "
+            f"{run_name!r} cannot be the name of a training run: at most 200 letters, digits, dots, "
             "hyphens and underscores, the first a letter or a digit "
             "(without --run-name a new run gets one)"
         )
     if run_name in TAKEN:
         raise UserError(
-            f"{run_name!r} is not the name of a training run: a directory of that name is shared by all runs; "
+            f"{run_name!r} cannot be the name of a training run: a directory of that name is shared by all runs; "
             "choose a different name"
         )
 

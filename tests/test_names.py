@@ -33,10 +33,10 @@ def test_a_run_cannot_be_named_so(tmp_path, name, capsys):
         lambda: run(loads(yaml.safe_dump(raw)), name),
         lambda: prepare(loads(yaml.safe_dump(raw)), Artifact(name)),
     ):
-        with pytest.raises(UserError, match="is not the name of a training run"):
+        with pytest.raises(UserError, match="cannot be the name of a training run"):
             start()
     assert cli.main(["train", str(tmp_path / "job.yaml"), f"--run-name={name}"]) == 2
-    assert "is not the name of a training run" in capsys.readouterr().err
+    assert "cannot be the name of a training run" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -149,5 +149,5 @@ def test_a_reward_beyond_what_training_can_count_is_no_result():
 def test_ten_to_the_thirtieth_steps_are_refused(tmp_path, capsys):
     assert cli.main(["train", str(short(tmp_path)), "--set", f"train.steps={10**30}"]) == 2
     assert "must be at most" in capsys.readouterr().err
-    with pytest.raises(UserError, match="is not the name of a training run"):
+    with pytest.raises(UserError, match="cannot be the name of a training run"):
         run(loads(short(tmp_path).read_text()), "")

@@ -191,16 +191,16 @@ def length(job: Job) -> list[str]:
             + ("give one" if job.train.steps is None else "not both")
         )
     if job.rollout:
+        epochs = {f"data.sources.{name}": source.epochs for name, source in job.data.sources.items()}
         faults += [
-            f"{key} is for recipes without rollouts; use train.steps"
-            for key, there in {
-                "train.epochs": job.train.epochs,
-                "data.on_bad_row": job.data.on_bad_row != "error",
-                "data.mix.by": job.data.mix.by != "samples",
-                **{f"data.sources.{n}.epochs": s.epochs for n, s in job.data.sources.items()},
-            }.items()
+            f"{section}.epochs is for offline recipes; give train.steps"
+            for section, there in {"train": job.train.epochs, **epochs}.items()
             if there
         ]
+        if job.data.on_bad_row != "error":
+            faults.append("data.on_bad_row: skip is for offline recipes; online recipes stop at a bad row")
+        if job.data.mix.by != "samples":
+            faults.append("data.mix.by: tokens is for offline recipes; prompts are mixed by samples")
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
         faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")

@@ -64,9 +64,10 @@ class PrecomputingRecipe(Recipe, Protocol):
 
     @property
     def precomputed_from(self) -> tuple[object, ...]:
-        """Every setting that changes what `precomputed_columns` returns: it is part of the name under which they are
-        stored, and a later run with another value of a setting that is missing here would use them. The code of a
-        plugin is not part of the name; add a version number of yours, and change it with the code."""
+        """The key of the stored columns: every setting that changes what `precomputed_columns` returns.
+
+        If a setting is missing here, a later run with another value of it silently uses the columns of the first. The
+        code of a plugin is not part of the key: add a version number, and change it with the code."""
         ...
 
     def precomputed_columns(

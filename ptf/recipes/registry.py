@@ -73,15 +73,15 @@ def is_online(job: "Job") -> bool:
 
 
 def online_fault(recipe: type) -> str | None:
-    """Return what is wrong with a recipe's class that has `on_policy`, the name that `online` has in no recipe.
+    """Return the error for a recipe's class that has `on_policy`, the former name of `online`, in place of it.
 
-    It is None if `on_policy` is a parameter of the recipe, or says what `online` says.
+    It is None if `on_policy` is a parameter of the recipe, or equals `online`.
     """
     if not hasattr(recipe, "on_policy") or "on_policy" in inspect.signature(recipe).parameters:
         return None
     if recipe.on_policy == getattr(recipe, "online", None):
         return None
-    return f"has `on_policy`, which is not read: give `online`, {recipe.on_policy}"
+    return f"has `on_policy`, which is now `online`: set `online` to {recipe.on_policy}"
 
 
 RENAMED_METHODS = {

@@ -171,7 +171,10 @@ def role_specs(
     """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward and rollout."""
     rollout_config, workers = job.rollout, job.compute.workers
     assert rollout_config is not None
-    mesh: dict[str, Any] = {"replicate": job.compute.mesh.replicate, "tensor": job.compute.mesh.tensor_parallel_size}
+    mesh: dict[str, Any] = {
+        "replicate": job.compute.mesh.replicate,
+        "tensor_parallel_size": job.compute.mesh.tensor_parallel_size,
+    }
     common: dict[str, Any] = {
         "directory": str(start.directory),
         "spec": start.model.model_copy(update={"init": "pretrained"}),

@@ -121,7 +121,7 @@ def test_what_is_right_is_right(written):
         ),
         (
             {"recipe": "OldRecipe"},
-            "2 recipe.use MODULE:OldRecipe has `on_policy`, which is not read: give `online`, True",
+            "2 recipe.use MODULE:OldRecipe has `on_policy`, which is now `online`: set `online` to True",
         ),
     ],
 )

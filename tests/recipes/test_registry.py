@@ -74,7 +74,7 @@ def test_a_plugin_that_says_it_by_another_name_is_told_the_name() -> None:
         "{recipe: {use: 'tests.recipes.test_registry:NAME'}, model: {path: m}, "
         "data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}}"
     )
-    with pytest.raises(UserError, match="WithOldFlag has `on_policy`, which is not read: give `online`, True"):
+    with pytest.raises(UserError, match="WithOldFlag has `on_policy`, which is now `online`: set `online` to True"):
         build(loads(text.replace("NAME", "WithOldFlag")))
     with pytest.raises(UserError, match="WithoutFlag has no `online`"):
         build(loads(text.replace("NAME", "WithoutFlag")))

@@ -436,7 +436,7 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
 def test_weights_by_path_are_those_by_memory(raw):
     raw["train"]["steps"] = 3
     found = {}
-    for transport in ("object_store", "path"):
+    for transport in ("object_store", "files"):
         raw["rollout"]["transport"] = transport
         made = train(raw, transport)
         found[transport] = [

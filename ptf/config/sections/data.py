@@ -68,7 +68,8 @@ class DataConfig(Section):
     sources: dict[str, Source] = Field(min_length=1)
     """Training data by name."""
     validation: dict[str, Source] = {}
-    """Held-out data: its loss is reported every `train.validate_every` steps."""
+    """Held-out data of offline recipes. Its loss is measured in the evaluate stage and, while training, every
+    `train.validate_every` steps (by default never). Online recipes have `evaluate.sources`."""
     prepare: Plugin | None = None
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""

@@ -78,7 +78,8 @@ class RolloutConfig(Section):
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
     replicas: Positive = free(1)
-    """Number of engines; each uses `tensor_parallel_size` devices."""
+    """Number of rollout engines; each uses `tensor_parallel_size` devices. Other devices of their pool are idle while
+    answers are generated, so on GPUs that the policy shares give `compute.workers` / `tensor_parallel_size`."""
     tensor_parallel_size: Positive = free(1)
     """Number of devices that hold one vLLM engine together, each a part of every layer. The rollout role takes
     `replicas` × `tensor_parallel_size` devices of its pool."""
@@ -99,8 +100,9 @@ class RolloutConfig(Section):
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
     max_logprob_diff_share: Fraction | None = free(None)
-    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`; above it the run
-    stops before the update. Default: 0 in fp32, 0.05 in bf16."""
+    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`. The run stops before
+    the update if the share is above it by more than three standard deviations of that count, which allows more for few
+    tokens. Default: 0 in fp32, 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)

@@ -4,12 +4,12 @@ without a critic.
     Â  = (r − b) / std(r of the group)
          for every token of an answer; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
-    J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl · K(π_ref, π),     ρ = π / π_old
+    J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl_coef · K,     ρ = π / π_old
     ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
     + c_H H(π)  with `entropy_coef`, of each token's distribution
-    w  = min(π_old / π_rollout, C): the engine's distribution differs slightly from the trainer's π_old
+    w  = min(π_old / π_engine, `tis_cap`): the engine's distribution differs slightly from the trainer's π_old
          (truncated importance sampling, Yao et al. 2025)
-    K  = log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
+    K  estimates KL(π ‖ π_ref): log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
 The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their

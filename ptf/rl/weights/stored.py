@@ -1,6 +1,6 @@
-"""The code of the transports `object_store` and `path`, which collect all weights before an engine reads them.
+"""The code of the transports `object_store` and `files`, which collect all weights before an engine reads them.
 
-`object_store` keeps all buckets in host memory, from where the launcher passes them to the engines. `path` writes each
+`object_store` keeps all buckets in host memory, from where the launcher passes them to the engines. `files` writes each
 bucket to a safetensors file, so that only one is in memory, and the engines read the files. Either way the manifest has
 a digest of every tensor, and an engine checks all of them before it changes anything.
 """

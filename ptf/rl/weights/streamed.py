@@ -289,7 +289,8 @@ class Receiver:
         if not mine or (device.type == "cuda" and len(mine) > 1):
             raise SyncError(
                 f"rollout.transport: ipc: {len(mine)} ranks of the policy are on this engine's {device.type} "
-                f"{name_of(device)} of {host()}, not one; use nccl, path or object_store"
+                f"{name_of(device)} of {host()}, but ipc needs exactly one; set rollout.transport to files or "
+                "object_store, or to nccl with policy and rollout in different compute.pools"
             )
         self.store = TransferStore(mine[0].address, mine[0].port, timeout_s)
         if len(mine) > 1 and (number := (self.store.store.add("engines", 1) - 1) % len(mine)):

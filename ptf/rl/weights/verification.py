@@ -1,6 +1,6 @@
 """Verification of weight syncs, so that an engine never samples from a wrong copy of the trainer's weights.
 
-The trainer announces what it sends in a `Manifest`. With stored transports (`object_store`, `path`) it has the version
+The trainer announces what it sends in a `Manifest`. With stored transports (`object_store`, `files`) it has the version
 and a digest of every tensor by Hugging Face name, and the engine compares all tensors that arrived before it loads any.
 With streamed transports (`ipc`, `nccl`) it has the version and the names, and each bucket is compared with a checksum
 of its own as it arrives, when earlier ones may have been loaded: a fault makes the engine unusable. Engines fuse and

@@ -18,7 +18,7 @@ def test_bf16_is_half_of_fp32(model, transport):
 
 
 def test_memory_of_the_device_is_faster_than_that_of_the_host_and_files():
-    seconds = {name: sync_traffic(int(8e9), "bf16", name).seconds for name in ("ipc", "nccl", "object_store", "path")}
+    seconds = {name: sync_traffic(int(8e9), "bf16", name).seconds for name in ("ipc", "nccl", "object_store", "files")}
     assert seconds["ipc"] <= seconds["nccl"] < seconds["object_store"] < seconds["files"]
     assert seconds["ipc"] < 1 < seconds["object_store"]
 
@@ -38,7 +38,7 @@ def test_the_parts_of_a_streamed_transfer_overlap_and_those_of_a_stored_one_add_
         "ipc": max(sent / rates.gather, 2 * sent / rates.device, 2 * sent / rates.digest_on_device),
         "nccl": max(sent / rates.gather, 2 * sent / rates.digest_on_device, remote),
         "object_store": sent / rates.gather + 2 * (side + sent / rates.host) + remote,
-        "path": sent / rates.gather + 2 * (side + sent / rates.disk) + remote,
+        "files": sent / rates.gather + 2 * (side + sent / rates.disk) + remote,
     }
     for name, expected in seconds.items():
         found = sync_traffic(int(8e9), "bf16", name, machines=machines)

@@ -54,8 +54,8 @@ APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}
     [
         ({}, True, "ipc"),
         ({"pools": APART}, True, "nccl"),
-        ({"workers": 2}, True, "path"),  # in one pool with one rank of the policy
-        ({"engine": {"use": "a:b"}}, True, "path"),
+        ({"workers": 2}, True, "files"),  # in one pool with one rank of the policy
+        ({"engine": {"use": "a:b"}}, True, "files"),
         ({"lora_sync": "adapter"}, True, "object_store"),
         ({"launcher": "local"}, True, "object_store"),
         ({}, False, "object_store"),
