@@ -514,7 +514,8 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fit",
         action="store_true",
-        help="find checkpointing, sequences per pass, offload, mesh and GPUs that make it fit; say why others do not",
+        help="search activation checkpointing, micro-batch size, optimizer offload, tensor parallelism and number of "
+        "GPUs for a setting that fits; say why others do not",
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan)

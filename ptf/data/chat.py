@@ -205,7 +205,7 @@ def served_turn(
 ) -> tuple[str, str]:
     """Return the text that a server shows the model before message i (an assistant's), and the answer's text.
 
-    The answer is as the template writes it. With `data.answer_text: generation_prompt`, where the template does not
+    The answer is as the template writes it. With `data.answer_rendering: append`, where the template does not
     show the answer after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not
     shown as it would be served.
     """
@@ -227,7 +227,7 @@ def served_turn(
                 ends, written = prompt[start:][:60], through[start:][:60]
                 raise fail(
                     f"the generation prompt ends in {ends!r}, the turn is rendered as {written!r}: "
-                    f"that is never served; {WAYS_OUT}"
+                    f"that is never served. To train it, {WAYS_OUT}"
                 )
             answer = through[len(prompt) :]
             _verify(messages[:i], messages[i], answer, through, tokenizer, tools, arguments, fail)
@@ -263,7 +263,7 @@ def _verify(
         through = tokenizer.render_text([*before, message], False, tools, arguments)
     for text, rest in parts:
         if text not in answer or (rest and _renders_as(str(through), [*before, rest], tokenizer, tools, arguments)):
-            raise fail(f"the template leaves out {text[:60]!r}; {WAYS_OUT}")
+            raise fail(f"the template leaves out {text[:60]!r}. To train it, {WAYS_OUT}")
 
 
 def _turn(

@@ -37,9 +37,8 @@ RESERVED = {
     "raise_exception",
 }
 WAYS_OUT = (
-    "give model.chat_template a template that does, the template's own arguments in model.template_args "
-    "(enable_thinking, …), "
-    "or set data.answer_text: generation_prompt, which trains the answer after the served prompt"
+    "give another template in model.chat_template, the template's arguments in model.template_args "
+    "(enable_thinking, …), or set data.answer_rendering: append, which appends the answer to the generation prompt"
 )
 
 
@@ -48,7 +47,7 @@ class Rendering:
     """Rendering settings of a run.
 
     `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
-    `data.answer_text: generation_prompt` and `data.omitted_context: allow`.
+    `data.answer_rendering: append` and `data.omitted_context: allow`.
     """
 
     date: str | None = None

@@ -131,7 +131,7 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
         )
         part = slice(start, start + len(positions))
         token_columns = {
-            name: scatter(values[part], positions, len(tokens), np.int32 if name == "states" else np.float32)
+            name: scatter(values[part], positions, len(tokens), np.int32 if name == "trie_states" else np.float32)
             for name, values in columns_of_all.items()
         }
         samples.append(

@@ -1,7 +1,7 @@
 """Roles and their processes: a `RoleGroup` is one role on its workers, and a `Cluster` starts groups and decides which
 of them uses a pool's devices.
 
-Markers determine how a method's arguments are dispatched. `@sharded` splits the first argument (a list)
+Markers determine how a method's arguments are dispatched. `@split_over_workers` splits the first argument (a list)
 over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
 rank 0's result. `@replayed_broadcast` is a broadcast that is repeated to a worker that replaces a lost one;
 `@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in this process (`LocalCluster`) or
@@ -21,7 +21,7 @@ from ptf.errors import UserError
 F = TypeVar("F", bound=Callable)
 
 
-def sharded(method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0) -> Any:
+def split_over_workers(method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0) -> Any:
     """Split the first argument, a list, over the data-parallel workers and join the lists that they return.
 
     Replicas get items of nearly the same total `cost`. Their method may be a generator of (index in its list, result)
@@ -29,7 +29,7 @@ def sharded(method: Callable | None = None, *, cost: Callable[[Any], float] = la
     """
 
     def mark(method: F) -> F:
-        return _marked(method, dispatch="sharded", cost=cost)
+        return _marked(method, dispatch="split", cost=cost)
 
     return mark(method) if method else mark
 
@@ -119,7 +119,7 @@ class RoleSpec:
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
     replicate: int = 1  # copies of its sharded model, if its workers form a process group
     # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
-    # sharded argument; for independent replicas, it is the number of processes of each.
+    # split argument; for independent replicas, it is the number of processes of each.
     tensor_parallel_size: int = 1
 
 

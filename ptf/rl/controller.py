@@ -25,11 +25,11 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe
+from ptf.rl.answer_log import AnswerLog
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.rewards.functions import RewardWorkers, score_groups
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.samples import Samples
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
 from ptf.rl.weights.transports import TRANSPORTS, chosen
@@ -91,7 +91,7 @@ class Controller:
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
         )
-        self.samples = Samples(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
+        self.samples = AnswerLog(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
         """Train until the last step: x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π."""

@@ -168,7 +168,7 @@ class Episode:
         if trie is None:
             return {}
         states = [trie.walked(generation.sampled_ids) for generation in self.generations]
-        return {"states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
+        return {"trie_states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
 
     def _transcript(self) -> str:
         """Return all text after the first context, of both sides.

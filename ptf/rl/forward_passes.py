@@ -131,7 +131,7 @@ def sample_logprobs(
             batch.targets,
             batch.loss_weights,
             processing,
-            batch.token_columns.get("states"),
+            batch.token_columns.get("trie_states"),
             batch.trained_positions,
         ).logprobs
 

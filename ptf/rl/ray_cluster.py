@@ -65,16 +65,16 @@ class VerlRoleGroup:
     def call(self, method: str, *args: Any) -> Any:
         """See RoleGroup.call."""
         workers, tensor = self.spec.workers, self.spec.tensor_parallel_size
-        is_sharded = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "sharded"
-        shared = [put(arg) for arg in args[is_sharded:]]  # stored once, however many workers read it
-        if is_sharded:
+        is_split = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "split"
+        shared = [put(arg) for arg in args[is_split:]]  # stored once, however many workers read it
+        if is_split:
             first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)]
         else:
             first = [[]] * workers
         results = self.gang.invoke(
             "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
         )
-        return [item for part in results[::tensor] for item in part] if is_sharded else results[0]
+        return [item for part in results[::tensor] for item in part] if is_split else results[0]
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""

@@ -56,7 +56,7 @@ class Replicas:
         """See RoleGroup.call. A replica that fails is replaced. Raises Retryable if it fails too often."""
         function = getattr(self.spec.cls, method)
         dispatch = getattr(function, "dispatch", "broadcast")
-        if dispatch == "sharded":
+        if dispatch == "split":
             return self._call_sharded(method, args[0], args[1:], function.cost)
         shared = tuple(put(arg) for arg in args)
         unreplayable = dispatch == "unreplayable_broadcast"

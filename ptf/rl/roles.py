@@ -29,7 +29,7 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
 from ptf.recipes.protocol import Recipe
-from ptf.rl.cluster import broadcast, sharded
+from ptf.rl.cluster import broadcast, split_over_workers
 from ptf.rl.forward_passes import packer_of, per_token, sample_logprobs
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights import stored
@@ -125,7 +125,7 @@ class LogprobModel(FrozenModelRole):
         super().__init__(world, **kwargs)
         self.processing = processing
 
-    @sharded
+    @split_over_workers
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
         that are not trained."""
@@ -208,12 +208,12 @@ class Learner:
             for name in results[0]
         }
 
-    @sharded
+    @split_over_workers
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the same as LogprobModel.logprobs, for the current weights."""
         return self._logprobs(samples, self.processing)
 
-    @sharded
+    @split_over_workers
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the critic's value before each trained token: [n] per sample, 0 for tokens that are not trained."""
 
@@ -229,7 +229,7 @@ class Learner:
             micro_batch_sequences=self.micro_batch_sequences,
         )
 
-    @sharded
+    @split_over_workers
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the same as LogprobModel.logprobs, for the model without its adapters.
 
@@ -238,7 +238,7 @@ class Learner:
         with adapters_off(self.model):
             return self.logprobs(samples)
 
-    @sharded
+    @split_over_workers
     def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]

@@ -23,7 +23,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.rl.cluster import broadcast, replayed_broadcast, sharded, unreplayable_broadcast
+from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import Episode, Limits, run_episodes
@@ -81,7 +81,7 @@ class Sampler:
             engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options
         )
 
-    @sharded(cost=lambda prompt: len(prompt.tokens))
+    @split_over_workers(cost=lambda prompt: len(prompt.tokens))
     def rollout(
         self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float
     ) -> Iterator[tuple[int, Group]]:

@@ -22,7 +22,10 @@ def changes_rendering(job: Job) -> bool:
     """Return whether the job changes how conversations are rendered."""
     data, model = job.data, job.model
     return bool(
-        model.chat_template or model.template_args or data.answer_text != "template" or data.omitted_context != "error"
+        model.chat_template
+        or model.template_args
+        or data.answer_rendering != "template"
+        or data.omitted_context != "error"
     )
 
 
@@ -41,7 +44,7 @@ def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
     """
     template = job.model.chat_template
     tokenizer.set_template(None if template is None else template_text(template), job.model.template_args)
-    return with_run_rendering(job, tokenizer, run, served=job.data.answer_text == "generation_prompt")
+    return with_run_rendering(job, tokenizer, run, served=job.data.answer_rendering == "append")
 
 
 def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:

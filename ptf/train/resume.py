@@ -9,7 +9,7 @@ def refuse_frozen_changes(saved: str, job: Job) -> None:
     changed = frozen_differences(loads(saved), job)
     if changed:
         raise UserError(
-            "the checkpoint belongs to another job; these keys changed since:\n  "
+            "this run's checkpoint was written with other values of keys that are frozen:\n  "
             + "\n  ".join(changed)
-            + "\nstart a new run, or restore these keys"
+            + "\nrestore these keys, or begin a run with another name"
         )

@@ -20,7 +20,7 @@ import torch
 from ptf.compute.world import World
 from ptf.errors import Lost, UserError
 from ptf.rl import ray_cluster, replicas
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, sharded
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers
 from ptf.rl.ray_cluster import VerlCluster
 
 pytestmark = pytest.mark.ray
@@ -34,11 +34,11 @@ class Echo:
     def __init__(self, world: World, *, word: str) -> None:
         self.world, self.word, self.log = world, word, ["made"]
 
-    @sharded
+    @split_over_workers
     def mark(self, items: list[int], suffix: str) -> list[str]:
         return [f"{self.word}{item}{suffix}" for item in items]
 
-    @sharded
+    @split_over_workers
     def process(self, items: list[int]) -> list[int]:
         return [os.getpid()] * len(items)
 
@@ -54,7 +54,7 @@ class Echo:
     def fail(self) -> None:
         raise UserError("rollout.prompts_per_step is wrong")
 
-    @sharded
+    @split_over_workers
     def die(self, items: list[bool]) -> list[None]:
         if items[0]:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from ptf.compute.world import World
 from ptf.errors import Lost, Retryable, UserError
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, replayed_broadcast, sharded, unreplayable_broadcast
+from ptf.rl.cluster import (
+    LocalCluster,
+    Pool,
+    RoleSpec,
+    broadcast,
+    replayed_broadcast,
+    split_over_workers,
+    unreplayable_broadcast,
+)
 from ptf.rl.ray_cluster import VerlCluster
 from ptf.rl.replicas import by_cost
 
@@ -54,7 +62,7 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    @sharded(cost=float)
+    @split_over_workers(cost=float)
     def squares(self, items: list[int], fault: str) -> Iterator[tuple[int, tuple[int, int]]]:
         for i in reversed(range(len(items))):
             with open(self.place / f"asked-{items[i]}", "a") as file:
@@ -85,7 +93,7 @@ class Worker:
     def onload(self) -> None:
         self.asleep = False
 
-    @sharded
+    @split_over_workers
     def state(self, items: list[int], fault: str) -> list[tuple[int, bool]]:
         if fault != "nothing":
             self.go_wrong(fault)

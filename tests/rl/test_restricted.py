@@ -172,5 +172,5 @@ def test_a_rank_without_rows_of_its_own_has_no_states():
     edges = edges_of(Trie.of([[3, 4]], (1,)))
     x, head = torch.randn(1, 16, 8), Head(torch.randn(20, 8), 20)
     assert not token_logprobs(
-        x, head, idle.targets, idle.loss_weights, LogitsProcessing(edges=edges), idle.token_columns.get("states")
+        x, head, idle.targets, idle.loss_weights, LogitsProcessing(edges=edges), idle.token_columns.get("trie_states")
     ).logprobs.any()

@@ -100,10 +100,10 @@ class DataConfig(Section):
     """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
     (recipe sft). It saves computation with templates that make every turn a sample of its own, which `ptf inspect`
     reports as *expansion*; losses are the same except for rounding."""
-    answer_text: Literal["template", "generation_prompt"] = "template"
+    answer_rendering: Literal["template", "append"] = "template"
     """How the trained text of an answer is built. `template`: as the chat template writes it; an answer is refused if
     that text does not continue the generation prompt, for example where the template drops the thinking of earlier
-    answers. `generation_prompt`: in that case the thinking and the content are appended to the generation prompt, as a
+    answers. `append`: in that case the thinking and the content are appended to the generation prompt, as a
     served model would generate them (for templates like those of DeepSeek-R1 and QwQ)."""
     omitted_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,

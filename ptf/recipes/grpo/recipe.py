@@ -157,7 +157,7 @@ class GRPO:
             "targets": batch.targets,
             "weights": batch.loss_weights,
             "processing": self.processing,
-            "trie_states": batch.token_columns.get("states"),
+            "trie_states": batch.token_columns.get("trie_states"),
             "selected": batch.trained_positions,
         }
 

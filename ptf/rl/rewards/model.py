@@ -18,7 +18,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.scalar import is_scalar
 from ptf.recipes.rm.recipe import RM
-from ptf.rl.cluster import RoleGroup, sharded
+from ptf.rl.cluster import RoleGroup, split_over_workers
 from ptf.rl.forward_passes import per_document
 from ptf.rl.roles import FrozenModelRole
 from ptf.train.trainer import forget_forwards
@@ -38,7 +38,7 @@ class RewardModel(FrozenModelRole):
 
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
-    @sharded
+    @split_over_workers
     def scores(self, samples: list[Sample]) -> list[float]:
         """Return the score of each sample, at its last token."""
         values = per_document(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.rl.cluster import Pool, RoleSpec, sharded
+from ptf.rl.cluster import Pool, RoleSpec, split_over_workers
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 from ptf.rl.weights.verification import Buckets, Manifest, SyncError, manifest_of
@@ -36,7 +36,7 @@ class EngineRole:
     def __init__(self, world: World, *, path: str) -> None:
         self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, cpu_kv_cache_gib=0.1)
 
-    @sharded
+    @split_over_workers
     def do(self, work: list[tuple[Callable[..., Any], tuple[Any, ...]] | None]) -> list[Any]:
         return [item and item[0](self.engine, *item[1]) for item in work]
 

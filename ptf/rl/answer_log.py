@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 
 
-class Samples:
+class AnswerLog:
     """Writes `samples.jsonl` in the run's directory."""
 
     def __init__(
