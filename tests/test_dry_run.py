@@ -10,7 +10,7 @@ import yaml
 from ptf import doctor
 from ptf.cli import main
 from ptf.config import loads
-from ptf.dry_run import memory, narrow
+from ptf.dry_run import SMALL, memory, narrow
 from ptf.rl.online_budget import online_budget
 from ptf.train.budget import budget, config_directory
 from tests.tiny import arithmetic, checkpoint, write_jsonl
@@ -160,3 +160,13 @@ def test_the_doctor_says_what_is_off(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "cannot run without it" in problems["torch"]
     assert "launcher: ray" in problems["ray"]
     assert "nvidia-smi sees 2, torch 0" in problems["GPUs"]
+
+
+def test_every_size_of_a_model_is_narrowed() -> None:
+    wide = dict.fromkeys(SMALL, 4096)
+    assert narrow({**wide, "num_hidden_layers": 7, "vocab_size": 99}) == {
+        **SMALL,
+        "num_hidden_layers": 7,
+        "vocab_size": 99,
+    }
+    assert SMALL["moe_intermediate_size"] == SMALL["shared_expert_intermediate_size"] == 64

@@ -1,5 +1,6 @@
 """`ptf inspect`: the object that it prints, the page that it writes, and what it says of a config that cannot be."""
 
+import io
 import json
 import re
 import subprocess
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from ptf import api
 from ptf.cli import main
 from ptf.compute.tracking import read_metrics
 from ptf.config import load
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
 from ptf.inspection import glance
+from ptf.inspection.terminal import show
 from ptf.run import run
 from tests.tiny import arithmetic, write_jsonl
 
@@ -212,3 +216,15 @@ def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):
     assert {name: source["rows"] for name, source in found["sources"].items()} == {"few": 7, "many": 60}
     metrics = read_metrics(run(load(config), "run") / "metrics.jsonl")
     assert (found["steps"], found["steps_exact"]) == (len(metrics), True)
+
+
+def test_trained_tokens_are_green_on_a_terminal_and_in_brackets_elsewhere(job):
+    inspected = api.inspect(load(job()), samples=1)
+    shown = {}
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system="standard")
+        show(inspected, console)
+        shown[terminal] = console.file.getvalue()
+    assert "trained tokens are green" in shown[True]
+    assert "⟦" not in shown[True]
+    assert "trained tokens are in ⟦ ⟧" in shown[False]

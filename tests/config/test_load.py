@@ -3,14 +3,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from ptf.config import ConfigError, Plugin, dump, explain, fingerprint, frozen_differences, load, loads, plugin, resolve
 from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
+from ptf.config.section import Section
 from ptf.config.tree import Node, Place, _over, merge, parse
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
@@ -804,3 +807,33 @@ def test_a_text_may_have_as_many_values_as_its_limit_and_no_more(monkeypatch):
     text = "a: {b: [1, 2, 3, 4, 5, 6, 7, 8, 9]}"
     assert not parse(text).problems
     assert "more than 12 values" in str(parse(text.replace("9]", "9, 10]")).problems)
+
+
+def _sections(kind: type = Section) -> set[type]:
+    return {kind}.union(*map(_sections, kind.__subclasses__()))
+
+
+def test_every_default_is_a_value_that_its_key_accepts():
+    """pydantic does not check defaults."""
+    jobs_by_name()  # imports every recipe's section
+    checked = 0
+    for section in _sections():
+        for field in section.model_fields.values():
+            if not field.is_required():
+                default = field.get_default(call_default_factory=True)
+                kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+                TypeAdapter(kind).validate_python(default)
+                checked += 1
+    assert checked > 150
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *[("use_rslora", "model.lora.rslora"), ("lora_alpha", "model.lora.alpha"), ("max_steps", "train.steps")],
+        *[("learning_rate", "train.lr"), ("max_seq_length", "data.seq_len"), ("num_generations", "rollout.group_size")],
+        *[("grad_clip", "train.max_grad_norm"), ("load_best_model_at_end", "checkpoint.best")],
+    ],
+)
+def test_names_that_everybody_brings_have_a_hint(name, key):
+    assert key in FOREIGN[name].keys

@@ -26,7 +26,7 @@ from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign
 from tests.model.ranks import two_ranks
-from tests.tiny import arithmetic, packed
+from tests.tiny import arithmetic, checkpoint, packed
 
 SPEC = ModelConfig(path="-", backend="hf")
 BATCHES = [
@@ -341,3 +341,17 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path):
         file.truncate(5000)
     with pytest.raises(UserError, match="cannot be read"):
         loaded(directory)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """Neither the config nor the model is built with code that lies beside the weights."""
+    trusted = []
+    real = AutoModelForCausalLM.from_config
+
+    def from_config(*args, **kwargs):
+        trusted.append(kwargs.get("trust_remote_code", False))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    hf_backend.build(checkpoint(tmp_path / "model"))
+    assert trusted == [False]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, hub
 from tests.tiny import checkpoint
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -174,3 +174,8 @@ def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_pa
     (local / shards[1]).unlink()
     with pytest.raises(UserError, match=f"files that do not exist: {shards[1]}"):
         loaded(local)
+
+
+def test_an_error_is_told_by_its_first_line_or_by_its_class():
+    assert hub._first_line(RuntimeError("\n no network\nat line 3")) == "no network"
+    assert hub._first_line(RuntimeError("")) == "RuntimeError"

@@ -269,3 +269,9 @@ def test_what_the_last_steps_need_is_missed_before_the_first_one_works(tmp_path,
 def test_metrics_without_prompts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluate\.metrics +needs evaluate\.sources"):
         loads(yaml.safe_dump(arithmetic(tmp_path) | {"evaluate": {"metrics": {"m": {"use": f"{HERE}:longest"}}}}))
+
+
+def test_calibration_has_ten_intervals():
+    """0.905 and 0.985 are in one of ten intervals, and in two of eleven."""
+    probabilities, truth = np.array([0.905, 0.985]), np.array([0.0, 1.0])
+    assert calibration_error(probabilities, truth) == pytest.approx(0.89 / 2)

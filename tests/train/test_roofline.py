@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops, pairs
 from ptf.model.layers import normalised
-from ptf.train.roofline import GPUS, Costs, Timeline, head_costs, layer_costs, one_kernel, roofline
+from ptf.train.roofline import GPUS, Costs, Timeline, head_costs, layer_costs, one_kernel, refuse_uncounted, roofline
 from ptf.train.trainable import freeze
 
 GPU = GPUS["H200"]
@@ -150,3 +150,25 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     assert 0 < found["mfu"] < 1
     assert found["operators"][0]["seconds"] >= found["operators"][1]["seconds"] > 0
     assert found["memory_gib"]["step"]["total"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"train": {"optimizer_offload": True}}, "train.optimizer_offload"),
+        ({"train": {"activation_checkpointing": "offload"}}, "train.activation_checkpointing: offload"),
+        ({"train": {"precision": "fp32"}}, "train.precision: fp32"),
+        ({"compute": {"mesh": {"tensor_parallel_size": 2}}}, "compute.mesh.tensor_parallel_size"),
+    ],
+)
+def test_what_is_not_counted_is_refused_by_its_key(change, what):
+    raw = {
+        "recipe": "sft",
+        "model": {"path": "m"},
+        "data": {"sources": {"a": {"path": "a.jsonl"}}},
+        "train": {"steps": 1, "lr": 1e-4, "precision": "bf16"},
+        "compute": {"workers": 2},
+    }
+    job = loads(json.dumps(raw | {key: raw.get(key, {}) | value for key, value in change.items()}))
+    with pytest.raises(UserError, match=f"does not count {what}$"):
+        refuse_uncounted(job, "H100")

@@ -10,7 +10,7 @@ import pytest
 
 from ptf.config import ConfigError, Plugin
 from ptf.data.trajectory import NoResult, Reward
-from ptf.rl.rewards.functions import RewardWorkers, numeric
+from ptf.rl.rewards.functions import RewardWorkers, exact, numeric
 
 
 def fickle(row, text):
@@ -142,3 +142,10 @@ def test_a_reward_that_does_not_exist_is_refused_at_once():
 )
 def test_numeric(answer, text, value):
     assert numeric({"answer": answer}, text) == value
+
+
+@pytest.mark.parametrize("function", [exact, numeric])
+def test_the_expected_answer_is_in_the_column_answer(function):
+    assert function({"answer": "4", "other": "5"}, "4") == 1.0
+    assert function({"answer": "4", "other": "5"}, "5") == 0.0
+    assert function({"answer": "4", "other": "5"}, "5", column="other") == 1.0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.functions import RewardWorkers, brevity, code, exact, mathematics, weighted
+from ptf.rl.rewards.sandbox import syscalls
 from ptf.rl.rewards.sandbox.cells import MODES
 from ptf.rl.rewards.sandbox.judge import find_mode, sandbox_line
 from tests.rl.as_user import in_mode, works
@@ -321,3 +323,17 @@ def test_brevity(length, value):
 def test_exact():
     assert exact({"answer": 7}, " 7\n") == 1
     assert exact({"answer": 7}, "7.0") == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "header"),
+    [(0, "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), (1, "/usr/include/asm-generic/unistd.h")],
+)
+def test_numbers_of_system_calls_are_the_kernels(column, header):
+    if not Path(header).exists():
+        pytest.skip(f"no {header} on this machine")
+    kernel = dict(re.findall(r"#define __NR3?2?6?4?_?(\w+)\s+(\d+)\n", Path(header).read_text()))
+    for name, numbers in (syscalls.NUMBERS | syscalls.ALONE).items():
+        if numbers[column] is not None and name in kernel:
+            assert numbers[column] == int(kernel[name]), name
+    assert len((syscalls.NUMBERS | syscalls.ALONE).keys() & kernel.keys()) > 30

@@ -1,0 +1,21 @@
+"""The config of a classifier that a reward model is written with."""
+
+import pytest
+
+from ptf.errors import UserError
+from ptf.model.scalar import as_scalar
+
+CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "pad_token_id": None}
+
+
+def test_the_same_model_with_one_output():
+    made = as_scalar(CONFIG, 7)
+    assert made["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert (made["id2label"], made["label2id"]) == ({"0": "score"}, {"score": 0})
+    assert made["pad_token_id"] == 7
+    assert as_scalar(CONFIG | {"pad_token_id": 0}, 7)["pad_token_id"] == 0  # the model's own, if it has one
+
+
+def test_a_multimodal_model_is_refused():
+    with pytest.raises(UserError, match="gemma3 is multimodal"):
+        as_scalar({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, 0)
