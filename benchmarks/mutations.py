@@ -260,6 +260,14 @@ def play(
     return rows
 
 
+def is_drawn(row: dict[str, Any], drawing: Drawing) -> bool:
+    """Whether this seed and number draw the mutation of a trial from ptf/ as it is now."""
+    mutation = drawing.drawn(row["seed"], row["number"])
+    if mutation.file != row["file"]:
+        return False
+    return mutation.lines((ROOT / mutation.file).read_bytes()) == (row["before"], row["after"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=150)
@@ -277,7 +285,8 @@ def main() -> int:
     measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until)
     tests, _ = read(ROOT, cache)
     drawing, rows = Drawing(ROOT, "ptf"), standing(kept())
-    known = {(row["seed"], row["number"]): row["outcome"] for row in rows}
+    # a line that was drawn from another state of ptf/ is another mutation
+    known = {(row["seed"], row["number"]): row["outcome"] for row in rows if is_drawn(row, drawing)}
     repeated = ("survived", "no test") if asked.again else ()
     due = [n for n in range(asked.mutations) if known.get((asked.seed, n), "new") in ("new", *repeated)]
     tried = play(asked.seed, due, drawing, tests, set(), until)
