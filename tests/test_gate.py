@@ -107,7 +107,8 @@ def test_what_is_worse_beyond_its_interval_is_named(
     if worse:
         with pytest.raises(
             Worse,
-            match=r"greedy_pass_rate/test 0\.08008 at the start, 0\.01758 now; improvement -0\.0\d+ to -0\.0\d+ "
+            match=r"greedy_pass_rate/test 0\.08008 of the starting model, 0\.01758 of the trained one; "
+            r"improvement -0\.0\d+ to -0\.0\d+ "
             r".*512 rows\): worse.*publish\.gate: off",
         ):
             gate.refuse_worse(job, compared)
@@ -130,7 +131,9 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "metric_direction": "min"}}))
     gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
-    with pytest.raises(Worse, match=r"pass@8/test 0\.5 at the start, 0\.4 now; not a mean over rows"):
+    with pytest.raises(
+        Worse, match=r"pass@8/test 0\.5 of the starting model, 0\.4 of the trained one; not a mean over rows"
+    ):
         gate.refuse_worse(
             job, gate.comparisons(job, tmp_path, metrics | {"starting_model/pass@8/test": 0.5, "pass@8/test": 0.4})
         )
@@ -158,7 +161,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
         )
     gate.commit_rows(tmp_path)
     metrics = {"starting_model/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
-    with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 at the start"):
+    with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 of the starting model"):
         gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
 
