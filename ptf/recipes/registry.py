@@ -85,9 +85,12 @@ def online_fault(recipe: type) -> str | None:
 
 
 RENAMED_METHODS = {
+    "annotated_by": "precomputed_from",
+    "annotations": "precomputed_columns",
     "companions": "frozen_models",
     "credit": "compute_advantages",
     "epochs": "update_epochs",
+    "minibatches": "num_minibatches",
     "is_probability": "scores_are_logits",
     "needs_old": "needs_old_logprobs",
     "precomputed": "precompute",

@@ -11,7 +11,15 @@ from ptf.config.schema import online_recipes
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 from ptf.recipes.ppo.recipe import Critic
-from ptf.recipes.registry import RECIPES, algo_config_of, build, is_online, online_fault
+from ptf.recipes.registry import (
+    RECIPES,
+    RENAMED_METHODS,
+    _refuse_incomplete,
+    algo_config_of,
+    build,
+    is_online,
+    online_fault,
+)
 from ptf.recipes.sft.recipe import SFT
 
 ONLINE = ("grpo", "ppo", "opd")
@@ -88,3 +96,12 @@ def test_a_config_class_that_says_it_by_another_name_is_told_the_name() -> None:
     with pytest.raises(UserError, match="Old: `on_policy` is now `online`; rename it"):
         type("Old", (AlgoConfig,), {"on_policy": True, "__annotations__": {"on_policy": bool}})
     assert type("New", (AlgoConfig,), {"online": True, "__annotations__": {"online": ClassVar[bool]}}).online  # control
+
+
+@pytest.mark.parametrize("old", ["annotations", "annotated_by", "minibatches"])
+def test_a_recipe_with_a_former_name_of_a_method_is_refused_with_the_new_one(old):
+    """It would be a recipe that precomputes nothing, or that makes one optimizer step, without a word."""
+    made = type("Mine", (), {old: 2, "denominator": None, "online": False})()
+    job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
+    with pytest.raises(UserError, match=f"Mine has `{old}`, which is not read: rename it `{RENAMED_METHODS[old]}`"):
+        _refuse_incomplete(made, job)
