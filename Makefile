@@ -125,7 +125,7 @@ faults: setup                            ## faults in rewards, environments and 
 	$(PY) benchmarks/faults.py $(if $(NIGHTLY),--trials 100 --ray 1 --anew)
 
 mutations: setup                         ## 150 small faults put into ptf, and the tests that run their lines; root on Linux; writes benchmarks/results/mutations.md
-	$(PY) benchmarks/mutations.py
+	$(PY) benchmarks/mutations.py --jobs $(or $(JOBS),2)
 
 same-bits: setup                         ## final weights of tiny jobs of every kind beside those on record
 	$(PY) benchmarks/same_bits.py

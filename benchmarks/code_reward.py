@@ -25,7 +25,7 @@ PAGE = ROOT / "benchmarks" / "results" / "code_reward.md"
 def judged(mode: str) -> dict[str, Any]:
     began = time.perf_counter()
     done = subprocess.run(
-        in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=True, cwd=ROOT
+        in_mode(mode, "-m", "tests.rl.code_corpus", mode, "1"), capture_output=True, text=True, check=True, cwd=ROOT
     )
     return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.perf_counter() - began}
 

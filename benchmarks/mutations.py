@@ -2,14 +2,14 @@
 mutation that stands there is not tried again) and writes results/mutations.md; exits 1 where fewer than 95 % of the
 mutations that are not equivalent are caught.
 
-    python benchmarks/mutations.py [--mutations 150] [--seed 0] [--minutes 60] [--again] [--junit REPORT]
+    python benchmarks/mutations.py [--mutations 150] [--seed 0] [--minutes 60] [--again] [--junit REPORT] [--jobs 2]
 
 A mutation changes one line of ptf/ (tests/reliability/mutants.py says how, and how it is drawn). The tests that run the
 line are taken from a map that coverage.py makes once for each state of ptf/ and is kept in .coverage-map; they run on a
 copy, the fastest first, until one fails or 60 s are over. A failure counts when the same tests pass without the change.
 `--again` tries those anew that were not caught, after tests were added and committed. Tests that took longer than 5 s
 in a report of `pytest --junit-xml` (`--junit`) are left out of the map. After `--minutes` no further mutation is begun,
-and the next call goes on from there. Needs root on Linux, and coverage.
+and the next call goes on from there. `--jobs` is the number of processes. Needs root on Linux, and coverage.
 """
 
 import argparse
@@ -17,8 +17,9 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -140,8 +141,10 @@ def standing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last trial of each mutation, with `first`, the outcome of its first, and `reason` of an equivalent one."""
     reasons, found = equivalents(), dict[tuple[int, int], dict[str, Any]]()
     for row in rows:
-        key = row["seed"], row["number"]
-        found[key] = row | {"first": found[key]["first"] if key in found else row["outcome"]}
+        key, first = (row["seed"], row["number"]), row["outcome"]
+        if key in found and all(found[key][name] == row[name] for name in ("file", "before", "after")):
+            first = found[key]["first"]
+        found[key] = row | {"first": first}
     for row in found.values():
         reason = reasons.get((row["file"], row["before"], row["after"]))
         if reason is not None and row["outcome"] != "caught":
@@ -240,12 +243,9 @@ def slow(report: Path | None) -> frozenset[str]:
     )
 
 
-def play(
-    seed: int, numbers: Sequence[int], drawing: Drawing, tests: LineMap, unsound: set[str], until: float
-) -> list[dict[str, Any]]:
-    """Try these mutations until that time (monotonic); what was added to the ledger."""
+def play(seed: int, numbers: Sequence[int], drawing: Drawing, tests: LineMap, unsound: set[str], until: float) -> None:
+    """Try these mutations until that time (monotonic), and add the trials to the ledger."""
     about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
-    rows: list[dict[str, Any]] = []
     for number in numbers:
         if time.monotonic() > until:
             break
@@ -253,11 +253,33 @@ def play(
         before, after = mutation.lines((ROOT / mutation.file).read_bytes())
         row = {"seed": seed, "number": number, "file": mutation.file, "line": mutation.line}
         row |= {"operator": mutation.operator, "before": before, "after": after}
-        rows.append(row | trial(mutation, tests, unsound) | about)
+        line = json.dumps(row | trial(mutation, tests, unsound) | about)
         with LEDGER.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
+def in_processes(jobs: int, work: Callable[[int], object]) -> None:
+    """Call `work` with 0, 1, … in as many processes, and wait for all. Raises SystemExit where one fails."""
+    if jobs == 1:
+        work(0)
+        return
+    children = []
+    for job in range(jobs):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                work(job)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        raise SystemExit("a process of --jobs failed")
 
 
 def is_drawn(row: dict[str, Any], drawing: Drawing) -> bool:
@@ -275,6 +297,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--again", action="store_true", help="those that were not caught")
     parser.add_argument("--junit", type=Path, help="a report of pytest: its slow tests are left out of the map")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     asked = parser.parse_args()
     if asked.page:
@@ -282,14 +305,19 @@ def main() -> int:
     until = time.monotonic() + 60 * asked.minutes
     prepare(ROOT, CACHE / "tree")
     cache = CACHE / git(ROOT, "rev-parse", "HEAD:ptf")
-    measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until)
+    in_processes(
+        asked.jobs,
+        lambda job: measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until, job, asked.jobs),
+    )
     tests, _ = read(ROOT, cache)
     drawing, rows = Drawing(ROOT, "ptf"), standing(kept())
     # a line that was drawn from another state of ptf/ is another mutation
     known = {(row["seed"], row["number"]): row["outcome"] for row in rows if is_drawn(row, drawing)}
     repeated = ("survived", "no test") if asked.again else ()
     due = [n for n in range(asked.mutations) if known.get((asked.seed, n), "new") in ("new", *repeated)]
-    tried = play(asked.seed, due, drawing, tests, set(), until)
+    before = len(kept())
+    in_processes(asked.jobs, lambda job: play(asked.seed, due[job :: asked.jobs], drawing, tests, set(), until))
+    tried = kept()[before:]
     unsound = controls(tried, tests)
     if unsound:
         play(asked.seed, [row["number"] for row in tried if row.get("by") in unsound], drawing, tests, unsound, until)

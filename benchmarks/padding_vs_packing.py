@@ -115,7 +115,7 @@ def ours(given: dict[str, Any]) -> None:
             partitions=8,
             sequences=given["rows"],
             rank=world.data_rank,
-            world_size=world.data_size,
+            world_size=world.data_parallel_size,
             micro_batch_sequences=given["rows"] // RANKS,
             seq_len=WIDTH,
         )

@@ -50,7 +50,7 @@ class Chat:
             device=device,
             dtype=bridge.export_dtype(base),
             version=0,
-            parts=adapter.parts(base) if adapter else None,
+            factory=adapter.factory(base) if adapter else None,
         )
         if adapter:
             adapter.fill(self.engine.model, self.engine.family)

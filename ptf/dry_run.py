@@ -201,7 +201,7 @@ def smaller(job: Job, model: Path, source: str, output: str) -> Job:
             update={"launcher": "local", "address": None, "workers": 1, "device": "cpu", "mesh": MeshConfig()}
         ),
         "checkpoint": job.checkpoint.model_copy(update={"to": None, "every": 1, "best": None}),
-        "track": job.track.model_copy(update={"tensorboard": False, "wandb": None}),
+        "track": job.track.model_copy(update={"tensorboard": False, "wandb_project": None}),
         "evaluate": job.evaluate.model_copy(update={"sources": few(job.evaluate.sources), "limit": 2}),
     }
     if job.rollout:

@@ -16,7 +16,7 @@ from ptf.model.adapter_directory import AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.verify import export_difference, head_difference
 from ptf.train.adapter import refuse_difference
-from ptf.train.components import parts_of, without_adapters
+from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
 from ptf.train.job_tokenizer import rendered
 from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
@@ -42,7 +42,7 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
         raise UserError(f"not published: the tokenizer in {model} gives different ids than the tokenizer of training")
     kept = probe_of(run)
     if "values" in kept:
-        difference = head_difference(model, kept["tokens"], kept["values"], parts_of(job.model))
+        difference = head_difference(model, kept["tokens"], kept["values"], layer_factory_of(job.model))
     else:
         difference = export_difference(model, kept["tokens"], kept["logprobs"])
     whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
@@ -64,8 +64,8 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     spec, base = extended(job.model, base, run, job.seed)
     _, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
     stored = AdapterDirectory.read(adapter)
-    parts = stored.parts(base, parts_of(without_adapters(spec)))
-    model, family = bridge.build(base, head="lm", parts=parts)
+    factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
+    model, family = bridge.build(base, head="lm", factory=factory)
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, base, family)
     stored.fill(model.eval(), family)

@@ -37,7 +37,7 @@ from ptf.rl.rewards.functions import RewardWorkers
 from ptf.rl.rollout_role import evaluation_engine, rewards_of, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
-from ptf.train.components import parts_of, without_adapters
+from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.dataloading import held_out_sequences
 from ptf.train.export import refuse_damaged
 from ptf.train.frozen_models import checkpoint_section, load_frozen_models
@@ -238,7 +238,8 @@ def score_answers(
     mine = np.concatenate(judgements, axis=1)
     # all ranks of a tensor-parallel group have the same values
     return np.concatenate(
-        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_size == 0], axis=1
+        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_parallel_size == 0],
+        axis=1,
     )
 
 
@@ -374,7 +375,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     k=evaluate_config.k,
                     beam=evaluate_config.beam,
                     device=world.device,
-                    parts=parts_of(without_adapters(starting.section)),
+                    factory=layer_factory_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",
                 )
                 metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in ranking.items()}

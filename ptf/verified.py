@@ -132,7 +132,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
         if size > up_to:
             print(
                 f"not verified: {base} has {size / 2**30:.3g} GiB to read, "
-                f"more than checkpoint.sha256_up_to_gib ({up_to / 2**30:.3g}): sizes were compared, "
+                f"more than checkpoint.sha256_max_gib ({up_to / 2**30:.3g}): sizes were compared, "
                 "SHA-256 were not",
                 flush=True,
             )

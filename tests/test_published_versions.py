@@ -198,7 +198,7 @@ def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
     root = str(tmp_path / "published")
     for name in "ab":
         point(root, version(root, name, tmp_path), pointer(root))
-    for i in range(6):
+    for i in range(4):
         moving = subprocess.Popen([sys.executable, "-c", MOVES, root], stdout=subprocess.PIPE)
         assert moving.stdout
         moving.stdout.readline()

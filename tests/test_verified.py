@@ -250,7 +250,7 @@ def test_above_verify_gib_the_run_says_what_was_not_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = arithmetic(tmp_path)
-    job = loads(yaml.safe_dump(raw | {"checkpoint": {"every": 5, "sha256_up_to_gib": 1e-6}}))
+    job = loads(yaml.safe_dump(raw | {"checkpoint": {"every": 5, "sha256_max_gib": 1e-6}}))
     from ptf.train.tokenize import tokenize
 
     found = tokenize(job, Tokenizer.load(job.model.path), 1)

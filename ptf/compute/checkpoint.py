@@ -186,7 +186,7 @@ class Checkpoints:
             keep=checkpoint_config.keep,
             steps=job.train.steps or 0,
             best=best,
-            whole_up_to=checkpoint_config.sha256_up_to_gib * 2**30,
+            whole_up_to=checkpoint_config.sha256_max_gib * 2**30,
             lease=lease,
         )
 

@@ -42,12 +42,12 @@ def peers(world: World, size: int, timeout_s: float) -> ProcessPeers | None:
 
     All ranks call it together. Ranks of one tensor group, which see the same data, are in different groups.
     """
-    if world.mesh is None or world.data_size == 1 or size == 1:
+    if world.mesh is None or world.data_parallel_size == 1 or size == 1:
         return None
     result = None
-    for tensor in range(world.tensor_size):
-        for first in range(0, world.data_size, size):
-            ranks = [data * world.tensor_size + tensor for data in range(first, first + size)]
+    for tensor in range(world.tensor_parallel_size):
+        for first in range(0, world.data_parallel_size, size):
+            ranks = [data * world.tensor_parallel_size + tensor for data in range(first, first + size)]
             group = cast(
                 "dist.ProcessGroup", dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
             )

@@ -140,7 +140,7 @@ class WandB:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise UserError("track.wandb: the package wandb is not installed (pip install wandb)") from None
+            raise UserError("track.wandb_project: the package wandb is not installed (pip install wandb)") from None
         self._run = wandb.init(
             project=project, id=directory.name, name=directory.name, dir=str(directory), resume="allow"
         )
@@ -173,8 +173,8 @@ class Tracker:
         self.steps, self.print_every = steps, track_config.print_every
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
-        if track_config.wandb:
-            self.sinks.append(WandB(directory, track_config.wandb))
+        if track_config.wandb_project:
+            self.sinks.append(WandB(directory, track_config.wandb_project))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an optimizer step; `step` counts from 1."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,20 +40,20 @@ class World:
         """Whether this is the one rank that writes shared files."""
         return self.rank == 0
 
-    @property
-    def tensor_size(self) -> int:
+    @cached_property  # a mesh computes its coordinates anew for every name: a millisecond
+    def tensor_parallel_size(self) -> int:
         """Number of ranks that see the same data."""
         return 1 if self.mesh is None else self.mesh["tensor"].size()
 
     @property
-    def data_size(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of ranks that see different data."""
-        return self.size // self.tensor_size
+        return self.size // self.tensor_parallel_size
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share among the `data_size` shares of the data."""
-        return self.rank // self.tensor_size
+        """Index of this rank's share among the `data_parallel_size` shares of the data."""
+        return self.rank // self.tensor_parallel_size
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
@@ -83,7 +84,7 @@ class World:
         if self.mesh is None or self.size == 1:
             return value.detach()
         total = value.detach().clone()
-        dist.all_reduce(total, group=None if self.tensor_size == 1 else data_ranks(self.mesh).get_group())
+        dist.all_reduce(total, group=None if self.tensor_parallel_size == 1 else data_ranks(self.mesh).get_group())
         return total
 
     def _max(self, value: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,11 @@ class World:
         does), and repeat what they drew if the key is that of a step.
         """
         seed = int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0])
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed formats a stack for each kind of device without one
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
 
 
 def alone(world: World) -> World:

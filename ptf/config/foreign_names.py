@@ -42,7 +42,7 @@ WORKERS = at(
 )
 SHARDED = at("compute.mesh", note="weights, gradients and optimizer are always sharded over the workers (FSDP2)")
 RECIPE = at("recipe")
-LOGGED = at("track.wandb", note="a project of W&B; metrics.jsonl is always written, TensorBoard by default")
+LOGGED = at("track.wandb_project", note="metrics.jsonl is always written, TensorBoard by default")
 
 FOREIGN: dict[str, Here] = {
     # length of a run and optimizer
@@ -133,7 +133,7 @@ FOREIGN: dict[str, Here] = {
     "early_stopping_patience": at("train.early_stopping.patience"),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), at("train.validate_every")),
     "logging_steps": at("track.print_every"),
-    **dict.fromkeys(("report_to", "wandb_project", "project_name"), LOGGED),
+    **dict.fromkeys(("report_to", "wandb", "project_name"), LOGGED),
     **dict.fromkeys(("hub_model_id", "push_to_hub"), at("publish.hub")),
     **dict.fromkeys(
         ("resume_from_checkpoint", "run_name"),

@@ -74,12 +74,12 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import FACTS, online_fault
+    from ptf.recipes.registry import JOB_ARGUMENTS, online_fault
 
     if isinstance(target, type) and (fault := online_fault(target)):
         yield problem(root, ("recipe", "use"), f"{use} {fault}")
     yield from unknown(root, ("algo",), target, algo, use)
-    given = {*args, *algo, *FACTS}
+    given = {*args, *algo, *JOB_ARGUMENTS}
     for name, parameter in parameters(target).items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and name not in given:

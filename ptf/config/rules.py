@@ -233,7 +233,7 @@ def foreign_model(job: Job) -> list[str]:
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
-def packed_weights(job: Job) -> list[str]:
+def quantised_weights(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `model.quantization`."""
     if job.model.quantization is None:
         return []
@@ -335,7 +335,7 @@ RULES: tuple[Callable[[Job], list[str]], ...] = (
     own_components,
     of_recipe,
     foreign_model,
-    packed_weights,
+    quantised_weights,
     pools,
     held_out,
     deployment,

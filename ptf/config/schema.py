@@ -56,7 +56,7 @@ class Job(Section):
     @property
     def verify_bytes(self) -> float:
         """Most bytes of one directory that are hashed before it is used; if it has more, only sizes are compared."""
-        return self.checkpoint.sha256_up_to_gib * 2**30
+        return self.checkpoint.sha256_max_gib * 2**30
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":

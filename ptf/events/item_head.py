@@ -21,7 +21,7 @@ from ptf.errors import UserError
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 
 
 class NextItem(nn.Module):
@@ -37,7 +37,7 @@ class NextItem(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        parts: Parts,
+        factory: LayerFactory,
         path: str,
         *,
         items: str,
@@ -54,7 +54,7 @@ class NextItem(nn.Module):
             raise UserError(
                 f"model.head: {items} has no `ids` and `rows` (ptf.events.prepare writes it with `ids: items`): {error}"
             ) from None
-        if parts.lora is not None and parts.lora.adapts(f"{path}.items"):
+        if factory.lora is not None and factory.lora.adapts(f"{path}.items"):
             raise UserError(
                 "model.lora.targets: an adapter of head.items has no effect, because the head reads its weights; "
                 "leave it out"
@@ -70,11 +70,13 @@ class NextItem(nn.Module):
                 f"model.head: sampled must be between 1 and {len(ids) - 1} (the number of items - 1), not {sampled}"
             )
         self.end, self.set_wise, self.sampled, self.values = len(ids), set_wise, sampled, dict(values)
-        self.items = parts.linear(f"{path}.items", config.dim, len(ids) + 1)
+        self.items = factory.linear(f"{path}.items", config.dim, len(ids) + 1)
         with torch.no_grad():
             self.items.weight[:-1] = rows
             self.items.weight[-1] = rows.mean(0)
-        self.numbers = parts.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
+        self.numbers = None
+        if self.values:
+            self.numbers = factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True)
         place = torch.full((config.vocab,), self.end)
         place[ids] = torch.arange(len(ids))
         self.register_buffer("place", place)  # [vocab]: the class of each token; its name is part of stored models

@@ -132,14 +132,14 @@ def rank(
     k: int,
     beam: int,
     device: torch.device,
-    parts: Any,
+    factory: Any,
     answers: Path,
 ) -> dict[str, float]:
     """Return the mean measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
     items = Catalogue.load(catalogue)
     items.refuse_other(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)
-    engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, parts=parts)
+    engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, factory=factory)
     means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, beam), prompts, items, vectors, k)
     storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))
     return means

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
@@ -85,7 +85,7 @@ def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def activation_bytes(
-    c: DecoderConfig, layer: int, parts: Parts, dtype: torch.dtype, ranks: int, like: nn.Module
+    c: DecoderConfig, layer: int, factory: LayerFactory, dtype: torch.dtype, ranks: int, like: nn.Module
 ) -> ActivationBytes:
     """Return the bytes of activations a token that `layer` saves on one of `ranks` ranks of a tensor group.
 
@@ -96,7 +96,7 @@ def activation_bytes(
         c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, intermediate_size=c.intermediate_size // ranks, moe=moe
     )
     with torch.device("meta"):
-        block = Block(local, layer, parts, f"layers.{layer}").to(dtype)
+        block = Block(local, layer, factory, f"layers.{layer}").to(dtype)
         x = torch.empty(1, TOKENS, c.dim, dtype=dtype, requires_grad=True)
         table = rotary(torch.arange(TOKENS)[None], c.head_dim, c.layers[layer].rope)
         trained = {name for name, p in like.named_parameters() if p.requires_grad}

@@ -17,7 +17,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.peft_format import PeftFormat
 
@@ -71,18 +71,18 @@ class AdapterDirectory:
             names = frozenset(file.keys())
         return cls(directory, base, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), names)
 
-    def parts(self, base: Path, own: Parts | None = None) -> Parts:
-        """Return the parts of the base model in `base` with LoRA of this adapter's shape.
+    def factory(self, base: Path, own: LayerFactory | None = None) -> LayerFactory:
+        """Return the layer factory of the base model in `base`, with LoRA of this adapter's shape.
 
         `own` holds the user's components. Raises UserError if the adapter's tensors are not those that the base model
         needs.
         """
         components = own.replace if own else {}
-        everything = self._format(base, Parts(components, lora=Lora(rank=1, targets=("*",))))
+        everything = self._format(base, LayerFactory(components, lora=Lora(rank=1, targets=("*",))))
         targets = everything.projections(self.names)
         if unknown := self.names - everything.names():
             raise self._does_not_fit(base, unknown)
-        widened = self._format(base, Parts(components, lora=Lora(rank=1, targets=targets)))
+        widened = self._format(base, LayerFactory(components, lora=Lora(rank=1, targets=targets)))
         rank, rest = divmod(self.rank, widened.rank)
         if missing := widened.names() - self.names:
             raise self._does_not_fit(base, missing)
@@ -92,10 +92,10 @@ class AdapterDirectory:
                 "reads such an adapter only if its rank is even; merge it into its base model with PEFT "
                 "(merge_and_unload) and use that"
             )
-        return Parts(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
+        return LayerFactory(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
 
     def fill(self, model: Decoder, family: Family) -> None:
-        """Copy the adapter into a model that was built with `parts`.
+        """Copy the adapter into a model that was built with `factory`.
 
         Raises UserError if a tensor of the file cannot be represented exactly in the model.
         """
@@ -110,9 +110,9 @@ class AdapterDirectory:
                         "its base model with PEFT (merge_and_unload) and use that"
                     )
 
-    def _format(self, base: Path, parts: Parts) -> PeftFormat:
+    def _format(self, base: Path, factory: LayerFactory) -> PeftFormat:
         with torch.device("meta"):
-            return PeftFormat(*bridge.build(base, head="lm", parts=parts))
+            return PeftFormat(*bridge.build(base, head="lm", factory=factory))
 
     def _does_not_fit(self, base: Path, names: Iterable[str]) -> UserError:
         listed = sorted(names)

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
 from ptf.model.document_mask import BLOCK, DocumentMasks
-from ptf.model.layers import Parts, RMSNorm
+from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table, rotate
 
 
@@ -38,15 +38,15 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; the way tokens attend is given by an
     `Attend`."""
 
-    def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
+    def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
         self.window = c.layers[layer].window
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
-        self.q_proj = parts.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim, c.qkv_bias)
-        self.k_proj = parts.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = parts.linear(f"{path}.v_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
-        self.o_proj = parts.linear(f"{path}.o_proj", c.heads * c.head_dim, c.dim, c.out_bias)
+        self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim, c.qkv_bias)
+        self.k_proj = factory.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = factory.linear(f"{path}.v_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.head_dim, c.dim, c.out_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None

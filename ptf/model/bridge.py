@@ -39,9 +39,9 @@ from ptf.model.components import (
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, refuse_unmatched_targets
-from ptf.model.packed_weights import packed_weights, quantise, weight_shapes
+from ptf.model.quantised_weights import quantise, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
 
@@ -126,12 +126,12 @@ def export_dtype(directory: Path) -> torch.dtype:
 
 
 def build(
-    directory: Path, *, head: Literal["lm", "scalar"] | None = None, parts: Parts | None = None
+    directory: Path, *, head: Literal["lm", "scalar"] | None = None, factory: LayerFactory | None = None
 ) -> tuple[Decoder, Family]:
     """Return a decoder of the right shape on the meta device (without memory), and its family.
 
-    `head` is the kind of head; None takes that of the checkpoint. `parts` replaces components and adds adapters. Raise
-    UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
+    `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds adapters.
+    Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
     """
     hf = read_config(directory)
     family = family_of(hf)
@@ -142,21 +142,21 @@ def build(
         )
     config = _decoder_config(family, hf, directory)
     config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))
-    if parts is not None:
-        refuse_unmatched(config, parts)
+    if factory is not None:
+        refuse_unmatched(config, factory)
     with torch.device("meta"):
-        model = Decoder(config, parts)
-        if parts is not None and parts.lora is not None:
-            refuse_unmatched_targets(model, parts.lora, Decoder(config, replace(parts, lora=Lora(targets=("*",)))))
+        model = Decoder(config, factory)
+        if factory is not None and factory.lora is not None:
+            refuse_unmatched_targets(model, factory.lora, Decoder(config, replace(factory, lora=Lora(targets=("*",)))))
     return model, family
 
 
-def shape(directory: Path, backend: Literal["ptf", "hf"] = "ptf") -> DecoderConfig:
+def decoder_config(directory: Path, backend: Literal["ptf", "hf"] = "ptf") -> DecoderConfig:
     """Return the sizes of the model that a backend makes of a directory."""
     if backend == "hf":
         from ptf.model import hf_backend
 
-        return hf_backend.shape(hf_backend.configured(directory))
+        return hf_backend.decoder_config(hf_backend.configured(directory))
     hf = read_config(directory)
     return _decoder_config(family_of(hf), hf, directory)
 
@@ -182,10 +182,10 @@ def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
             parameter.copy_(read(tuple(slice(0, n) for n in parameter.shape)))
 
 
-def fill_packed(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
-    """Fill the parts of a packed weight with what `read` returns for whole rows of the weight, packed.
+def fill_quantised(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
+    """Fill the parts of a quantised weight with what `read` returns for whole rows of the weight.
 
-    A process packs only the rows of which it owns a part, once where both parts are sharded alike.
+    A process quantises only the rows of which it owns a part, once where both parts are sharded alike.
     """
     last: tuple[Slices, tuple[Tensor, Tensor]] = ((), (codes, scales))
 
@@ -202,12 +202,12 @@ def fill_packed(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor])
 
 
 def weight_filler(model: Decoder) -> Callable[[str, Callable[[Slices], Tensor]], None]:
-    """Return a function that fills the weight of a unified name, packed or not, with what its reader returns."""
-    parameters, packed = dict(model.named_parameters()), packed_weights(model)
+    """Return a function that fills the weight of a unified name, quantised or not, with what its reader returns."""
+    parameters, quantised = dict(model.named_parameters()), quantised_weights(model)
 
     def fill_weight(name: str, read: Callable[[Slices], Tensor]) -> None:
-        if name in packed:
-            fill_packed(parameters[packed[name].codes], parameters[packed[name].scales], read)
+        if name in quantised:
+            fill_quantised(parameters[quantised[name].codes], parameters[quantised[name].scales], read)
         else:
             fill(parameters[name], read)
 
@@ -218,10 +218,10 @@ def random_init(model: Decoder, seed: int) -> None:
     """Initialise a model randomly: normal weights, unit norms, zero biases.
 
     Each tensor has a generator of its own, keyed by seed and name, so that sharding changes nothing. Raises ValueError
-    for a model with packed weights, which are those of a checkpoint.
+    for a model with quantised weights, which are those of a checkpoint.
     """
-    if packed_weights(model):
-        raise ValueError("packed weights come from a checkpoint: write the random weights out and load them")
+    if quantised_weights(model):
+        raise ValueError("quantised weights come from a checkpoint: write the random weights out and load them")
     own = constructor_values(model, [n for n, _ in model.named_parameters()], seed)
     for name, parameter in model.named_parameters():
         if name in own:  # a component of the user's own begins as its constructor leaves it
@@ -310,7 +310,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
         extra = {n for n in files.names - set(shapes) if not n.startswith(family.carried)}
         ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
         ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
-        if model.parts.constructors:  # the checkpoint may hold tensors of components that were replaced
+        if model.factory.constructors:  # the checkpoint may hold tensors of components that were replaced
             usual = family.mappings_for(standard_shapes(model.config))
             ignorable |= {family.prefix + name for mapping in usual for name in mapping.theirs(experts)}
         problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
@@ -378,8 +378,8 @@ def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family)
 
 
 def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor), adapters merged; packed weights are those of the checkpoint `source`, or
-    without it what they are dequantised to.
+    """Yield (Hugging Face name, whole tensor), adapters merged; quantised weights are those of the checkpoint
+    `source`, or without it what they are dequantised to.
 
     Every rank must iterate, because each gathers its part.
     """
@@ -388,7 +388,7 @@ def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> It
         return
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward the root still has copies in the compute dtype
-    if source is None or not packed_weights(model):
+    if source is None or not quantised_weights(model):
         yield from under_hf_names(Merged(model), model, family)
         return
     with TensorFiles(source, family.aliases) as files:

@@ -19,9 +19,9 @@ from ptf.model.checkpoint_mapping import Slices
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import adapter_names
-from ptf.model.packed_weights import weight_shapes
+from ptf.model.quantised_weights import weight_shapes
 
 # prefix of unified names → the file of an export that holds them
 FILES = {"head.": "head.safetensors", "layers.": "components.safetensors"}
@@ -43,10 +43,10 @@ def places(c: DecoderConfig) -> list[str]:
     return [*(f"layers.{i}.{part}" for i, kind in enumerate(c.layers) for part in within(kind.moe)), "head"]
 
 
-def refuse_unmatched(c: DecoderConfig, parts: Parts) -> None:
+def refuse_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
     """Raise UserError naming every pattern that replaces nothing."""
-    used = {parts.pattern(place) for place in places(c)}
-    if unused := [pattern for pattern in parts.replace if pattern not in used]:
+    used = {factory.pattern(place) for place in places(c)}
+    if unused := [pattern for pattern in factory.replace if pattern not in used]:
         kinds = dict.fromkeys(
             ".".join("*" if word.isdigit() else word for word in place.split(".")) for place in places(c)
         )
@@ -65,7 +65,7 @@ def standard_shapes(c: DecoderConfig) -> dict[str, torch.Size]:
 
 def own_tensors(model: Decoder, family: Family) -> tuple[str, ...]:
     """Return the names of the parameters that have no Hugging Face name."""
-    replaced = tuple(f"{path}." for path in model.parts.constructors)
+    replaced = tuple(f"{path}." for path in model.factory.constructors)
     if not replaced:
         return ()
     usual = standard_shapes(model.config)
@@ -87,7 +87,7 @@ def constructor_values(model: Decoder, names: Iterable[str], seed: int) -> dict[
     """
     values: dict[str, Tensor] = {}
     wanted = set(names)
-    for path, make in model.parts.constructors.items():
+    for path, make in model.factory.constructors.items():
         if not any(name.startswith(f"{path}.") for name in wanted):
             continue
         key = int.from_bytes(hashlib.sha256(f"init/{seed}/{path}".encode()).digest()[:8], "little") >> 1
@@ -103,7 +103,7 @@ def fill_buffers(model: Decoder) -> None:
 
     Buffers are constants: nothing trains or exports them.
     """
-    for path, make in model.parts.constructors.items():
+    for path, make in model.factory.constructors.items():
         module = model.get_submodule(path)
         if any(True for _ in module.buffers()):
             with torch.device("cpu"):

@@ -12,18 +12,18 @@ from torch import Tensor
 from ptf.model.chunked import cross_entropy_by
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 
 
 class CustomHead(Protocol):
     """The interface of a head of the user's own, an nn.Module.
 
-    Projections made with `parts.linear(f"{path}.name", …)` get LoRA adapters where the job asks for them. Weights begin
-    as the constructor leaves them, seeded by the job. A head that has `logits(x)` ([..., D] → [..., vocab]) can be
-    generated from with the native engine.
+    Projections made with `factory.linear(f"{path}.name", …)` get LoRA adapters where the job asks for them. Weights
+    begin as the constructor leaves them, seeded by the job. A head that has `logits(x)` ([..., D] → [..., vocab]) can
+    be generated from with the native engine.
     """
 
-    def __init__(self, config: DecoderConfig, parts: Parts, path: str) -> None:
+    def __init__(self, config: DecoderConfig, factory: LayerFactory, path: str) -> None:
         """Construct the head for a decoder; `path` is its unified name."""
         ...
 

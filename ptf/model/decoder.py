@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
-from ptf.model.layers import MLP, Parts, RMSNorm
+from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
 from ptf.model.scalar import Scalar
@@ -24,19 +24,19 @@ class Block(nn.Module):
     """One transformer layer: attention, then an MLP or a mixture of experts, each behind a norm and a residual
     connection."""
 
-    def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
+    def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
 
         def norm():
             return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
 
         self.attn_norm = norm()
-        self.attn = parts.component(f"{path}.attn", Attention, c, layer, parts, f"{path}.attn")
+        self.attn = factory.component(f"{path}.attn", Attention, c, layer, factory, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
         self.mlp_norm = norm()
         moe = c.layers[layer].moe
-        self.mlp = None if moe else parts.component(f"{path}.mlp", MLP, c, parts, f"{path}.mlp")
-        self.moe = parts.component(f"{path}.moe", MixtureOfExperts, c, parts, f"{path}.moe") if moe else None
+        self.mlp = None if moe else factory.component(f"{path}.mlp", MLP, c, factory, f"{path}.mlp")
+        self.moe = factory.component(f"{path}.moe", MixtureOfExperts, c, factory, f"{path}.moe") if moe else None
         self.mlp_post_norm = norm() if c.sandwich else nn.Identity()
 
     def forward(self, x: Tensor, rope: Table, attend: Attend, real: Tensor) -> Tensor:
@@ -50,9 +50,9 @@ class Block(nn.Module):
         return x + self.mlp_post_norm(h)
 
 
-def projection(c: DecoderConfig, parts: Parts, path: str) -> nn.Linear:
+def projection(c: DecoderConfig, factory: LayerFactory, path: str) -> nn.Linear:
     """Make the output projection: to the (padded) vocabulary, or to one value with a scalar head."""
-    return parts.linear(path, c.dim, 1 if c.head == "scalar" else c.padded)
+    return factory.linear(path, c.dim, 1 if c.head == "scalar" else c.padded)
 
 
 class Decoder(nn.Module):
@@ -61,17 +61,17 @@ class Decoder(nn.Module):
     The head is used inside `forward`, because sharded parameters are gathered only there (FSDP2, tied embeddings).
     """
 
-    def __init__(self, config: DecoderConfig, parts: Parts | None = None) -> None:
+    def __init__(self, config: DecoderConfig, factory: LayerFactory | None = None) -> None:
         super().__init__()
-        self.parts = parts = parts or Parts()
-        if parts.pattern("head"):
+        self.factory = factory = factory or LayerFactory()
+        if factory.pattern("head"):
             config = replace(config, head="custom")
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
-        self.layers = nn.ModuleList(Block(c, i, parts, f"layers.{i}") for i in range(c.num_layers))
+        self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(c.num_layers))
         self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset)
-        self.head = parts.component("head", projection, c, parts, "head")
+        self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
         # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
         A component of the user's own could mix them in another way; a head cannot.
         """
-        return all(path == "head" for path in self.parts.constructors)
+        return all(path == "head" for path in self.factory.constructors)
 
     def output(self) -> Output:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""

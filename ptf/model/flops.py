@@ -139,9 +139,9 @@ class _Tally:
 
     def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0) -> bool:
         """Count a weight with its adapter, of which each token uses this share."""
-        weight, packed = module._parameters.get(name), getattr(module, "packed", {})
+        weight, quantised = module._parameters.get(name), getattr(module, "quantised", {})
         trains = weight is not None and weight.requires_grad
-        size = packed[name].numel() if weight is None else weight.numel()
+        size = quantised[name].numel() if weight is None else weight.numel()
         self.tokens += 2 * share * size * (1 + upstream + trains)
         needs = upstream or trains
         if (adapter := getattr(module, "adapters", {}).get(name)) is not None:

@@ -43,7 +43,7 @@ class HFDecoder(nn.Module):
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf = hf
-        self.config = shape(hf.config)
+        self.config = decoder_config(hf.config)
         self.scale = 1.0  # factor of the logits; `check` sets both
         self.softcap = None
         self.eval()
@@ -143,7 +143,7 @@ def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(index).to(segments.device), torch.from_numpy(back).to(segments.device)
 
 
-def shape(c: Any) -> DecoderConfig:
+def decoder_config(c: Any) -> DecoderConfig:
     """Return the sizes of a model from transformers' config, without what makes the architecture."""
     heads = getattr(c, "num_attention_heads", None) or 1
     return DecoderConfig(
@@ -202,7 +202,7 @@ def build(directory: Path) -> tuple[HFDecoder, Family]:
             f"model.backend: hf: {c.model_type}: there is no output projection, "
             f"or no list of {model.config.num_layers} layers, in transformers' model"
         )
-    return model, Family(c.model_type, shape, (), _no_random_members)
+    return model, Family(c.model_type, decoder_config, (), _no_random_members)
 
 
 def _no_random_members(_: Any) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from torch.nn import Parameter
 
 from ptf.model.config import Activation, DecoderConfig
 from ptf.model.lora import Lora, LoraLinear
-from ptf.model.packed_weights import PackedLinear, pack
+from ptf.model.quantised_weights import QuantisedLinear, quantise_weight
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """How the parts of a decoder are constructed, by unified name (`layers.3.attn.q_proj`).
+class LayerFactory:
+    """Constructs the parts of a decoder, by unified name (`layers.3.attn.q_proj`).
 
     `replace` maps a pattern (`layers.*.mlp`) to what is called instead of the built-in class, with the same arguments.
     `lora` describes the adapters that projections get, if any.
@@ -28,24 +28,24 @@ class Parts:
     # path of each component that was replaced → a function that constructs it again
     constructors: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     lora: Lora | None = None
-    # whether a weight of this unified name is held in four bits (packed_weights.py)
-    packed: Callable[[str], bool] = lambda name: False
+    # whether a weight of this unified name is held in four bits (quantised_weights.py)
+    quantised: Callable[[str], bool] = lambda name: False
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
         if self.lora is not None and self.lora.adapts(path):
             linear: nn.Linear = LoraLinear(d_in, d_out, bias, self.lora)
-        elif self.packed(f"{path}.weight"):
-            linear = PackedLinear(d_in, d_out, bias)
+        elif self.quantised(f"{path}.weight"):
+            linear = QuantisedLinear(d_in, d_out, bias)
         else:
             linear = nn.Linear(d_in, d_out, bias)
-        self.pack(linear, "weight", f"{path}.weight")
+        self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
 
-    def pack(self, module: nn.Module, weight: str, name: str) -> None:
+    def quantise_weight(self, module: nn.Module, weight: str, name: str) -> None:
         """Hold a weight of a module in four bits, if the weight of this unified name is to be held so."""
-        if self.packed(name):
-            pack(module, weight, name)
+        if self.quantised(name):
+            quantise_weight(module, weight, name)
 
     def component(self, path: str, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
         """Construct an attention, MLP, mixture of experts or head: `kind`, or what replaces it at this path."""
@@ -106,11 +106,11 @@ class RMSNorm(nn.Module):
 class MLP(nn.Module):
     """The gated MLP (Shazeer 2020): down(act(gate(x)) · up(x))."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        self.gate_proj = parts.linear(f"{path}.gate_proj", c.dim, c.intermediate_size, c.mlp_bias)
-        self.up_proj = parts.linear(f"{path}.up_proj", c.dim, c.intermediate_size, c.mlp_bias)
-        self.down_proj = parts.linear(f"{path}.down_proj", c.intermediate_size, c.dim, c.mlp_bias)
+        self.gate_proj = factory.linear(f"{path}.gate_proj", c.dim, c.intermediate_size, c.mlp_bias)
+        self.up_proj = factory.linear(f"{path}.up_proj", c.dim, c.intermediate_size, c.mlp_bias)
+        self.down_proj = factory.linear(f"{path}.down_proj", c.intermediate_size, c.dim, c.mlp_bias)
         self.activation = activation(c.activation)
 
     compute = staticmethod(gated)  # sharding.py may set the compiled function instead

@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021): W x becomes W x + s · B A x, and only A and B are trained.
 
-Adapters are decided where a projection is constructed (layers.Parts), and lie beside the weight that they adapt:
+Adapters are decided where a projection is constructed (layers.LayerFactory), and lie beside the weight that they adapt:
 `q_proj.lora_a` beside `q_proj.weight`, `experts.gate_proj_lora_a` [experts, rank, in] beside `experts.gate_proj`
 [experts, out, in]. With B = 0 the model computes what its base does.
 """
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model.packed_weights import dequantise, linear, packed_weights, weight_shapes
+from ptf.model.quantised_weights import dequantise, linear, quantised_weights, weight_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def attach(module: nn.Module, weight: str, lora: Lora) -> Adapter:
 
 
 class LoraLinear(nn.Linear):
-    """A projection with an adapter; the weight may be packed (packed_weights.py)."""
+    """A projection with an adapter; the weight may be quantised (quantised_weights.py)."""
 
     lora_a: Parameter
     lora_b: Parameter
@@ -164,22 +164,23 @@ class Merged(Mapping[str, Tensor]):
     """Whole tensors by unified name, each adapter merged into its weight when it is accessed.
 
     There is never a second copy of the model. Every rank must access the same names in the same order, because each
-    gathers its part. A packed weight is what it is dequantised to, or what `original` returns for its name: the weight
-    that was packed.
+    gathers its part. A quantised weight is what it is dequantised to, or what `original` returns for its name: the
+    weight that was quantised.
     """
 
     def __init__(self, model: nn.Module, original: Callable[[str], Tensor] | None = None) -> None:
-        self.pairs, self.packed, self.original = adapters(model), packed_weights(model), original
+        self.pairs, self.quantised, self.original = adapters(model), quantised_weights(model), original
         self.tensors = {name: p.detach() for name, p in model.named_parameters()}
-        self.names = [name for name in weight_shapes(model) if name not in adapter_names(model)]
+        of_adapters = adapter_names(model)
+        self.names = [name for name in weight_shapes(model) if name not in of_adapters]
 
     def _weight(self, name: str) -> Tensor:
         """Return the whole weight of this name, without its adapter."""
-        if (packed := self.packed.get(name)) is None:
+        if (quantised := self.quantised.get(name)) is None:
             return whole(self.tensors[name])
         if self.original is not None:
-            return self.original(name).to(self.tensors[packed.codes].device)
-        codes, scales = whole(self.tensors[packed.codes]), whole(self.tensors[packed.scales])
+            return self.original(name).to(self.tensors[quantised.codes].device)
+        codes, scales = whole(self.tensors[quantised.codes]), whole(self.tensors[quantised.scales])
         return dequantise(codes, scales, torch.float32)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.layers import Parts, gated
+from ptf.model.layers import LayerFactory, gated
 from ptf.model.lora import attach, grouped
-from ptf.model.packed_weights import grouped_linear
+from ptf.model.quantised_weights import grouped_linear
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
 ROW_MULTIPLE = 8
@@ -126,7 +126,7 @@ def clamped(clamp: float, gate: Tensor, up: Tensor) -> Tensor:
 class Experts(nn.Module):
     """The projections of all experts, stacked: [experts, out, in]."""
 
-    def __init__(self, dim: int, c: MoE, parts: Parts, path: str) -> None:
+    def __init__(self, dim: int, c: MoE, factory: LayerFactory, path: str) -> None:
         super().__init__()
         # sharding.py may set compiled functions instead
         self.compute = partial(gated, F.silu) if c.clamp is None else partial(clamped, c.clamp)
@@ -138,13 +138,13 @@ class Experts(nn.Module):
         for name, (out, into) in shapes.items():
             self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
             self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)
-        lora = parts.lora
+        lora = factory.lora
         self.adapters = {
             p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")
         }
         self.adapted = True  # False inside `adapters_off`
         for p in (f"{name}_proj" for name in shapes):
-            parts.pack(self, p, f"{path}.{p}")
+            factory.quantise_weight(self, p, f"{path}.{p}")
 
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
         """Return the experts' outputs for tokens sorted by expert.
@@ -193,12 +193,12 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
 class MixtureOfExperts(nn.Module):
     """A router and its experts."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str) -> None:
         super().__init__()
         assert c.moe is not None
         self.config = c.moe
-        self.router = parts.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
-        self.experts = parts.component(f"{path}.experts", Experts, c.dim, c.moe, parts, f"{path}.experts")
+        self.router = factory.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
+        self.experts = factory.component(f"{path}.experts", Experts, c.dim, c.moe, factory, f"{path}.experts")
         self.first = 0  # the expert that the rows begin with: under tensor parallelism this rank's first
         self.routing: Routing | None = None  # statistics of the last forward pass
 

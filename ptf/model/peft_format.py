@@ -29,7 +29,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import adapter_names, adapters, projection_name, whole
-from ptf.model.packed_weights import weight_shapes
+from ptf.model.quantised_weights import weight_shapes
 
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
@@ -38,8 +38,8 @@ class PeftFormat:
     """The adapters of one model, converted to PEFT's format and back."""
 
     def __init__(self, model: Decoder, family: Family) -> None:
-        assert model.parts.lora is not None
-        self.model, self.family, self.lora = model, family, model.parts.lora
+        assert model.factory.lora is not None
+        self.model, self.family, self.lora = model, family, model.factory.lora
         self.adapters = adapters(model)
         self.parameters, self.shapes = dict(model.named_parameters()), weight_shapes(model)
         self.mappings = [
@@ -67,7 +67,8 @@ class PeftFormat:
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
         own = {*own_tensors(self.model, self.family)}
-        base = [n for n, p in self.parameters.items() if p.requires_grad and n not in adapter_names(self.model)]
+        of_adapters = adapter_names(self.model)
+        base = [n for n, p in self.parameters.items() if p.requires_grad and n not in of_adapters]
         obstacles = [f"{n} (not an adapter)" for n in base]
         obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
         obstacles += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]

@@ -143,7 +143,7 @@ def refuse(c: DecoderConfig, ranks: int) -> None:
 def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
     """Shard the model over a mesh of one dimension. Raise UserError for a parameter that is not in the plan."""
     group = mesh.get_group()
-    unknown = [f"{path} (model.replace)" for path in model.parts.constructors if path != "head"]
+    unknown = [f"{path} (model.replace)" for path in model.factory.constructors if path != "head"]
     sharded: dict[int, nn.Parameter] = {}  # by the parameter's id: a tied head stays one parameter with the embedding
     for name, module in model.named_modules():
         style = style_of(name, plan)

@@ -20,7 +20,7 @@ from ptf.errors import UserError, refuse_custom_code
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def export_difference(directory: Path, tokens: Sequence[int], logprobs: Sequence
 
 
 @torch.no_grad()
-def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any], parts: Parts) -> float:
+def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any], factory: LayerFactory) -> float:
     """Return the largest difference of a head that is not the vocabulary's, over a probe of n tokens.
 
     `values` [n, …] are the trained model's. A scalar head is read as AutoModelForSequenceClassification does, after
@@ -362,7 +362,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
 
     _quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
-    if not parts.pattern("head"):
+    if not factory.pattern("head"):
         model = AutoModelForSequenceClassification.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
@@ -370,7 +370,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         ends = [n for n in range(1, len(tokens) + 1) if tokens[n - 1] != model.config.pad_token_id]
         theirs = torch.stack([model(input_ids=ids[:, :n]).logits[0, 0] for n in ends])
         return float((theirs - wanted[[n - 1 for n in ends]]).abs().max())
-    ours, family = bridge.build(directory, parts=parts)
+    ours, family = bridge.build(directory, factory=factory)
     bridge.materialize(ours, torch.device("cpu"))
     bridge.load_hf(ours, directory, family)
     body = AutoModel.from_pretrained(

@@ -33,8 +33,8 @@ RECIPES = {
 }
 
 
-# Values of a job that recipes may request by a parameter's name; see `facts`.
-FACTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_bound")
+# Values of a job that recipes may request by a parameter's name; see `job_arguments`.
+JOB_ARGUMENTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_bound")
 
 
 @cache
@@ -47,8 +47,8 @@ def algo_config_of(recipe: str) -> type[AlgoConfig]:
 def build(job: "Job") -> "Recipe":
     """Build the recipe of a job.
 
-    Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `facts` that it
-    has parameters for; built-in and plugin recipes get the same.
+    Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `job_arguments`
+    that it has parameters for; built-in and plugin recipes get the same.
     """
     if isinstance(job.recipe, Plugin):
         from ptf.config import plugin
@@ -61,7 +61,7 @@ def build(job: "Job") -> "Recipe":
         settings = cast(AlgoConfig, job.algo).in_force(job).arguments()
     parameters = inspect.signature(recipe).parameters
     bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
-    requested = {name: value for name, value in facts(job).items() if name in parameters and name not in bound}
+    requested = {name: value for name, value in job_arguments(job).items() if name in parameters and name not in bound}
     made = recipe(**(requested | settings))
     _refuse_incomplete(made, job)
     return made
@@ -116,7 +116,7 @@ def _refuse_incomplete(made: Any, job: "Job") -> None:
         raise UserError(f"{name} has `online` {made.online}, and its config class has {declared}; they must agree")
 
 
-def facts(job: "Job") -> dict[str, Any]:
+def job_arguments(job: "Job") -> dict[str, Any]:
     """Return the values of the job that a recipe may request by a parameter's name.
 
     They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where

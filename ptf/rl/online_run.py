@@ -253,7 +253,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
 def _reward_model_length(job: Job, directory: Path) -> int:
     """Return the largest number of tokens of a conversation. It may exceed `data.seq_len`, since the reward model's
     tokenizer and template may give more tokens than the policy's."""
-    return min(bridge.shape(directory).max_positions, 2 * job.data.seq_len)
+    return min(bridge.decoder_config(directory).max_positions, 2 * job.data.seq_len)
 
 
 def _reward_model_client(

@@ -54,7 +54,7 @@ def sampler_spec(
     `tensor` processes each. Raises UserError if the model has fewer positions than `length`, or if its heads cannot be
     divided among the processes.
     """
-    shape = bridge.shape(directory, job.model.backend)
+    shape = bridge.decoder_config(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:
         raise UserError(

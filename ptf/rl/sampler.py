@@ -30,7 +30,7 @@ from ptf.rl.episodes import Episode, Limits, run_episodes
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,14 @@ def make_engine(
     if kind == "native":
         from ptf.rl.engines.native import NativeEngine
 
-        parts = parts_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
+        factory = layer_factory_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
         offload_file = own_file(options.get("offload_path"), world.rank)
         return NativeEngine(
             directory,
             device=world.device,
             dtype=getattr(torch, dtype),
             version=version,
-            parts=parts,
+            factory=factory,
             seed=seed,
             offload_file=offload_file,
         )

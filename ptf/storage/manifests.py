@@ -74,7 +74,7 @@ def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
     held_bytes = sum(entry["size"] for entry in manifest["files"].values())
     if not (whole := held_bytes <= whole_up_to):
         print(
-            f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.sha256_up_to_gib: "
+            f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.sha256_max_gib: "
             "sizes were compared, SHA-256 were not",
             flush=True,
         )

@@ -80,8 +80,8 @@ def _check_unrounded(
 ) -> None:
     """Compare `merged`, loaded again, with the checkpoint in `source` and what was trained beside its rounded weights.
 
-    The leading rank does so on its CPU, in fp32, for a GPU that holds a packed model may have no room for a whole one.
-    What `merged` computes becomes its probe. Raises UserError on every rank if the two differ.
+    The leading rank does so on its CPU, in fp32, for a GPU that holds a quantised model may have no room for a whole
+    one. What `merged` computes becomes its probe. Raises UserError on every rank if the two differ.
     """
     head = "scalar" if model.config.head == "scalar" else "lm"
     learned = {n: whole(p.detach()).cpu() for n, p in model.named_parameters() if p.requires_grad}

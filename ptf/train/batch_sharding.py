@@ -32,7 +32,7 @@ def deal(
 
     All ranks pass the same sequences.
     """
-    sequences_per_rank = max(1, -(-len(sequences) // world.data_size))
+    sequences_per_rank = max(1, -(-len(sequences) // world.data_parallel_size))
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
         sequences_per_rank = -(-sequences_per_rank // micro_batch_sequences) * micro_batch_sequences
@@ -40,7 +40,7 @@ def deal(
         sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in sequence for sample in unit)
         for sequence in sequences
     ]
-    own_sequences = [sequences[i] for i in balanced(work, world.data_size)[world.data_rank]]
+    own_sequences = [sequences[i] for i in balanced(work, world.data_parallel_size)[world.data_rank]]
     own_sequences += [[idle(sequences)]] * (sequences_per_rank - len(own_sequences))
     if world.device.type == "cpu":
         seq_len = max(sum(length(unit) for unit in sequence) for sequence in own_sequences)

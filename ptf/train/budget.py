@@ -29,12 +29,12 @@ from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.packed_weights import packed_weights, weight_shapes
+from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize, refuse_mesh
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from ptf.train.frozen_models import forward_flops, needs_weights
 from ptf.train.optimizer_offload import BUCKET_BYTES
 from ptf.train.trainable import freeze, frozen_dtype
@@ -102,8 +102,8 @@ class _Sizes:
     head: int  # vocabulary × hidden size
     largest: int  # the largest parameter that trains
     # weights in four bits, which are not among the elements above:
-    packed: int = 0  # bytes on this rank
-    block_packed: int = 0  # bytes of the block with most, whole
+    quantised: int = 0  # bytes on this rank
+    block_quantised: int = 0  # bytes of the block with most, whole
     dequantised: int = 0  # elements of the largest of them, which a product needs
 
 
@@ -135,7 +135,7 @@ class _Run:
 
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory of a forward pass alone, between steps, when there are no gradients."""
-        gathered = self.element * (2 * sizes.block + sizes.root + sizes.dequantised) + 2.0 * sizes.block_packed
+        gathered = self.element * (2 * sizes.block + sizes.root + sizes.dequantised) + 2.0 * sizes.block_quantised
         activations = self._tokens * max(layer.everything for layer in layers)  # of one layer; its parts are freed
         logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
         optimizer = 0.0 if self.offloaded else 8.0 * sizes.trained
@@ -146,7 +146,7 @@ class _Run:
         return Memory(
             4.0 * sizes.trained
             + self.frozen * float(sizes.here - sizes.trained)
-            + sizes.packed
+            + sizes.quantised
             + self.element * sizes.here * self.frozen_models,
             4.0 * sizes.trained,
             min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest)) if self.offloaded else 8.0 * sizes.trained,
@@ -163,7 +163,7 @@ class _Run:
         gradient = (4 + self.element) * self._head_trained(sizes)
         saved = tokens * self._saved(layers)
         # FSDP frees the last layer that it gathered when it gathers the next
-        gathered = self.element * (sizes.root + sizes.block) + sizes.block_packed
+        gathered = self.element * (sizes.root + sizes.block) + sizes.block_quantised
         return self._held(sizes, gathered, saved, logits + gradient)
 
     def _in_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
@@ -173,14 +173,14 @@ class _Run:
         recomputed = again.get(self.recomputed, max(of.everything for of in layers))
         saved = self._saved(layers)
         elements = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes) + sizes.dequantised
-        gathered = self.element * elements + 2.0 * sizes.block_packed
+        gathered = self.element * elements + 2.0 * sizes.block_quantised
         return self._held(sizes, gathered, self._tokens * (saved + recomputed), 0.0)
 
     def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
         saved = self._saved(layers[:-1])
         gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
-        held = self.element * gathered + 4.0 * sizes.block_trained + sizes.block_packed
+        held = self.element * gathered + 4.0 * sizes.block_trained + sizes.block_quantised
         return self._held(sizes, held, self._tokens * saved, 0.0)
 
     def _saved(self, layers: list[ActivationBytes]) -> float:
@@ -228,7 +228,7 @@ def budget(
     in_step = _sequences_of_step(job, data)
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
-        model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
+        model, family = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
         refuse_mesh(model.config, mesh)
         freeze(model, family, job.model.trainable)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -291,8 +291,8 @@ def _beside(
     """Return the weights of the frozen models on the same GPUs, as a multiple of the elements of `sizes`, and the most
     elements that one of them gathers."""
     unrounded = sizes
-    if sizes.packed and by_role:  # a frozen model of the same shape has no packed weights
-        plain, _ = bridge.build(directory, head=recipe.head, parts=parts_of(job.model))
+    if sizes.quantised and by_role:  # a frozen model of the same shape has no quantised weights
+        plain, _ = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model))
         unrounded = _sizes(parallelize(plain, mesh, job.train.precision))
     own = [
         other or unrounded
@@ -385,7 +385,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     for i, block in enumerate(model.layers):
         kind = (c.layers[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
-            by_kind[kind] = activation_bytes(c, i, model.parts, dtype, tensor, block)
+            by_kind[kind] = activation_bytes(c, i, model.factory, dtype, tensor, block)
         measured.append(by_kind[kind])
     return measured
 
@@ -400,7 +400,7 @@ def _sizes(model: Decoder) -> _Sizes:
     def weights_of(module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.is_floating_point()]
 
-    def packed_in(module: nn.Module) -> list[nn.Parameter]:
+    def quantised_in(module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if not p.is_floating_point()]
 
     inside = {id(p) for block in model.layers for p in block.parameters()}
@@ -415,9 +415,9 @@ def _sizes(model: Decoder) -> _Sizes:
         sum(_of_group(p) for p in root if p.requires_grad),
         _of_group(getattr(model.head, "_parameters", {}).get("weight")),
         max((here(p) for p in parameters if p.requires_grad), default=0),
-        sum(map(here, packed_in(model))),
-        max(sum(map(_of_group, packed_in(b))) for b in model.layers),
-        max((weight.shape.numel() for weight in packed_weights(model).values()), default=0),
+        sum(map(here, quantised_in(model))),
+        max(sum(map(_of_group, quantised_in(b))) for b in model.layers),
+        max((weight.shape.numel() for weight in quantised_weights(model).values()), default=0),
     )
 
 

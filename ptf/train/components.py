@@ -8,12 +8,12 @@ from ptf.config import plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model.components import file_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.train.trainable import matches
 
 
-def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
+def layer_factory_of(spec: ModelConfig, *, adapted: bool = False) -> LayerFactory:
     """Return the model's replaced parts and, if `adapted`, its adapters and the weights that are held in four bits.
 
     Raises ConfigError if a plugin cannot be imported, UserError if two output heads are declared.
@@ -24,13 +24,13 @@ def parts_of(spec: ModelConfig, *, adapted: bool = False) -> Parts:
             raise UserError("model.head and model.replace.head both declare the output head; give one")
         replace = {"head": plugin.bind(spec.head), **replace}
     if not adapted:
-        return Parts(replace)
+        return LayerFactory(replace)
     if spec.quantization is None:
-        return Parts(replace, lora=lora_of(spec))
-    return Parts(replace, lora=lora_of(spec), packed=partial(_packs, tuple(spec.trainable or ())))
+        return LayerFactory(replace, lora=lora_of(spec))
+    return LayerFactory(replace, lora=lora_of(spec), quantised=partial(_quantised, tuple(spec.trainable or ())))
 
 
-def _packs(trained: Sequence[str], name: str) -> bool:
+def _quantised(trained: Sequence[str], name: str) -> bool:
     """Return whether `model.quantization` holds the weight of this name in four bits: the projections of the layers
     that no pattern of `model.trainable` matches, but no router, whose rounding would send tokens to other experts."""
     return (

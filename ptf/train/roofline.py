@@ -32,11 +32,11 @@ from ptf.model.chunked import chunk_bytes
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.flops import Flops, pairs
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
 from ptf.model.sharding import compile_parts
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from ptf.train.trainable import freeze
 
 MATRIX, MEMORY = 0.72, 0.85  # shares of the peak FLOP/s and of the bandwidth that are reached
@@ -225,7 +225,7 @@ def document_lengths(sequences: int, seq_len: int) -> list[int]:
 def layer_costs(
     c: DecoderConfig,
     layer: int,
-    parts: Parts,
+    factory: LayerFactory,
     gpu: Gpu,
     lengths: Sequence[int],
     *,
@@ -239,7 +239,7 @@ def layer_costs(
     timeline = Timeline(costs)
     seq_len = sum(lengths) // sequences
     with torch.device("meta"):
-        block = Block(c, layer, parts, f"layers.{layer}").to(torch.bfloat16)
+        block = Block(c, layer, factory, f"layers.{layer}").to(torch.bfloat16)
         x = torch.empty(sequences, seq_len, c.dim, dtype=torch.bfloat16, requires_grad=True)
         real = torch.empty(sequences, seq_len, dtype=torch.bool)
         table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.head_dim, c.layers[layer].rope)
@@ -310,7 +310,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         )
     sequences = min(job.train.micro_batch_sequences, job.train.global_batch_sequences // data)
     passes = math.ceil(job.train.global_batch_sequences / (data * sequences))
-    model, family = bridge.build(directory, parts=parts_of(job.model, adapted=True))
+    model, family = bridge.build(directory, factory=layer_factory_of(job.model, adapted=True))
     freeze(model, family, job.model.trainable)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parameters = sum(p.numel() for p in model.parameters())
@@ -323,7 +323,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         one = layer_costs(
             c,
             layer,
-            model.parts,
+            model.factory,
             speeds,
             lengths,
             sequences=sequences,

@@ -18,7 +18,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import adapter_names
-from ptf.model.packed_weights import weight_shapes
+from ptf.model.quantised_weights import weight_shapes
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -69,5 +69,5 @@ def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dt
 def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the dtype of the weights that do not train; call it after `freeze`, before the model is sharded."""
     for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():  # not the bytes of packed weights
+        if not parameter.requires_grad and parameter.is_floating_point():  # not the bytes of quantised weights
             parameter.data = parameter.data.to(dtype)

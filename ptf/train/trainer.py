@@ -23,7 +23,7 @@ from ptf.model.families import Family
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
 from ptf.recipes.protocol import Recipe
-from ptf.train.components import parts_of, report
+from ptf.train.components import layer_factory_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_offload import OffloadedMoments
@@ -52,7 +52,7 @@ def load_model(
         return _load_foreign(
             directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed, frozen=frozen
         )
-    model, family = bridge.build(directory, head=head, parts=parts_of(spec, adapted=True))
+    model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
     _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiles(compiled, world.device))
@@ -240,7 +240,7 @@ class Trainer:
                 self.model.set_requires_all_reduce(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)
             # FSDP averages over the data-parallel ranks; the denominator is already summed over all
-            (loss * (world.data_size / denominator)).backward()
+            (loss * (world.data_parallel_size / denominator)).backward()
             for name, value in metrics.items():
                 value = value.detach().double()
                 previous = totals.get(name, torch.zeros_like(value))

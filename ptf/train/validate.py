@@ -73,7 +73,9 @@ def held_out_sequence_losses(
         own.append([float(loss), float(recipe.denominator(batch))])
     # the ranks of a tensor group have the same sequences: one of them counts
     by_rank = [
-        np.array(values) for rank, values in enumerate(world.all_gather_object(own)) if rank % world.tensor_size == 0
+        np.array(values)
+        for rank, values in enumerate(world.all_gather_object(own))
+        if rank % world.tensor_parallel_size == 0
     ]
     sequences_of_all = np.concatenate(by_rank)
     return sequences_of_all[sequences_of_all[:, 1] > 0]

@@ -27,7 +27,7 @@ def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, mon
     module = types.ModuleType("wandb")
     module.init = lambda **given: calls.append(given) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    track = Tracker(tmp_path / "a-run", TrackConfig(tensorboard=False, wandb="a-project"), resumed=0, steps=2)
+    track = Tracker(tmp_path / "a-run", TrackConfig(tensorboard=False, wandb_project="a-project"), resumed=0, steps=2)
     for step in (1, 2):
         track.log(step, {"loss": 1.0 / step})
     track.close()
@@ -40,8 +40,8 @@ def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, mon
 
 def test_without_the_package_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"track\.wandb: the package wandb is not installed"):
-        Tracker(tmp_path, TrackConfig(tensorboard=False, wandb="a-project"), resumed=0, steps=2)
+    with pytest.raises(UserError, match=r"track\.wandb_project: the package wandb is not installed"):
+        Tracker(tmp_path, TrackConfig(tensorboard=False, wandb_project="a-project"), resumed=0, steps=2)
 
 
 BAD = ["", "{", '{"loss": 1}', "[1]", "12", '{"step": "a"}', "\udcff"]

@@ -17,7 +17,7 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.events.item_head import NextItem, basket_starts
 from ptf.model.config import DecoderConfig, Layer, Rope
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from tests.bounds import ROUNDINGS, excess, traced
 
@@ -28,7 +28,7 @@ IDS = torch.arange(10, 10 + ITEMS)
 def head(place: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> NextItem:
     torch.manual_seed(0)
     save_file({"ids": IDS, "rows": torch.randn(ITEMS, D)}, place / "items.safetensors")
-    made = NextItem(config(), Parts(), "head", items=str(place / "items.safetensors"), **settings)
+    made = NextItem(config(), LayerFactory(), "head", items=str(place / "items.safetensors"), **settings)
     return made.to(dtype)
 
 
@@ -161,14 +161,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> 
     with pytest.raises(
         UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
     ):
-        NextItem(config(), Parts(), "head", items=str(tmp_path / "wide.safetensors"))
+        NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "wide.safetensors"))
     batch = packed()
     without = Batch(**{**vars_of(batch), "token_columns": {}})
     with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
-        NextItem(config(), Parts(), "head", items=str(tmp_path / "nowhere.safetensors"))
-    adapted = Parts(lora=Lora(4, 8.0, False, ("*",)))
+        NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "nowhere.safetensors"))
+    adapted = LayerFactory(lora=Lora(4, 8.0, False, ("*",)))
     with pytest.raises(UserError, match="has no effect"):
         NextItem(config(), adapted, "head", items=str(tmp_path / "items.safetensors"))
 

@@ -152,7 +152,7 @@ def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_
         k=10,
         beam=50,
         device=torch.device("cpu"),
-        parts=None,
+        factory=None,
         answers=tmp_path / "rows.jsonl",
     )
     assert 0 <= found["all/ndcg@10"] < 1

@@ -224,8 +224,17 @@ def test_nothing_is_written_under_home(story):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("who", ["run", "step"])
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ("run", signal.SIGINT),
+        ("run", signal.SIGKILL),
+        ("step", signal.SIGTERM),
+        pytest.param("run", signal.SIGTERM, marks=pytest.mark.cluster),
+        pytest.param("step", signal.SIGINT, marks=pytest.mark.cluster),
+        pytest.param("step", signal.SIGKILL, marks=pytest.mark.cluster),
+    ],
+)
 def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
     toy = Toy(tmp_path)
     run, task = toy.until_training("run", "--set", "flow.stages.train.retries=0")

@@ -7,7 +7,7 @@ from ptf.model import bridge
 from ptf.model.attention import Attention, Flex, backend
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.config import DecoderConfig, Layer, Rope
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from tests.tiny import checkpoint, packed
 
 ROWS = [[100, 28, 1, 127], [256], [17, 200]]
@@ -17,7 +17,7 @@ def attention(window: int | None, sinks: bool) -> Attention:
     """What the backends ask a layer for: window, scale, sinks."""
     layers = (Layer(Rope(10_000.0), window),)
     config = DecoderConfig(97, 64, 4, 2, 32, 96, 1e-6, 256, True, layers, sinks=sinks)
-    module = Attention(config, 0, Parts(), "attn")
+    module = Attention(config, 0, LayerFactory(), "attn")
     if module.sinks is not None:
         module.sinks.data.normal_(0, 1, generator=torch.Generator().manual_seed(1))
     return module

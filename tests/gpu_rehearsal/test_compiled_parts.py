@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model.decoder import Block
 from ptf.model.families import family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.rope import rotary
 from ptf.model.sharding import compile_parts, compiles
 
@@ -71,7 +71,7 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
         c = family.config(family.small(random.Random(3)))
         with FakeTensorMode(), Pointwise() as mode:
             with torch.device("cuda"):
-                blocks = torch.nn.ModuleList(Block(c, i, Parts(), f"layers.{i}") for i in range(2))
+                blocks = torch.nn.ModuleList(Block(c, i, LayerFactory(), f"layers.{i}") for i in range(2))
                 x = torch.randn(1, 64, c.dim, requires_grad=True)
                 positions, real = torch.arange(64)[None], torch.ones(1, 64, dtype=torch.bool)
             if compiled:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model.config import DecoderConfig, Layer, MoE, Rope
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.moe import MixtureOfExperts
 from ptf.model.tensor_parallel import own_experts
@@ -64,7 +64,7 @@ class Former(MixtureOfExperts):
 def layer(kind: type[MixtureOfExperts], gpt_oss: bool, rank: int = 4) -> MixtureOfExperts:
     moe = MoE(experts=8, top_k=4, intermediate_size=64, bias=gpt_oss, clamp=7.0 if gpt_oss else None)
     config = DecoderConfig(64, 64, 1, 1, 8, 16, 1e-6, 64, True, (Layer(Rope(1e4), moe=True),), moe=moe)
-    return kind(config, Parts(lora=Lora(rank=rank, targets=("moe.*_proj",))), "moe")
+    return kind(config, LayerFactory(lora=Lora(rank=rank, targets=("moe.*_proj",))), "moe")
 
 
 def watched(kind: type[MixtureOfExperts], gpt_oss: bool, shared: bool) -> tuple[dict[str, int], dict[str, int], int]:

@@ -9,7 +9,7 @@ from ptf.model.attention import Attend, Attention
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
-from ptf.model.layers import MLP, Parts
+from ptf.model.layers import MLP, LayerFactory
 from ptf.model.moe import MixtureOfExperts
 from ptf.model.rope import Table
 
@@ -17,14 +17,14 @@ from ptf.model.rope import Table
 class SameMLP(nn.Module):
     """The gated MLP written in another way: it has the same tensors and computes the same function."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str) -> None:
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str) -> None:
         super().__init__()
         for name, (into, out) in {
             "gate": (c.dim, c.intermediate_size),
             "up": (c.dim, c.intermediate_size),
             "down": (c.intermediate_size, c.dim),
         }.items():
-            setattr(self, f"{name}_proj", parts.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
+            setattr(self, f"{name}_proj", factory.linear(f"{path}.{name}_proj", into, out, c.mlp_bias))
         self.act = F.silu if c.activation == "silu" else lambda x: F.gelu(x, approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,8 +34,8 @@ class SameMLP(nn.Module):
 class ScaledMLP(MLP):
     """The MLP with one more tensor, whose initial value is `scale`."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str, scale: float = 1.0) -> None:
-        super().__init__(c, parts, path)
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str, scale: float = 1.0) -> None:
+        super().__init__(c, factory, path)
         self.scale = Parameter(torch.full((c.dim,), scale))
         self.register_buffer("shift", torch.full((c.dim,), 0.25))
 
@@ -46,10 +46,10 @@ class ScaledMLP(MLP):
 class NarrowMLP(nn.Module):
     """An MLP of two projections through `width`, with names and shapes of its own."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 24) -> None:
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str, width: int = 24) -> None:
         super().__init__()
-        self.into = parts.linear(f"{path}.into", c.dim, width)
-        self.out = parts.linear(f"{path}.out", width, c.dim)
+        self.into = factory.linear(f"{path}.into", c.dim, width)
+        self.out = factory.linear(f"{path}.out", width, c.dim)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         return self.out(F.relu(self.into(x)))
@@ -58,8 +58,8 @@ class NarrowMLP(nn.Module):
 class GatedAttention(Attention):
     """Attention whose output is multiplied by a gate, which is open at first."""
 
-    def __init__(self, c: DecoderConfig, layer: int, parts: Parts, path: str) -> None:
-        super().__init__(c, layer, parts, path)
+    def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
+        super().__init__(c, layer, factory, path)
         self.gate = Parameter(torch.ones(c.dim))
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
@@ -73,11 +73,11 @@ class SameMoE(MixtureOfExperts):
 class DeepHead(nn.Module):
     """A head with a layer before the vocabulary and a loss of its own: cross-entropy with a bias."""
 
-    def __init__(self, c: DecoderConfig, parts: Parts, path: str, width: int = 32) -> None:
+    def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str, width: int = 32) -> None:
         super().__init__()
         self.vocab = c.vocab
-        self.into = parts.linear(f"{path}.into", c.dim, width)
-        self.out = parts.linear(f"{path}.out", width, c.vocab, bias=True)
+        self.into = factory.linear(f"{path}.into", c.dim, width)
+        self.out = factory.linear(f"{path}.out", width, c.vocab, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.into(x)))

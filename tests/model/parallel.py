@@ -104,13 +104,13 @@ def train(case: Case) -> Trained:
     for step in range(case.steps):
         batches = [packed([list(row)], WIDTH, seed=100 * step + i) for i, row in enumerate(ROWS)]
         units, total = sum(float(b.loss_weights.sum()) for b in batches), 0.0
-        for b in batches[world.data_rank :: world.data_size]:
+        for b in batches[world.data_rank :: world.data_parallel_size]:
             loss = model(
                 b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )
             if (balance := model.load_balancing_loss()) is not None:
                 loss = loss + 0.01 * balance * float(b.loss_weights.sum())
-            (loss * (world.data_size / units)).backward()
+            (loss * (world.data_parallel_size / units)).backward()
             total += float(loss.detach()) / units
         losses.append(float(world.sum(total)))
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

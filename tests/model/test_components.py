@@ -20,7 +20,7 @@ from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family, family_of
 from ptf.model.flops import Flops
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.verify import packed, random_reference, round_trip
 from ptf.train.trainable import freeze
@@ -44,7 +44,7 @@ def checkpoint(model_type: str, directory: Path) -> Path:
 
 
 def loaded(directory: Path, replace: dict | None = None, seed: int = 0) -> tuple[Decoder, Family, tuple[str, ...]]:
-    model, family = bridge.build(directory, parts=Parts(replace or {}))
+    model, family = bridge.build(directory, factory=LayerFactory(replace or {}))
     bridge.materialize(model, torch.device("cpu"))
     return model, family, bridge.load_hf(model, directory, family, seed)
 
@@ -143,7 +143,7 @@ def test_random_weights_of_own_components_are_those_of_their_constructors(tmp_pa
     directory = checkpoint(model_type, tmp_path / "m")
     drawn = []
     for seed in (1, 1, 2):
-        model, _ = bridge.build(directory, parts=Parts(narrow(model_type) | {"head": DeepHead}))
+        model, _ = bridge.build(directory, factory=LayerFactory(narrow(model_type) | {"head": DeepHead}))
         bridge.materialize(model, torch.device("cpu"))
         bridge.random_init(model, seed)
         drawn.append(dict(model.named_parameters()))
@@ -156,7 +156,7 @@ def test_random_weights_of_own_components_are_those_of_their_constructors(tmp_pa
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_flops_count_what_stands_there(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    model = bridge.build(directory, parts=Parts({**narrow(model_type), "head": DeepHead}))[0]
+    model = bridge.build(directory, factory=LayerFactory({**narrow(model_type), "head": DeepHead}))[0]
     c = model.config
     attention = 2 * c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     flops = Flops.of(model)
@@ -202,11 +202,12 @@ def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_p
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, model_type):
-    """LoRA beside `model.replace`: a projection made by `parts.linear` is adapted and merged,
+    """LoRA beside `model.replace`: a projection made by `factory.linear` is adapted and merged,
     what no checkpoint has trains whole."""
     directory = checkpoint(model_type, tmp_path / "m")
     same = {"layers.*.moe": SameMoE} if model_type in MIXTURES else {"layers.*.mlp": SameMLP}
-    model, family = bridge.build(directory, parts=Parts({**same, "layers.*.attn": GatedAttention}, lora=Lora(rank=4)))
+    factory = LayerFactory({**same, "layers.*.attn": GatedAttention}, lora=Lora(rank=4))
+    model, family = bridge.build(directory, factory=factory)
     freeze(model, family, None)
     trains = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {n for n in trains if "lora" not in n} == {f"layers.{i}.attn.gate" for i in range(model.config.num_layers)}
@@ -231,10 +232,10 @@ def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, mo
 def test_a_pattern_that_replaces_nothing_is_refused(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
     with pytest.raises(UserError, match=r"layers\.\*\.moe matches nothing.*layers\.\*\.attn, layers\.\*\.mlp, head"):
-        bridge.build(directory, parts=Parts({"layers.*.moe": NarrowMLP}))
+        bridge.build(directory, factory=LayerFactory({"layers.*.moe": NarrowMLP}))
     with pytest.raises(UserError, match=r"layers\.0\.mlp matches nothing, or only what an earlier"):
-        bridge.build(directory, parts=Parts({"layers.*.mlp": NarrowMLP, "layers.0.mlp": ScaledMLP}))
-    model, _ = bridge.build(directory, parts=Parts({"layers.0.mlp": ScaledMLP, "layers.*.mlp": NarrowMLP}))
+        bridge.build(directory, factory=LayerFactory({"layers.*.mlp": NarrowMLP, "layers.0.mlp": ScaledMLP}))
+    model, _ = bridge.build(directory, factory=LayerFactory({"layers.0.mlp": ScaledMLP, "layers.*.mlp": NarrowMLP}))
     assert [type(layer.mlp).__name__ for layer in model.layers][:2] == ["ScaledMLP", "NarrowMLP"]
     assert "layers.0.attn" in places(model.config)
 

@@ -18,7 +18,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.flops import Flops, pairs
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from tests.tiny import packed
 
@@ -75,9 +75,9 @@ class OnlyWhatIsSeen:
 class Deep(nn.Module):
     """A custom head of two layers that drops what is not trained."""
 
-    def __init__(self, c: Any, parts: Parts, path: str) -> None:
+    def __init__(self, c: Any, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        self.inner, self.out = parts.linear(f"{path}.inner", c.dim, 24), parts.linear(f"{path}.out", 24, 7)
+        self.inner, self.out = factory.linear(f"{path}.inner", c.dim, 24), factory.linear(f"{path}.out", 24, 7)
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
         return self.out(self.inner(x[batch.loss_weights != 0]).relu()).square().sum()
@@ -102,10 +102,11 @@ def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
     return counter.get_total_flops()
 
 
-def made(model_type: str, parts: Parts | None = None, number: int = 0) -> Decoder:
+def made(model_type: str, factory: LayerFactory | None = None, number: int = 0) -> Decoder:
     torch.manual_seed(0)
     family = family_of({"model_type": model_type})
-    model = Decoder(family.config(family.small(random.Random(f"flops/{model_type}/{number}"))), parts or Parts())
+    config = family.config(family.small(random.Random(f"flops/{model_type}/{number}")))
+    model = Decoder(config, factory or LayerFactory())
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.1)
@@ -141,15 +142,15 @@ def test_a_step_is_what_torch_counts(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_frozen_weights_have_no_gradient_to_count(model_type: str, which: str) -> None:
     batch = rows()
-    model = train_adapters(made(model_type, Parts(lora=LORAS[which])))
+    model = train_adapters(made(model_type, LayerFactory(lora=LORAS[which])))
     assert expected(model, batch) == pytest.approx(counted(model, batch), rel=BOUND)
-    whole = made(model_type, Parts(lora=LORAS[which]))
+    whole = made(model_type, LayerFactory(lora=LORAS[which]))
     assert expected(model, batch) < 0.8 * expected(whole, batch)
 
 
 def test_a_declared_head_counts_its_own_projections() -> None:
     batch = rows()
-    model = made("qwen3", Parts({"head": Deep}))
+    model = made("qwen3", LayerFactory({"head": Deep}))
     assert expected(model, batch) == pytest.approx(counted(model, batch), rel=BOUND)
 
 

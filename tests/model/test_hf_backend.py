@@ -168,7 +168,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(model_type, tmp_path):
     before, after = (load_file(d / "model.safetensors") for d in (directory, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert bridge.shape(directory, "hf").vocab == 97
+    assert bridge.decoder_config(directory, "hf").vocab == 97
 
 
 def test_a_job_trains_exports_and_resumes(tmp_path):

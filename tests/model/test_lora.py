@@ -20,7 +20,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family, family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, LoraLinear, adapter_names, adapters, adapters_off, grouped
 from ptf.model.peft_format import PeftFormat, save
 from ptf.model.verify import _quiet, packed, random_reference, reference
@@ -49,7 +49,7 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
 
 
 def loaded(directory: Path, lora: Lora | None, **parts) -> tuple[Decoder, Family]:
-    model, family = bridge.build(directory, parts=Parts(lora=lora, **parts))
+    model, family = bridge.build(directory, factory=LayerFactory(lora=lora, **parts))
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
     return model, family
@@ -332,11 +332,11 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
             for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
         ]
         units, total = sum(float(b.loss_weights.sum()) for b in batches), 0.0
-        for b in batches[world.data_rank :: world.data_size]:
+        for b in batches[world.data_rank :: world.data_parallel_size]:
             loss = model(
                 b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )
-            (loss * (world.data_size / units)).backward()
+            (loss * (world.data_parallel_size / units)).backward()
             total += float(loss.detach()) / units
         losses.append(float(world.sum(total)))
         optimizer.step()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ptf.model.config import DecoderConfig, Layer, MoE, Rope
 from ptf.model.families import family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.verify import random_reference
 
@@ -17,7 +17,7 @@ def mixture(**more: object) -> MixtureOfExperts:
     moe = MoE(**{"experts": 5, "top_k": 2, "intermediate_size": 16, **more})
     rope = Rope(10_000.0)
     config = DecoderConfig(16, 8, 1, 1, 8, 12, 1e-6, 64, True, (Layer(rope, moe=True),), moe=moe)
-    layer = MixtureOfExperts(config, Parts(), "moe")
+    layer = MixtureOfExperts(config, LayerFactory(), "moe")
     g = torch.Generator().manual_seed(0)
     for p in layer.parameters():
         p.data.normal_(0, 0.5, generator=g)

@@ -18,7 +18,7 @@ from ptf.model import attention
 from ptf.model.activation_memory import _attend, _attended
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.decoder import Decoder
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
@@ -155,7 +155,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_plan_counts_what_attention_keeps_beside_products(model_type, adapted) -> None:
     config, tokens = model_of(model_type).config, 32
-    attn = Decoder(config, Parts(lora=Lora(rank=4) if adapted else None)).layers[0].attn
+    attn = Decoder(config, LayerFactory(lora=Lora(rank=4) if adapted else None)).layers[0].attn
     kept: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_a_pattern_takes_one_word_for_a_star() -> None:
 )
 def test_a_group_that_does_not_divide_the_heads_is_refused(models, ranks, message) -> None:
     with pytest.raises(UserError, match=message):
-        refuse(bridge.shape(Path(models["gpt_oss"])), ranks)
+        refuse(bridge.decoder_config(Path(models["gpt_oss"])), ranks)
 
 
 @pytest.mark.cluster

@@ -129,8 +129,11 @@ def read(root: Path, cache: Path) -> tuple[LineMap, list[str]]:
     return found, [file for file, blob in files.items() if known.get(file) != blob]
 
 
-def measure(root: Path, scratch: Path, cache: Path, left_out: frozenset[str], until: float) -> None:
-    """Measure the files of tests that the map lacks, batch after batch, until that time (monotonic)."""
+def measure(
+    root: Path, scratch: Path, cache: Path, left_out: frozenset[str], until: float, job: int = 0, jobs: int = 1
+) -> None:
+    """Measure the files of tests that the map lacks, batch after batch, until that time (monotonic). Of `jobs`
+    processes that begin together, this one takes each batch whose number is `job` modulo `jobs`."""
     cache.mkdir(parents=True, exist_ok=True)
     batches: list[list[str]] = [[]]
     missing = read(root, cache)[1]
@@ -142,6 +145,8 @@ def measure(root: Path, scratch: Path, cache: Path, left_out: frozenset[str], un
     for number, batch in enumerate(batches):
         if time.monotonic() > until or not batch:
             return
+        if number % jobs != job:
+            continue
         plugin = Measured(left_out)
         done = run(scratch, batch, plugin, exit_first=False)
         if not done.result:

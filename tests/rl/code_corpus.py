@@ -717,26 +717,28 @@ def left_behind(*marks: str) -> list[int]:
     return found
 
 
-def judged(mode: str) -> dict[str, Any]:
-    honest = [one for one in [*HONEST, *NUMPY] if not (one.processes and mode == "subreaper")]
+def judged(mode: str, every: int = 1) -> dict[str, Any]:
+    """Judge the cheats and the honest forms in a mode, or every third (`every` 3) of both."""
+    dishonest = CHEATS[::every]
+    honest = [one for one in [*HONEST, *NUMPY][::every] if not (one.processes and mode == "subreaper")]
     with tempfile.TemporaryDirectory(prefix="judged-") as place:
         os.chmod(place, 0o711)  # a user id of a cell's own must reach its directory
         tempfile.tempdir = place
         try:
-            cheats, forms = asyncio.run(both(honest, mode))
+            cheats, forms = asyncio.run(both(dishonest, honest, mode))
             left = [*left_behind(SLEEPING, place), *map(str, Path(place).iterdir())]
         finally:
             tempfile.tempdir = None
     return {
-        "cheats": {one.name: value for one, value in zip(CHEATS, cheats, strict=True)},
+        "cheats": {one.name: value for one, value in zip(dishonest, cheats, strict=True)},
         "honest": {one.name: value for one, value in zip(honest, forms, strict=True)},
         "left": left,
     }
 
 
-async def both(honest: list[Case], mode: str) -> tuple[list, list]:
-    found = await all_paid([*CHEATS, *honest], mode)
-    return found[: len(CHEATS)], found[len(CHEATS) :]
+async def both(dishonest: list[Case], honest: list[Case], mode: str) -> tuple[list, list]:
+    found = await all_paid([*dishonest, *honest], mode)
+    return found[: len(dishonest)], found[len(dishonest) :]
 
 
 def unfiltered(names: list[str]) -> dict[str, Any]:
@@ -748,4 +750,6 @@ def unfiltered(names: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(unfiltered(sys.argv[2:]) if sys.argv[1] == "unfiltered" else judged(sys.argv[1])))
+    print(
+        json.dumps(unfiltered(sys.argv[2:]) if sys.argv[1] == "unfiltered" else judged(sys.argv[1], int(sys.argv[2])))
+    )

@@ -18,7 +18,7 @@ from ptf.compute.world import World
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters_off
 from ptf.model.peft_format import PeftFormat, save
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
@@ -68,7 +68,7 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = bridge.build(directory, parts=Parts(lora=Lora(8, 16.0, rslora=True)))
+    model, family = bridge.build(directory, factory=LayerFactory(lora=Lora(8, 16.0, rslora=True)))
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
     g = torch.Generator().manual_seed(seed)

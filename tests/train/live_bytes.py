@@ -32,7 +32,7 @@ from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention, bridge, chunked, decoder, projection, recompute
 from ptf.model.sharding import parallelize
 from ptf.recipes import registry
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.train.trainer import Trainer
 from tests.gpu_rehearsal.host_syncs import HostSyncs
@@ -115,7 +115,7 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
     try:
         mesh = make_mesh("cpu", ranks, job.compute.mesh.replicate, 1)
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
-            model, family = bridge.build(directory, head=recipe.head, parts=parts_of(job.model, adapted=True))
+            model, family = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
             freeze(model, family, job.model.trainable)
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
             parallelize(model, mesh, config.precision, recomputed=config.activation_checkpointing)
@@ -128,7 +128,7 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             held = [model, *frozen_models.values()]
             live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))
             with HostSyncs(), live.counting():
-                trainer.step(batches, recipe, 0)
+                trainer.step(batches[:1], recipe, 0)
                 live.peak = live.now
                 trainer.step(batches, recipe, 1)
     finally:

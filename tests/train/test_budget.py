@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.model.activation_memory import _attend, activation_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from ptf.model.rope import rotary
 from ptf.train.budget import Budget, budget
@@ -75,11 +75,11 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
     config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
-    parts = Parts(lora=Lora(rank=4) if adapted else None)
-    model = Decoder(config, parts)
+    factory = LayerFactory(lora=Lora(rank=4) if adapted else None)
+    model = Decoder(config, factory)
     for name, p in model.named_parameters():
         p.requires_grad_(not adapted or name in adapter_names(model))
-    expected = activation_bytes(config, 0, parts, dtype, 1, model.layers[0]).everything
+    expected = activation_bytes(config, 0, factory, dtype, 1, model.layers[0]).everything
     block, tokens = model.layers[0].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}

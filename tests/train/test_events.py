@@ -22,10 +22,7 @@ from ptf.measurement import measure_run
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic
-from tests.train.test_loop import (
-    test_a_resumed_run_ends_with_the_same_bits as test_a_resumed_run_ends_with_the_same_bits,
-)
-from tests.train.test_loop import test_another_seed_is_another_run as test_another_seed_is_another_run
+from tests.train import test_loop
 
 SETTINGS: dict[str, Any] = {
     "users": 60,
@@ -107,7 +104,13 @@ def trained(raw: dict[str, Any], run_name: str) -> tuple[dict[str, float], Path]
     return measure_run(job, directory), directory
 
 
-@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_run_ends_with_the_same_bits(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    test_loop.test_a_resumed_run_ends_with_the_same_bits(raw, [5, 10], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "form", ["items", "head", *(pytest.param(form, marks=pytest.mark.cluster) for form in ("semantic", "sampled"))]
+)
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
     raw["train"] |= {"steps": 80, "validate_every": 0, "global_batch_sequences": 8, "micro_batch_sequences": 8}

@@ -23,7 +23,7 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from ptf.train.optim import groups
 from ptf.train.trainer import Trainer, load_model
 from tests import tiny
@@ -242,7 +242,7 @@ def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
         World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2)
     )
     engine = NativeEngine(
-        str(directory), device=CPU, dtype=torch.float32, version=-1, parts=parts_of(spec, adapted=True)
+        str(directory), device=CPU, dtype=torch.float32, version=-1, factory=layer_factory_of(spec, adapted=True)
     )
     found = learner.collect_weights(0, None, True)
     assert found is not None

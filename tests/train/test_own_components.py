@@ -21,7 +21,7 @@ from ptf.load_check import model_difference
 from ptf.measurement import measure_run
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_loop import facts, same, stopped, weights
 
@@ -58,8 +58,9 @@ def test_a_replaced_layer_trains_resumes_generates_and_is_not_published_as_plain
     assert set(own) == {f"layers.{i}.mlp.{n}.weight" for i in range(2) for n in ("into", "out")}
     assert own["layers.0.mlp.into.weight"].shape == (16, 64)
     probe = json.loads((whole / "probe.json").read_text())
+    factory = layer_factory_of(job.model)
     engine = NativeEngine(
-        str(whole / "model"), device=torch.device("cpu"), dtype=torch.float32, version=0, parts=parts_of(job.model)
+        str(whole / "model"), device=torch.device("cpu"), dtype=torch.float32, version=0, factory=factory
     )
     assert np.allclose(engine.prompt_logprobs([np.array(probe["tokens"])])[0], probe["logprobs"], atol=1e-5)
     with pytest.raises(UserError, match=r"not published: layers of model\.replace.*components\.safetensors"):

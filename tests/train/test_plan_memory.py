@@ -12,7 +12,7 @@ from tests.train.live_bytes import peak_of_a_step, published, raw_job
 GIB = 2**30
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     # shape, ranks, changes of the shape, of the job
-    "whole, at the head": ("Qwen3-0.6B", 1, {"num_hidden_layers": 8}, {"seq_len": 2048, "sequences": 1}),
+    "whole, at the head": ("Qwen3-0.6B", 1, {"num_hidden_layers": 4}, {"seq_len": 2048, "sequences": 1}),
     "8 ranks": ("Qwen3-8B", 8, {"num_hidden_layers": 3}, {"seq_len": 4096, "sequences": 1}),
     "64 ranks, blocks": (
         "Qwen3-8B",
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "experts": ("Qwen3-30B-A3B", 8, {"num_hidden_layers": 2}, {"seq_len": 4096, "sequences": 1}),
     "DPO": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "dpo"}),
-    "reward model": ("Qwen3-0.6B", 2, {"num_hidden_layers": 6}, {"seq_len": 4096, "sequences": 1, "recipe": "rm"}),
+    "reward model": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "rm"}),
 }
 
 
@@ -55,7 +55,7 @@ def test_a_step_holds_what_was_planned(case: str) -> None:
 
 
 def test_inputs_of_layers_in_host_memory_save_what_was_planned() -> None:
-    changes, found = {"num_hidden_layers": 12, "vocab_size": 8192}, []
+    changes, found = {"num_hidden_layers": 6, "vocab_size": 1024}, []
     with published("Qwen3-0.6B", **changes) as directory:
         for mode in ("block", "offload"):
             raw = raw_job(directory, 2, seq_len=8192, sequences=1, train={"activation_checkpointing": mode})

@@ -38,7 +38,7 @@ def job(directory: Path, **train: Any):
 def first_layer(model, frozen):
     """The costs of a model's first layer, compiled and without recomputation."""
     options = {"sequences": 2, "recomputed": "none", "compiled": True, "frozen": frozen}
-    return layer_costs(model.config, 0, model.parts, GPU, LENGTHS, **options)
+    return layer_costs(model.config, 0, model.factory, GPU, LENGTHS, **options)
 
 
 @pytest.mark.parametrize("shape", ["Qwen3-0.6B", "Gemma-3-4B", "gpt-oss-20b", "Qwen3-30B-A3B"])

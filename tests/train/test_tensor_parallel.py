@@ -1,6 +1,7 @@
 """A whole run over a tensor group: the same data, the same numbers, and a checkpoint that one worker continues."""
 
 import shutil
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,8 @@ def test_two_workers_hold_one_model_together(tmp_path) -> None:
 class Group(World):
     """A rank of two data-parallel groups of two, without processes."""
 
-    @property
-    def tensor_size(self) -> int:
+    @cached_property
+    def tensor_parallel_size(self) -> int:
         return 2
 
 

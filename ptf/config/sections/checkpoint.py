@@ -26,7 +26,7 @@ class CheckpointConfig(Section):
     """Number of checkpoints that are kept, the newest ones."""
     best: BestConfig | None = None
     """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
-    sha256_up_to_gib: PositiveFloat = free(64.0)
+    sha256_max_gib: PositiveFloat = free(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
     SHA-256 when they are read again. If a directory has more GiB to hash than this, only the sizes of its files are
     compared, and the run says so. All files of a checkpoint count; of other directories those that have changed since

@@ -8,7 +8,7 @@ class TrackConfig(Section):
 
     tensorboard: bool = free(True)
     """Write TensorBoard event files beside metrics.jsonl."""
-    wandb: str | None = free(None)
+    wandb_project: str | None = free(None)
     """A project of Weights & Biases; the package must be installed and logged in. Runs keep their names there."""
     samples_every: Count = free(20)
     """Online recipes: write answers token by token, with log-probs and advantages, to `RUN/samples.jsonl` in the first

@@ -23,7 +23,7 @@ from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
-from ptf.model.layers import Parts
+from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engines.kv_cache import Cache
@@ -48,11 +48,11 @@ class NativeEngine:
         dtype: torch.dtype,
         version: int,
         batch: int = BATCH,
-        parts: Parts | None = None,
+        factory: LayerFactory | None = None,
         seed: int = 0,
         offload_file: Path | None = None,
     ) -> None:
-        self.model, self.family = bridge.build(Path(directory), head="lm", parts=parts)
+        self.model, self.family = bridge.build(Path(directory), head="lm", factory=factory)
         bridge.materialize(self.model, device)
         bridge.load_hf(self.model, Path(directory), self.family, seed)
         self.model.to(dtype).requires_grad_(False).eval()
@@ -217,7 +217,7 @@ class NativeEngine:
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
         receipt = check(buckets, manifest, self.version)
-        if manifest.adapter is not None and self.model.parts.lora is None:
+        if manifest.adapter is not None and self.model.factory.lora is None:
             raise SyncError(
                 f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
             )

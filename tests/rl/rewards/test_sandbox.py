@@ -82,19 +82,22 @@ NEEDS = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cheat_is_paid_and_every_honest_form_is(mode):
+    """In the mode that this machine's users get; every third of them in the others (`make bench-code`: all)."""
     if not works(mode):
         assert mode != find_mode()
         pytest.skip(f"this machine has no mode {mode}: {NEEDS[mode]}")
+    every = 1 if mode == find_mode() else 3
     done = subprocess.run(
-        in_mode(mode, "-m", "tests.rl.code_corpus", mode), capture_output=True, text=True, check=False
+        in_mode(mode, "-m", "tests.rl.code_corpus", mode, str(every)), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: paid for name, paid in found["cheats"].items() if paid not in (0.0, None)} == {}
     assert {name: paid for name, paid in found["honest"].items() if paid != 1.0} == {}
     assert found["left"] == []
-    assert len(found["cheats"]) == len(CHEATS) >= 40
-    assert len(found["honest"]) >= len([one for one in [*HONEST, *NUMPY] if not one.processes]) >= 20
+    assert len(found["cheats"]) == len(CHEATS[::every]) >= 40 // every
+    honest = [one for one in [*HONEST, *NUMPY][::every] if not one.processes]
+    assert len(found["honest"]) >= len(honest) >= 20 // every
 
 
 def test_escapes_are_paid_where_they_succeed():

@@ -27,8 +27,8 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """The unified names of a packed weight's parameters, and the shape of the weight itself."""
+class QuantisedWeight:
+    """The unified names of a quantised weight's parameters, and the shape of the weight itself."""
 
     codes: str
     scales: str
@@ -70,7 +70,7 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return functions.dequantize_4bit(codes.reshape(-1, 1), state).view(*outer, 2 * half)
 
 
-def pack(module: nn.Module, weight: str, name: str) -> None:
+def quantise_weight(module: nn.Module, weight: str, name: str) -> None:
     """Replace a parameter of a module by codes and scales, which have no values yet; `name` is its unified name.
 
     Raises UserError if its rows are not made of whole blocks.
@@ -82,32 +82,32 @@ def pack(module: nn.Module, weight: str, name: str) -> None:
     for part, width in (("codes", shape[-1] // 2), ("scales", shape[-1] // BLOCK * SCALE_BYTES)):
         values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
         module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
-    module.packed = {**getattr(module, "packed", {}), weight: shape}  # type: ignore[assignment]
+    module.quantised = {**getattr(module, "quantised", {}), weight: shape}  # type: ignore[assignment]
 
 
-def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """Return the packed weights of a model by the unified name of the weight."""
-    found: dict[str, PackedWeight] = {}
+def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
+    """Return the quantised weights of a model by the unified name of the weight."""
+    found: dict[str, QuantisedWeight] = {}
     for path, module in model.named_modules():
-        for weight, shape in getattr(module, "packed", {}).items():
+        for weight, shape in getattr(module, "quantised", {}).items():
             name = f"{path}.{weight}"
-            found[name] = PackedWeight(f"{name}_codes", f"{name}_scales", shape)
+            found[name] = QuantisedWeight(f"{name}_codes", f"{name}_scales", shape)
     return found
 
 
 def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a model's weights by unified name; a packed weight counts as one, not as its two parts."""
-    packed = packed_weights(model)
-    parts = {name: weight for weight, of in packed.items() for name in (of.codes, of.scales)}
+    """Return the shapes of a model's weights by unified name; a quantised weight counts as one, not as two."""
+    quantised = quantised_weights(model)
+    parts = {name: weight for weight, of in quantised.items() for name in (of.codes, of.scales)}
     shapes: dict[str, torch.Size] = {}
     for name, parameter in model.named_parameters():
         weight = parts.get(name, name)
-        shapes[weight] = packed[weight].shape if weight in packed else parameter.shape
+        shapes[weight] = quantised[weight].shape if weight in quantised else parameter.shape
     return shapes
 
 
-class PackedLinear(nn.Linear):
-    """A projection whose weight may be packed (`pack`)."""
+class QuantisedLinear(nn.Linear):
+    """A projection whose weight may be quantised (`quantise_weight`)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection of `input`."""
@@ -115,8 +115,8 @@ class PackedLinear(nn.Linear):
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """Return the projection [.., out] of x [.., in] by a module's own weight, packed or not, and its bias."""
-    if "weight" not in getattr(module, "packed", {}):
+    """Return the projection [.., out] of x [.., in] by a module's own weight, quantised or not, and its bias."""
+    if "weight" not in getattr(module, "quantised", {}):
         return F.linear(x, module.weight, module.bias)
     bias = module.bias
     if bias is not None and bias.requires_grad:
@@ -126,11 +126,11 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> Tensor:
-    """Return the product [n, out] of each row of x [n, in] with its expert's matrix in a stacked weight, packed or not.
+    """Return the product [n, out] of each row of x [n, in] with its expert's matrix in a stacked weight.
 
-    `ends` [experts] is the end of each expert's rows.
+    The weight may be quantised. `ends` [experts] is the end of each expert's rows.
     """
-    if weight not in getattr(module, "packed", {}):
+    if weight not in getattr(module, "quantised", {}):
         return F.grouped_mm(x, getattr(module, weight).transpose(-2, -1), offs=ends)
 
     def forward(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _parts(module: nn.Module, weight: str) -> tuple[Tensor, Tensor]:
 
 
 class _Product(Function):
-    """A product of activations with a packed weight, which has no gradient."""
+    """A product of activations with a quantised weight, which has no gradient."""
 
     @staticmethod
     def forward(

@@ -11,9 +11,9 @@ from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops
-from ptf.model.packed_weights import BLOCK, dequantise, packed_weights, quantise, weight_shapes
+from ptf.model.quantised_weights import BLOCK, dequantise, quantise, quantised_weights, weight_shapes
 from ptf.recipes.sft.recipe import SFT
-from ptf.train.components import parts_of
+from ptf.train.components import layer_factory_of
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests import tiny
@@ -49,7 +49,7 @@ def models(directory: Path, **changes: object) -> tuple[nn.Module, nn.Module]:
     packed, plain = found
     parts, values = dict(packed.named_parameters()), dict(plain.named_parameters())
     with torch.no_grad():
-        for name, weight in packed_weights(packed).items():
+        for name, weight in quantised_weights(packed).items():
             dequantised = dequantise(parts[weight.codes], parts[weight.scales], torch.float32)
             assert not torch.equal(values[name], dequantised)
             values[name].copy_(dequantised)
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_model(family: str, tmp_
     directory = tiny.checkpoint(tmp_path / "m", **WIDTHS) if family == "qwen3" else experts(tmp_path / "m")
     packed, plain = models(directory)
     assert sorted(weight_shapes(packed)) == sorted(name for name, _ in plain.named_parameters())
-    quantised = packed_weights(packed)
+    quantised = quantised_weights(packed)
     assert all(name.startswith("layers.") for name in quantised)
     assert not any("router" in name or "norm" in name for name in quantised)
     assert len(quantised) == 2 * 7
@@ -101,7 +101,7 @@ def test_nothing_is_held_between_forward_and_backward_but_bytes(tmp_path: Path) 
     packed, plain = models(tiny.checkpoint(tmp_path / "m", **WIDTHS))
     held = []
     for model in (packed, plain):
-        shapes = {tuple(shape) for name, shape in weight_shapes(model).items() if name in packed_weights(packed)}
+        shapes = {tuple(shape) for name, shape in weight_shapes(model).items() if name in quantised_weights(packed)}
         floats: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor, floats: list = floats, shapes: set = shapes) -> torch.Tensor:
@@ -123,12 +123,13 @@ def test_nothing_is_held_between_forward_and_backward_but_bytes(tmp_path: Path) 
 def test_what_trains_is_not_packed_and_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
     directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
     spec = ModelConfig(path=str(directory), lora=LORA, quantization="nf4", trainable=["layers.0.attn.q_proj", "embed"])
-    model, family = bridge.build(directory, parts=parts_of(spec, adapted=True))
+    model, family = bridge.build(directory, factory=layer_factory_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
-    weights = packed_weights(model)
+    weights = quantised_weights(model)
     assert "layers.0.attn.q_proj.weight" not in weights
     assert "layers.1.attn.q_proj.weight" in weights
     assert model.get_parameter("layers.0.attn.q_proj.weight").requires_grad
     odd = tiny.checkpoint(tmp_path / "odd", intermediate_size=96)
+    factory = layer_factory_of(ModelConfig(path=str(odd), lora=LORA, quantization="nf4"), adapted=True)
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.down_proj\.weight have 96 values, not a multiple of 64"):
-        bridge.build(odd, parts=parts_of(ModelConfig(path=str(odd), lora=LORA, quantization="nf4"), adapted=True))
+        bridge.build(odd, factory=factory)

@@ -25,7 +25,7 @@ from ptf.train.adapter import difference_of
 from ptf.train.precompute import _start
 from ptf.train.trainer import load_model
 from tests import tiny
-from tests.model.test_packed_weights import WIDTHS
+from tests.model.test_quantised_weights import WIDTHS
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, same, stopped, train, weights
 
@@ -138,7 +138,7 @@ def test_a_merged_model_that_is_not_the_checkpoint_with_the_adapter_is_no_succes
 
 
 def test_adapters_on_one_of_the_projections_of_packed_experts_are_written(tmp_path: Path) -> None:
-    from tests.model.test_packed_weights import experts
+    from tests.model.test_quantised_weights import experts
 
     directory = experts(tmp_path / "m")
     lora = LoraConfig(**{**LORA, "targets": ["layers.*.attn.*_proj", "layers.*.moe.experts.gate_proj"]})
