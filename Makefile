@@ -23,7 +23,7 @@ run: setup                               ## the main job: SFT, then GRPO, and a 
 test: setup                              ## the suite, in two processes
 	$(PY) -m pytest -n 2
 
-ALL := test test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
+ALL := test test-e2e test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
 test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, pages and new ledgers in runs/nightly; some hours (MINUTES=5: less)
 	@rm -rf $(NIGHTLY_RESULTS); failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
@@ -155,6 +155,9 @@ bench-grpo: setup                         ## the GRPO step beside TRL's (make pe
 
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py
+
+test-e2e: setup                          ## the main job by the commands of a user: SFT and GRPO, killed and resumed, one and two workers, what is published in vLLM
+	$(PY) -m pytest tests/e2e -m e2e
 
 test-cluster: setup                      ## what needs more ranks or nodes than the suite has time for
 	$(PY) -m pytest tests -m cluster

@@ -46,18 +46,21 @@ class Pair:
         return [fuzzed(rng, self.more) for _ in range(count)]
 
 
-def pairs(scratch: Path, shared: Path | None = None) -> Iterator[Pair]:
-    """Of a tokenizer of characters; where `shared` has them, of real ones too;
-    and of some of them with added tokens and semantic ids."""
+def pairs(scratch: Path, shared: Path | None = None, *, once: bool = False) -> Iterator[Pair]:
+    """Of a tokenizer of characters; where `shared` has them, of real ones too, each as it is and with added tokens and
+    semantic ids (`once`: in turns the one or the other)."""
     from transformers import AutoTokenizer
 
     character_tokenizer(CHARACTERS, scratch / "characters")
     semantic = TokensConfig(semantic_ids=[40, 40, 8], added=ADDED)
     plans: list[tuple[str, Path, TokensConfig | None, str]] = [("characters", scratch / "characters", None, CHARACTERS)]
     plans.append(("characters, semantic ids", scratch / "characters", TokensConfig(semantic_ids=[9, 9]), CHARACTERS))
-    for name in REAL if shared is not None else ():
-        plans.append((name, shared / "tokenizers" / name, None, ""))
-        plans.append((f"{name}, added tokens and semantic ids", shared / "tokenizers" / name, semantic, ""))
+    for number, name in enumerate(REAL if shared is not None else ()):
+        of_name = [
+            (name, shared / "tokenizers" / name, None, ""),
+            (f"{name}, added tokens and semantic ids", shared / "tokenizers" / name, semantic, ""),
+        ]
+        plans += of_name[number % 2 :: 2] if once else of_name
     for name, place, tokens, alphabet in plans:
         ours = tokenizer_of(str(place), tokens)
         ours.save(scratch / "saved" / name)

@@ -23,6 +23,7 @@ from ptf.measurement import measure_held_out_rows
 from ptf.run import resolved, run
 from ptf.train.tokenize import tokenize
 
+pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 SFT, GRPO = "configs/tiny/sft.yaml", "configs/tiny/grpo.yaml"
 
@@ -290,7 +291,6 @@ def test_grpo_on_vllm_syncs_every_step_and_continues_after_a_kill(place, sft):
     assert (output / "published" / "latest.json").exists()
 
 
-@pytest.mark.cluster
 def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
     overrides = [
         w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)

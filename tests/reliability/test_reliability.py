@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.reliability.exactly_once import audit
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,7 @@ def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
     }
 
 
+@pytest.mark.cluster  # and `make resumes`, a hundred times
 def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """The other says who holds the run; where that one is killed too, the next goes on at once."""
     command = [sys.executable, "-m", "tests.reliability.resumes", str(tmp_path), "disk", "3"]

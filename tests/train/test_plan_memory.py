@@ -55,7 +55,7 @@ def test_a_step_holds_what_was_planned(case: str) -> None:
 
 
 def test_inputs_of_layers_in_host_memory_save_what_was_planned() -> None:
-    changes, found = {"num_hidden_layers": 6, "vocab_size": 1024}, []
+    changes, found = {"num_hidden_layers": 9, "vocab_size": 1024}, []
     with published("Qwen3-0.6B", **changes) as directory:
         for mode in ("block", "offload"):
             raw = raw_job(directory, 2, seq_len=8192, sequences=1, train={"activation_checkpointing": mode})
