@@ -95,7 +95,11 @@ def ours(given: dict[str, Any]) -> None:
     tokens, weights = stored["tokens"].astype(np.int32), stored["weights"].astype(np.float32)
     with joined("cpu", 600, threads=1) as world:
         train = TrainConfig(
-            steps=given["steps"], lr=given["lr"], schedule="constant", precision="fp32", sequences=given["rows"]
+            steps=given["steps"],
+            lr=given["lr"],
+            schedule="constant",
+            precision="fp32",
+            global_batch_sequences=given["rows"],
         )
         spec = ModelConfig(path=given["model"], init="random")
         model, _ = load_model(Path(given["model"]), world, spec, seed=given["seed"], precision="fp32")

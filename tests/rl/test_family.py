@@ -18,7 +18,7 @@ from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
-from ptf.recipes.registry import FACTS, build, facts
+from ptf.recipes.registry import JOB_ARGUMENTS, build, job_arguments
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12
@@ -243,7 +243,8 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
     assert plugged.max_new_tokens == 17
     assert plugged.processing == LogitsProcessing(0.5, 1.0)
-    assert set(facts(loads(text.replace("RECIPE", "grpo")))) == set(FACTS)  # what `ptf check` takes for given
+    # what `ptf check` takes for given
+    assert set(job_arguments(loads(text.replace("RECIPE", "grpo")))) == set(JOB_ARGUMENTS)
     mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {max_new_tokens: 3}}')))
     assert mine.max_new_tokens == 3  # what the config says comes first
 
