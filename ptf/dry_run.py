@@ -1,4 +1,5 @@
-"""One step of a job with a model of its family of a few kilobytes, before GPUs are taken: `ptf check --dry-run`.
+"""`ptf check --dry-run`: one step of a job on this machine, with a model of the same architecture whose layers are 64
+wide.
 
 The job itself runs in this process, with its own data, template, reward, components and recipe; only sizes are changed.
 It therefore fails now where it would fail an hour into the run: at a row that cannot be masked, a reward that raises, a

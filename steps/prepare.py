@@ -27,7 +27,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     refuse_run_name(artifact.run_name)
     check_evaluation(job)  # checks for the last stages, before the first one runs
     published_versions.manifest(job.versions)  # raises if the published version cannot be read
-    storage.refuse_no_bucket(job.versions)
+    storage.require_bucket(job.versions)
     remove_leftovers(job, artifact.run_name)
     artifact = artifact.but(prepared=prepared_directory(job))
     for _ in model_paths(job):  # repeated, because a job may need the model of a job before it

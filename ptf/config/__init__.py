@@ -1,4 +1,5 @@
-"""Configs: one typed tree (`schema`), read from YAML (`load`). No torch, and the only place with pydantic."""
+"""Configs: one typed tree (`schema`), read from YAML (`load`). No torch. Only here, and in the
+recipes' own keys, pydantic is used."""
 
 from ptf.config.load import (
     ConfigError,

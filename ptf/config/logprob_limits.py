@@ -11,7 +11,7 @@ from ptf.config.schema import Job
 # measured against float64, in the trainer and in vLLM alike.
 LOGPROB_TOLERANCE = {"fp32": 1e-3, "bf16": 0.2}
 """The largest difference between two forward passes' log-probs of one token of a short text that is rounding and not a
-fault, by precision. The load check of a published model and `ptf check-engine` use it."""
+error, by precision. The load check of a published model and `ptf check-engine` use it."""
 
 
 class LogprobLimits(NamedTuple):

@@ -49,8 +49,8 @@ def problems(root: Node) -> Iterator[Problem]:
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
             continue
         yield from unknown(root, (*where, "args"), target, args, use)
-        if where == ("rollout", "environment") and isinstance(target, type) and (fault := environment_fault(target)):
-            yield problem(root, (*where, "use"), f"{use} {fault}")
+        if where == ("rollout", "environment") and isinstance(target, type) and (error := environment_fault(target)):
+            yield problem(root, (*where, "use"), f"{use} {error}")
         if where == ("recipe",):
             algo = values.get("algo")
             yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
@@ -74,10 +74,10 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import JOB_ARGUMENTS, online_fault
+    from ptf.recipes.registry import JOB_ARGUMENTS, online_error
 
-    if isinstance(target, type) and (fault := online_fault(target)):
-        yield problem(root, ("recipe", "use"), f"{use} {fault}")
+    if isinstance(target, type) and (error := online_error(target)):
+        yield problem(root, ("recipe", "use"), f"{use} {error}")
     yield from unknown(root, ("algo",), target, algo, use)
     given = {*args, *algo, *JOB_ARGUMENTS}
     for name, parameter in parameters(target).items():

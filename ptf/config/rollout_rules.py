@@ -8,50 +8,50 @@ def rollouts(job: Job) -> list[str]:
     rollout_config = job.rollout
     if rollout_config is None:
         return []
-    faults = rewarded(job)
+    errors = rewarded(job)
     if rollout_config.environment and job.evaluate.reward:
-        faults.append(
+        errors.append(
             "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
             "their rewards; remove it"
         )
     if job.data.validation:
-        faults.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
+        errors.append("data.validation is for recipes without rollouts; held-out prompts are evaluate.sources")
     if job.data.too_long in ("truncate", "split"):
-        faults.append("data.too_long: a prompt cannot be cut; use error or drop")
+        errors.append("data.too_long: a prompt cannot be cut; use error or drop")
     if rollout_config.top_p < 1 and job.compute.mesh.tensor_parallel_size > 1:
-        faults.append(
+        errors.append(
             "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor_parallel_size above 1, "
             "where no process has the whole distribution"
         )
     if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.lines_per_answer == 1:
-        faults.append(
+        errors.append(
             "rollout.allowed.distinct has no effect with lines_per_answer: 1; raise lines_per_answer or remove distinct"
         )
     if rollout_config.lora_sync == "adapter" and job.model.lora is None:
-        faults.append("rollout.lora_sync: adapter needs model.lora")
+        errors.append("rollout.lora_sync: adapter needs model.lora")
     if rollout_config.lora_sync == "adapter" and rollout_config.engine not in ("native", "vllm"):
-        faults.append("rollout.lora_sync: adapter is for the engines native and vllm; give merged")
+        errors.append("rollout.lora_sync: adapter is for the engines native and vllm; give merged")
     if rollout_config.tensor_parallel_size > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
-        faults.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-    faults += transport(job)
+        errors.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
+    errors += transport(job)
     if job.compute.launcher == "local" and rollout_config.replicas > 1:
-        faults.append("rollout.replicas must be 1 with compute.launcher: local; use compute.launcher: ray for more")
+        errors.append("rollout.replicas must be 1 with compute.launcher: local; use compute.launcher: ray for more")
     if job.compute.launcher == "torchrun":
-        faults.append(
+        errors.append(
             "compute.launcher: torchrun does not support rollouts; use ray, or local with rollout.engine: native"
         )
     default = type(rollout_config).model_fields["cpu_kv_cache_gib"].default
     if job.compute.device == "cuda" and rollout_config.cpu_kv_cache_gib != default:
-        faults.append(
+        errors.append(
             "rollout.cpu_kv_cache_gib is for engines on a CPU; on a GPU the cache takes what "
             "rollout.gpu_memory_utilization leaves beside the weights"
         )
     if rollout_config.max_new_tokens >= job.data.seq_len:
-        faults.append(
+        errors.append(
             f"rollout.max_new_tokens ({rollout_config.max_new_tokens}) leaves no room for a prompt in data.seq_len "
             f"({job.data.seq_len})"
         )
-    return faults
+    return errors
 
 
 def rewarded(job: Job) -> list[str]:
@@ -75,29 +75,29 @@ def rewarded(job: Job) -> list[str]:
 
 def transport(job: Job) -> list[str]:
     """Return the problems of the transport of the weights with the rest of the job."""
-    from ptf.rl.weights.transports import faults
+    from ptf.rl.weights.transports import config_errors
 
-    return faults(job)
+    return config_errors(job)
 
 
 def prompts(job: Job) -> list[str]:
     """Return the problems of the kinds of sources: prompts are for rollouts and evaluation, which take no others."""
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
-    faults = []
+    errors = []
     if job.rollout:
         wants_prompts |= {f"data.sources.{n}": s for n, s in job.data.sources.items()}
     elif isinstance(job.recipe, str):
-        faults += [
+        errors += [
             f"data.sources.{n}.kind: prompt is for recipes with rollouts"
             for n, s in job.data.sources.items()
             if s.kind == "prompt"
         ]
-    faults += [
+    errors += [
         f"{key}.kind must be prompt, not {s.kind}"
         for key, s in wants_prompts.items()
         if s.kind not in ("auto", "prompt")
     ]
-    return faults
+    return errors
 
 
 def engines(job: Job) -> list[str]:
@@ -130,15 +130,15 @@ def pools(job: Job) -> list[str]:
     if not job.rollout:
         return ["compute.pools is for recipes with rollouts; others have one group of compute.workers: remove it"]
     seats = [role for pool in given.values() for role in set(pool.roles)]
-    faults = [
+    errors = [
         f"compute.pools: role {role} is in more than one"
         for role in sorted({role for role in seats if seats.count(role) > 1})
     ]
-    faults += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
-    faults += [
+    errors += [f"compute.pools: no pool has the role {role}" for role in ("policy", "rollout") if role not in seats]
+    errors += [
         f"compute.pools.{name}.offload: vllm cannot be offloaded to disk; give rollout a pool of "
         "its own, or the pool offload: auto"
         for name, pool in given.items()
         if pool.offload == "disk" and "rollout" in pool.roles and job.rollout.engine == "vllm"
     ]
-    return faults
+    return errors

@@ -78,81 +78,81 @@ def shares(job: Job) -> list[str]:
 
 def launch(job: Job) -> list[str]:
     """Return the problems of where the run runs and writes, and of how its workers divide the model."""
-    workers, mesh, faults = job.compute.workers, job.compute.mesh, []
+    workers, mesh, errors = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
-        faults.append("output must be a directory on this machine; publish.to may be a URI")
+        errors.append("output must be a directory on this machine; publish.to may be a URI")
     if workers % (mesh.replicate * mesh.tensor_parallel_size):
-        faults.append(
+        errors.append(
             f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({mesh.tensor_parallel_size}) "
             f"must divide compute.workers ({workers})"
         )
     if job.compute.launcher == "local" and workers > 1:
-        faults.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
-    return faults
+        errors.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+    return errors
 
 
 def of_recipe(job: Job) -> list[str]:
     """Return the problems that the recipe's own rules find."""
-    return job.algo.faults(job) if isinstance(job.algo, AlgoConfig) else []
+    return job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
 
 
 def held_out(job: Job) -> list[str]:
     """Return the problems of held-out data and of the metrics on it."""
-    faults = []
+    errors = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
-        faults.append("evaluate.sources needs evaluate.reward to score the answers")
+        errors.append("evaluate.sources needs evaluate.reward to score the answers")
     if job.evaluate.metrics and not job.evaluate.sources:
-        faults.append(
+        errors.append(
             "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
         )
     taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples_per_prompt}", "greedy_reward", "no_result_share"}
-    faults += [
+    errors += [
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
         "choose another"
         for name in job.evaluate.metrics
         if name in taken or "/" in name
     ]
-    return faults
+    return errors
 
 
 def deployment(job: Job) -> list[str]:
     """Return the problems of when the flow runs and of what it publishes."""
-    faults = []
+    errors = []
     if job.flow.cron is not None and not schedule(job.flow.cron):
-        faults.append(
+        errors.append(
             f"flow.cron: {job.flow.cron!r} is not a schedule: give minute, hour, day of the month, month and day of "
             "the week, like '0 3 * * 1'"
         )
     if job.publish.what != "merged" and job.model.lora is None:
-        faults.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
+        errors.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
     if job.publish.metric_direction == "max" and (job.publish.metric or "").startswith(SMALLER):
-        faults.append(f"publish.metric_direction: {job.publish.metric} is better the lower it is; use min")
-    return faults
+        errors.append(f"publish.metric_direction: {job.publish.metric} is better the lower it is; use min")
+    return errors
 
 
 def schedule_of(job: Job) -> list[str]:
     """Warm-up and decay must fit into the run."""
-    train, faults = job.train, []
+    train, errors = job.train, []
     parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
     steps = sum(part for part in parts if isinstance(part, int))
     shares = sum(part for part in parts if isinstance(part, float))
     if shares > 1 or (train.steps and steps + shares * train.steps > train.steps):
-        faults.append(
+        errors.append(
             "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
             "number of steps"
         )
     if train.lr_decay_steps == 0:
-        faults.append(
+        errors.append(
             "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up"
         )
     if train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation):
-        faults.append("train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation")
+        errors.append("train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation")
     if train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float):
-        faults.append(
+        errors.append(
             "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long "
             "the run is"
         )
-    return faults
+    return errors
 
 
 def places(job: Job) -> list[str]:
@@ -165,55 +165,55 @@ def places(job: Job) -> list[str]:
         "data.validation": job.data.validation,
         "evaluate.sources": job.evaluate.sources,
     }
-    faults = []
+    errors = []
     for key, source in (
         (f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()
     ):
         chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
         if source.kind == "tokenized" and chosen:
-            faults.append(
+            errors.append(
                 f"{key}.{chosen[0]} cannot be used with kind: tokenized, which is read as it was stored; remove it"
             )
         elsewhere = "://" in source.path and not source.path.startswith("hf://")
         if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
-            faults.append(
+            errors.append(
                 f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it"
             )
-    return faults
+    return errors
 
 
 def length(job: Job) -> list[str]:
     """When the run ends, and what its data must be for that."""
-    faults = []
+    errors = []
     if (job.train.steps is None) == (job.train.epochs is None):
-        faults.append(
+        errors.append(
             "train.steps or train.epochs says how long to train: "
             + ("give one" if job.train.steps is None else "not both")
         )
     if job.rollout:
         epochs = {f"data.sources.{name}": source.epochs for name, source in job.data.sources.items()}
-        faults += [
+        errors += [
             f"{section}.epochs is for offline recipes; give train.steps"
             for section, there in {"train": job.train.epochs, **epochs}.items()
             if there
         ]
         if job.data.on_bad_row != "error":
-            faults.append("data.on_bad_row: skip is for offline recipes; online recipes stop at a bad row")
+            errors.append("data.on_bad_row: skip is for offline recipes; online recipes stop at a bad row")
         if job.data.mix.by != "samples":
-            faults.append("data.mix.by: tokens is for offline recipes; prompts are mixed by samples")
+            errors.append("data.mix.by: tokens is for offline recipes; prompts are mixed by samples")
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
     if job.data.mix.exhausted != "repeat" and not bounded:
-        faults.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
+        errors.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
     if len(job.data.sources) > 1 and all(source.sampling_weight is None for source in job.data.sources.values()):
         without = (
             "if no source has a `sampling_weight`, every row is read once per epoch, and each source ends after its "
             "epochs"
         )
         if job.data.mix.exhausted == "stop":
-            faults.append(f"data.mix.exhausted: stop needs sampling weights: {without}")
+            errors.append(f"data.mix.exhausted: stop needs sampling weights: {without}")
         if job.data.mix.by == "tokens":
-            faults.append(f"data.mix.by: tokens needs sampling weights, which are then shares of tokens: {without}")
-    return faults
+            errors.append(f"data.mix.by: tokens needs sampling weights, which are then shares of tokens: {without}")
+    return errors
 
 
 def foreign_model(job: Job) -> list[str]:
@@ -247,7 +247,7 @@ def quantised_weights(job: Job) -> list[str]:
         "model.quantization needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights that "
         "are not rounded)": job.rollout is None or job.rollout.lora_sync == "merged",
     }
-    return [fault for fault, kept in rules.items() if not kept]
+    return [error for error, kept in rules.items() if not kept]
 
 
 def deterministic(job: Job) -> list[str]:
@@ -263,7 +263,7 @@ def deterministic(job: Job) -> list[str]:
         "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
         "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
     }
-    return [fault for fault, kept in rules.items() if not kept]
+    return [error for error, kept in rules.items() if not kept]
 
 
 def watched(job: Job) -> list[str]:
@@ -272,54 +272,54 @@ def watched(job: Job) -> list[str]:
         return []
     if job.rollout:
         return ["train.early_stopping and checkpoint.best are for recipes without rollouts"]
-    faults, known = [], [f"loss/{name}" for name in job.data.validation]
+    errors, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
-        faults.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
+        errors.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
     watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
-    faults += [
+    errors += [
         f"{key}: {of.metric} cannot be watched; only held-out losses can: {', '.join(known)}"
         for key, of in watchers.items()
         if of and known and of.metric not in known
     ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
-        faults.append(
+        errors.append(
             "checkpoint.every must be a multiple of train.validate_every, "
             "so that every checkpoint has the metric of checkpoint.best"
         )
-    return faults
+    return errors
 
 
 def own_components(job: Job) -> list[str]:
     """Return the problems of keys that do not go with components and tokens of the user's own."""
-    model, tokens, faults = job.model, job.model.tokens, []
+    model, tokens, errors = job.model, job.model.tokens, []
     if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
-        faults.append("model.tokens adds none: give added, file or semantic_ids")
+        errors.append("model.tokens adds none: give added, file or semantic_ids")
     if tokens and (tokens.init == "vectors") != (tokens.vectors is not None):
-        faults.append("model.tokens.vectors and model.tokens.init: vectors need each other")
+        errors.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
-        faults.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+        errors.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
     shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
     if job.data.share_prefixes and (model.replace or not shares):
-        faults.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
+        errors.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
     custom_head = model.head or "head" in model.replace
     if custom_head and job.rollout:
-        faults.append(
+        errors.append(
             "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; "
             "train it with an offline recipe, or remove the custom head"
         )
     if custom_head and job.evaluate.sources:
-        faults.append("model.head: evaluate.sources needs a model that generates text")
+        errors.append("model.head: evaluate.sources needs a model that generates text")
     engines = {
         "rollout.engine": job.rollout.engine if job.rollout else None,
         "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None,
     }
     if model.replace:
-        faults += [
+        errors += [
             f"{key}: vllm does not know the components of model.replace; use native"
             for key, engine in engines.items()
             if engine == "vllm"
         ]
-    return faults
+    return errors
 
 
 RULES: tuple[Callable[[Job], list[str]], ...] = (
@@ -347,4 +347,4 @@ RULES: tuple[Callable[[Job], list[str]], ...] = (
 
 def broken(job: Job) -> list[str]:
     """One line for each rule that is broken, beginning with the key to change."""
-    return [fault for rule in RULES for fault in rule(job)]
+    return [error for rule in RULES for error in rule(job)]

@@ -62,8 +62,8 @@ class Job(Section):
     def _agrees(self) -> "Job":
         from ptf.config.rules import broken  # which reads these classes
 
-        if faults := broken(self):
-            raise ValueError("\n".join(faults))
+        if errors := broken(self):
+            raise ValueError("\n".join(errors))
         return self
 
 

@@ -105,7 +105,7 @@ class AlgoConfig(Section):
         """Key (dotted, below `algo`) → value of each key that names a model to load."""
         return {}
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """One line for each broken rule that involves this algorithm; it begins with the key to change."""
         return []
 

@@ -1,8 +1,8 @@
 """YAML files as one tree of nodes that have their place in the text: reading, `extends`, merging and overrides
 `a.b=value`. This file does not depend on the schema.
 
-Every value keeps its `Place` (file:line, or the override that it comes from) through all merges, so later errors can
-name the line to change. Nothing here raises: problems are collected in the tree, and the loader reports all of them at
+Every value keeps its `SourceLocation` (file:line, or the override that it comes from) through all merges, so later
+errors can name the line to change. Nothing here raises: problems are collected in the tree, and the loader reports all of them at
 once.
 
 The dialect is the core schema of YAML 1.2: `1e-4` is a number, only true and false are booleans, a date is text, keys
@@ -98,7 +98,7 @@ def _whole(text: str) -> int:
     return int(text, 16) if text.startswith("0x") else int(text.replace("_", ""))
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """The place in which a value was written."""
 
     source: str  # a file, or the text of an override
@@ -111,7 +111,7 @@ class Place(NamedTuple):
 class Problem(NamedTuple):
     """An error in a config: its place, its key, and what is wrong."""
 
-    place: Place
+    place: SourceLocation
     key: str
     what: str
 
@@ -124,7 +124,7 @@ class Node:
     """A value of a config with the place where it was written."""
 
     value: Any  # dict[str, Node], list[Node], or a plain scalar
-    place: Place
+    place: SourceLocation
     passing: bool = False  # a section that an override only goes through; merging keeps the place of the old section
 
     def plain(self) -> Any:
@@ -133,7 +133,7 @@ class Node:
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
-    def nearest(self, path: Sequence[Any]) -> Place:
+    def nearest(self, path: Sequence[Any]) -> SourceLocation:
         """Return the place of the value at `path`, or else of the deepest section on the way to it."""
         node = self
         for step in path:
@@ -161,9 +161,9 @@ class Tree:
 
 def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
     """Merge files from left to right, then the overrides `a.b=value`, and return the tree."""
-    tree = Tree(Node({}, Place(os.fspath(files[0]), 1) if files else Place("no file")))
+    tree = Tree(Node({}, SourceLocation(os.fspath(files[0]), 1) if files else SourceLocation("no file")))
     for file in files:
-        tree.root = _over(tree.root, _file(os.fspath(file), Place(os.fspath(file)), (), tree))
+        tree.root = _over(tree.root, _file(os.fspath(file), SourceLocation(os.fspath(file)), (), tree))
     for text in overrides:
         tree.root = _over(tree.root, _override(text, tree))
     return tree
@@ -174,7 +174,7 @@ def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> T
 
     Names from older versions of ptf are translated. `extends` in the text is relative to the working directory.
     """
-    tree = Tree(Node({}, Place(source, 1)))
+    tree = Tree(Node({}, SourceLocation(source, 1)))
     tree.root = _top(text, source, (), True, tree)
     for override in overrides:
         tree.root = _over(tree.root, _override(override, tree))
@@ -183,8 +183,8 @@ def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> T
 
 def read(text: str, source: str) -> Tree:
     """Parse one YAML or JSON text without translating names; `extends` is a key like any other."""
-    tree = Tree(Node({}, Place(source, 1)))
-    tree.root = _read(text, Place(source, 1), tree) or tree.root
+    tree = Tree(Node({}, SourceLocation(source, 1)))
+    tree.root = _read(text, SourceLocation(source, 1), tree) or tree.root
     return tree
 
 
@@ -207,7 +207,7 @@ def _over(low: Node, high: Node) -> Node:
     return Node(low.value | both, place)
 
 
-def _file(file: str, extended_at: Place, above: tuple[str, ...], tree: Tree) -> Node:
+def _file(file: str, extended_at: SourceLocation, above: tuple[str, ...], tree: Tree) -> Node:
     """Read one file, merged over the files that it extends.
 
     `extended_at` is the place of the `extends` that names the file; it has no line if the user named the file. `above`
@@ -247,9 +247,9 @@ def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tre
 
     `stored` is whether ptf wrote the text, possibly an older version of it.
     """
-    root = _read(text, Place(source, 1), tree)
+    root = _read(text, SourceLocation(source, 1), tree)
     if root is None or root.value is None:
-        return Node({}, Place(source, 1))
+        return Node({}, SourceLocation(source, 1))
     if not isinstance(root.value, dict):
         tree.problems.append(Problem(root.place, "", "expected keys and values at the top of the file"))
         tree.unread = True
@@ -275,7 +275,7 @@ def _override(text: str, tree: Tree) -> Node:
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     hidden = is_secret(value.strip(), path[-1], variable="environment" in path)
-    place = Place(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
+    place = SourceLocation(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
     if not equals or not all(path):
         tree.problems.append(Problem(place, "", "expected key.in.dots=value"))
         return Node({}, place, passing=True)
@@ -312,7 +312,7 @@ def _translate(root: Node, stored: bool, tree: Tree) -> None:
             tree.problems.append(Problem(place, rename.key, what + upgrade))
 
 
-def _read(text: str, start: Place, tree: Tree) -> Node | None:
+def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:
     """Parse one YAML text; return None if it is not valid.
 
     If `start` has a line, every node gets its own line as its place; otherwise all nodes get `start`.
@@ -337,14 +337,16 @@ def _read(text: str, start: Place, tree: Tree) -> Node | None:
         return None
 
 
-def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[yaml.Node, ...], tree: Tree) -> Node:
+def _build(
+    node: yaml.Node, path: tuple[str, ...], place: SourceLocation, above: tuple[yaml.Node, ...], tree: Tree
+) -> Node:
     """Convert a YAML node. `above` are the nodes that contain it; an alias to one of them would be infinite."""
     tree.values += 1
     if tree.values > MANY:
         raise TooMuch
 
     def at(inner):
-        return Place(place.source, inner.start_mark.line + 1) if place.line else place
+        return SourceLocation(place.source, inner.start_mark.line + 1) if place.line else place
 
     if any(node is outer for outer in above):
         tree.problems.append(Problem(place, ".".join(path), "an alias that contains itself"))
@@ -367,7 +369,7 @@ def _build(node: yaml.Node, path: tuple[str, ...], place: Place, above: tuple[ya
     return Node(_scalar(node, path, place, tree), place)
 
 
-def _scalar(node: yaml.Node, path: tuple[str, ...], place: Place, tree: Tree) -> Any:
+def _scalar(node: yaml.Node, path: tuple[str, ...], place: SourceLocation, tree: Tree) -> Any:
     text, kind = node.value, node.tag.removeprefix(TAG)
     try:
         if kind in READ:

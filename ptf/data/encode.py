@@ -15,11 +15,11 @@ from ptf.data.context import refuse_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, refuse_unwanted, shaped
 from ptf.data.messages import finite
-from ptf.data.prefixes import families
+from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
 from ptf.data.sample import PackUnit, Sample, length
-from ptf.data.sources.rows import Place
+from ptf.data.sources.rows import RawRow
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -431,14 +431,14 @@ class Encoder:
         """Create an encoder for the rows of one source.
 
         `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
-        pack unit (ptf.data.prefixes.families).
+        pack unit (ptf.data.prefixes.prefix_groups).
         """
         self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
         self._too_long: TooLong = too_long
         self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
-    def __call__(self, place: Place) -> list[PackUnit]:
+    def __call__(self, place: RawRow) -> list[PackUnit]:
         """Return the pack units of a row. A bad row is set aside, or raises UserError with its place."""
         row: Row = {}
         try:
@@ -461,7 +461,7 @@ class Encoder:
         units = [unit for units in fitted for unit in units]
         if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):
             return units
-        shared = families([sample for (sample,) in units], self._seq_len)
+        shared = prefix_groups([sample for (sample,) in units], self._seq_len)
         self.counts["tokens"] -= sum(map(length, units)) - sum(map(length, shared))
         return shared
 

@@ -14,10 +14,10 @@ from ptf.data.baskets import reorder_baskets
 from ptf.data.encode import COUNTS, Encoder, counts_of
 from ptf.data.order import PartitionSource, Ranges
 from ptf.data.sample import PackUnit
-from ptf.data.sources.rows import Place
+from ptf.data.sources.rows import RawRow
 from ptf.data.stream import Deferred
 from ptf.data.stream_units import StreamUnit, after_empty_rows, place_of, stored_units, stream_units_of
-from ptf.data.unit_run import UnitRun, dump
+from ptf.data.unit_block import UnitBlock, dump
 from ptf.errors import UserError
 
 
@@ -66,7 +66,7 @@ class Encoded:
                 self._last_epoch = row.epoch
         return self._pending.pop()
 
-    def _items(self, row: Place, units: Sequence[PackUnit], empty_rows: int) -> list[StreamUnit]:
+    def _items(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[StreamUnit]:
         """Return the stream units of one row."""
         if self._reorder is not None:
             units = [
@@ -75,7 +75,7 @@ class Encoded:
             ]
         return stream_units_of(units, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
 
-    def run(self, most: int) -> UnitRun | None:
+    def run(self, most: int) -> UnitBlock | None:
         """Return the stream units of the next rows, at most `most` rows, without the cost of each row by itself.
 
         Return None where `__next__` must be used.
@@ -113,7 +113,7 @@ class Encoded:
         if items:
             self._last_epoch = rows.epoch
         encoder.counts = dict(zip(COUNTS, counts[-1].tolist(), strict=True))
-        return UnitRun(items, rows.epoch, rows, ends, counts, before)
+        return UnitBlock(items, rows.epoch, rows, ends, counts, before)
 
     def _flat(self, rows: Sequence[Any]) -> tuple[list[StreamUnit], list[int]]:
         """Return the stream units of rows, each of which gave one or a list of them, and the number of rows read with

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ptf.data.sources.blocks import Block, Reader
-from ptf.data.sources.rows import Place, fingerprint, refuse_other_files
+from ptf.data.sources.rows import RawRow, fingerprint, refuse_other_files
 from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError
 
@@ -176,18 +176,18 @@ def shares(rows: int, partitions: int, epoch: int, key: str) -> np.ndarray:
 
 
 class PartitionSource(Protocol):
-    """Stream[Place]: one partition's rows, endlessly. A place knows its epoch."""
+    """Stream[RawRow]: one partition's rows, endlessly. A place knows its epoch."""
 
     @property
     def path(self) -> str:
         """The path of the source, for messages."""
         ...
 
-    def __next__(self) -> Place:
+    def __next__(self) -> RawRow:
         """Return the next row."""
         ...
 
-    def at(self, file: int, number: int, row: int, epoch: int) -> Place:
+    def at(self, file: int, number: int, row: int, epoch: int) -> RawRow:
         """Return a row that was yielded before."""
         ...
 
@@ -208,7 +208,7 @@ class _Partition:
         self._partition, self._partitions = partition, ordered.partitions
         self.path = ordered.reader.path
 
-    def at(self, file: int, number: int, row: int, epoch: int) -> Place:
+    def at(self, file: int, number: int, row: int, epoch: int) -> RawRow:
         """Return a row that was yielded before."""
         block = self._reader.block(file, number)
         if block is None or row >= len(block):
@@ -217,7 +217,7 @@ class _Partition:
         if extent is not None:
             (i,) = np.flatnonzero((extent.files == file) & (extent.numbers == number))
             uri, lines = self._reader.uris[file], int(extent.lines[i])
-        return Place(block, row, uri, lines, epoch, file, number)
+        return RawRow(block, row, uri, lines, epoch, file, number)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise UserError if the state is of other files."""
@@ -277,7 +277,7 @@ class Ranges(_Partition):
         self._heads: list[list[Any]] = []
         self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._partition}")
 
-    def __next__(self) -> Place:
+    def __next__(self) -> RawRow:
         heads, more = self._open_wanted()
         h, n = 0, len(heads)
         if n > 1:
@@ -296,7 +296,7 @@ class Ranges(_Partition):
         if head[1] == head[2]:
             heads[h] = heads[-1]
             heads.pop()
-        return Place(head[3], row, self._reader.uris[head[5]], head[4], self._epoch, head[5], head[6])
+        return RawRow(head[3], row, self._reader.uris[head[5]], head[4], self._epoch, head[5], head[6])
 
     def _open_wanted(self) -> tuple[list[list[Any]], bool]:
         """Open blocks as needed; return the heads, at least one, and whether further blocks will be opened."""
@@ -406,7 +406,7 @@ class RoundRobin(_Partition):
         # the next row: file in the epoch's order, block, row, lines of the file before the block
         self._file = self._block = self._index = self._line = 0
 
-    def __next__(self) -> Place:
+    def __next__(self) -> RawRow:
         while True:
             file = self._files[self._file]
             block_rows = self._rows(file)
@@ -426,7 +426,7 @@ class RoundRobin(_Partition):
                 if block is None or row >= len(block):
                     raise changed_error(self._reader, file)
                 self._index, self._dealt = row + 1, self._dealt + skipped + 1
-                return Place(block, row, self._reader.uris[file], line, self._epoch, file, number)
+                return RawRow(block, row, self._reader.uris[file], line, self._epoch, file, number)
             self._dealt += rows - self._index
             self._block, self._index, self._line = self._block + 1, 0, self._line + lines
 

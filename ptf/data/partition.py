@@ -14,7 +14,7 @@ from ptf.data.packing import Packer
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Shuffle, Stream
 from ptf.data.stream_units import ROWS, SOURCE, StreamUnit, length_of, units_of
-from ptf.data.unit_run import UnitRun
+from ptf.data.unit_block import UnitBlock
 
 
 class Partition:
@@ -54,7 +54,7 @@ class Partition:
 
     def _counted(self, name: str) -> Mapping[str, int]:
         run, n = self._shuffled[name].position
-        return self._encoded[name].counts() if run is None else cast(UnitRun, run).counted(n)
+        return self._encoded[name].counts() if run is None else cast(UnitBlock, run).counted(n)
 
     def _dump(self, items: Sequence[StreamUnit]) -> dict[str, Any]:
         places = {

@@ -20,7 +20,7 @@ from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.prompts import Prompts
 from ptf.data.sample import PackUnit, length
-from ptf.data.sources.rows import Place, blocks_once, rows_once
+from ptf.data.sources.rows import RawRow, blocks_once, rows_once
 from ptf.data.token_file import placeholder_unit
 
 FEW_ROWS = 100_000  # up to so many rows that are not tokenized are encoded for an exact number
@@ -108,7 +108,7 @@ class _CachedEncoder:
         self._encoder, self._lengths = encoder, lengths
         self.counts = encoder.counts
 
-    def __call__(self, row: Place) -> list[PackUnit]:
+    def __call__(self, row: RawRow) -> list[PackUnit]:
         key = row.file, row.number, row.row
         if key not in self._lengths:
             self._lengths[key] = tuple(map(length, self._encoder(row)))

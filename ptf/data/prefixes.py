@@ -1,7 +1,7 @@
 """Shared prefixes: packed sequences in which a prefix of several samples, such as the prompt of several answers, is
 computed once.
 
-The first sample of a family (samples with a shared prefix) is laid out whole. The others follow it directly without the
+The first sample of a group (samples with a shared prefix) is laid out whole. The others follow it directly without the
 prefix; their `prefix_length` is its length. The last common token is not part of the prefix: each sample has it,
 because its target differs. A prefix is never trained and has zeros in its columns, so except for rounding all gradients
 are the same as if each sample were alone in a sequence.
@@ -36,10 +36,10 @@ def without_prefix(sample: Sample, n: int) -> Sample:
     )
 
 
-def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
+def prefix_groups(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
     """Group the samples of one row into units of at most `seq_len` tokens that share prefixes.
 
-    The longest sample of a family is whole, and the others follow it without the prefix. So a conversation whose every
+    The longest sample of a group is whole, and the others follow it without the prefix. So a conversation whose every
     turn is a separate sample, because the template renders earlier turns differently, costs little more than its
     length.
     """
@@ -62,7 +62,7 @@ def families(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
 
 
 def separate(unit: PackUnit) -> list[Sample]:
-    """Return the samples of a family, each with its prefix."""
+    """Return the samples of a group, each with its prefix."""
     head = unit[0]
     return [head, *(with_prefix(head, sample) for sample in unit[1:])]
 
@@ -93,19 +93,19 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 def pack_shared(units: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]:
     """Pack units like `pack_all`, but let units of one sample in the same sequence share their prefixes.
 
-    The largest families are placed first, the longest members of each first (first-fit decreasing): each member goes
-    into the first sequence with room that already has its family, otherwise into the first sequence with room.
+    The largest groups are placed first, the longest members of each first (first-fit decreasing): each member goes
+    into the first sequence with room that already has its group, otherwise into the first sequence with room.
     """
-    families: dict[bytes | int, list[PackUnit]] = {}
+    groups: dict[bytes | int, list[PackUnit]] = {}
     for i, unit in enumerate(units):
-        families.setdefault((len(unit) == 1 and untrained_prefix(unit[0])) or i, []).append(unit)
-    members = sorted(families.items(), key=lambda family: -sum(map(length, family[1])))
+        groups.setdefault((len(unit) == 1 and untrained_prefix(unit[0])) or i, []).append(unit)
+    members = sorted(groups.items(), key=lambda group: -sum(map(length, group[1])))
     sequences: list[list[PackUnit]] = []
     room = np.zeros(max(1, len(units)), np.int64)
-    for key, family in members:
-        shared = len(key) // family[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
-        homes: dict[int, list[PackUnit]] = {}  # sequence → units of this family in it
-        for unit in sorted(family, key=length, reverse=True):
+    for key, group in members:
+        shared = len(key) // group[0][0].tokens.itemsize - 1 if isinstance(key, bytes) else 0
+        homes: dict[int, list[PackUnit]] = {}  # sequence → units of this group in it
+        for unit in sorted(group, key=length, reverse=True):
             n = length(unit)
             if n > seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {seq_len}")
@@ -120,7 +120,7 @@ def pack_shared(units: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]
                 sequences.append([])
                 room[home] = seq_len
             room[home] -= n
-            homes[home] = [unit]  # a new entry: a sequence with this family would have had room for the unit's rest
+            homes[home] = [unit]  # a new entry: a sequence with this group would have had room for the unit's rest
         for home, together in homes.items():
             sequences[home] += together
     return sequences

@@ -14,7 +14,7 @@ from ptf.data.mixture import Mixture
 from ptf.data.order import ORDER, Ordered, PartitionSource, refuse_other_order
 from ptf.data.quarantine import FAULTS, reason_of
 from ptf.data.sources.blocks import Location, Reader, Row
-from ptf.data.sources.rows import Place, SourceSpec, rows_once
+from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle, settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -60,7 +60,7 @@ class _PromptRows:
     def __next__(self) -> _PromptRow:
         return self._text(next(self._source))
 
-    def _text(self, row: Place) -> _PromptRow:
+    def _text(self, row: RawRow) -> _PromptRow:
         place = row.epoch, row.file, row.number, row.row
         try:
             return _PromptRow(

@@ -70,13 +70,14 @@ def dump_units(units: Sequence[PackUnit]) -> dict[str, Any]:
     names = sorted({name for s in samples for name in s.token_columns})
     owners = {name: [i for i, s in enumerate(samples) if name in s.token_columns] for name in names}
     return {
+        # These names are stored in files and checkpoints, and stay as the first version had them.
         "atoms": np.array([len(unit) for unit in units], np.int32),  # samples in each pack unit
         "lengths": np.array([len(s) for s in samples], np.int32),
-        "begins": np.array([s.prefix_length for s in samples], np.int32),
+        "begins": np.array([s.prefix_length for s in samples], np.int32),  # the prefix lengths
         "tokens": np.concatenate([s.tokens for s in samples] or [np.zeros(0, np.int32)]),
         "weights": np.concatenate([s.loss_weights for s in samples] or [np.zeros(0, np.float32)]),
         "sources": [s.source for s in samples],
-        "streams": {
+        "streams": {  # the token columns
             name: {
                 "samples": np.array(owners[name], np.int32),
                 "values": np.concatenate([samples[i].token_columns[name] for i in owners[name]]),

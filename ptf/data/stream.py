@@ -19,7 +19,7 @@ DRAWS_AT_ONCE = 1024  # draws that a shuffle does at once
 
 
 class Stream(Protocol[T_co]):
-    """An endless, resumable iterator; only a mixture with `epochs` ends, and stays ended.
+    """A resumable iterator, endless unless its data are read a limited number of times; one that has ended stays so.
 
     After `b.load_state_dict(settle(a.state_dict()))`, a and b yield the same items.
     """

@@ -25,7 +25,7 @@ from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Location, Reader, Row
-from ptf.data.sources.rows import Place, SourceSpec, blocks_once, place
+from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.entry import end_with_parent
@@ -275,7 +275,7 @@ class TokenizedEncoder(Encoder):
         steps[1:, COUNTS.index("rows_without_samples")] = row_counts[:, 0] == 0
         return np.cumsum(steps, 0)
 
-    def __call__(self, place: Place) -> list[PackUnit]:
+    def __call__(self, place: RawRow) -> list[PackUnit]:
         """Return the pack units of a row, and count it."""
         block = place.block
         if not isinstance(block, TokenRows) or block.row_counts is None:

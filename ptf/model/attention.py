@@ -2,8 +2,8 @@
 
 The projections are the same everywhere; what differs between training on packed sequences and generating with a cache
 is an `Attend` object that is passed in. Documents of a packed sequence never attend to each other: on a CPU each is
-computed as a sequence of its own (without any mask, so nothing can leak), on a GPU FlexAttention skips the blocks
-between documents.
+computed as a sequence of its own (no mask separates documents, so none can be wrong), on a GPU FlexAttention skips the
+blocks between documents.
 """
 
 import functools

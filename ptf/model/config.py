@@ -8,7 +8,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 Output = Literal["lm", "scalar", "custom"]
-ROWS = 64  # the embedding and the head are padded to a multiple of so many rows: one tile of a GEMM
+PADDED_TO = 64  # the embedding and the head are padded to a multiple of so many rows: one tile of a GEMM
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class DecoderConfig:
     @property
     def padded(self) -> int:
         """Rows of the embedding and of the head: the vocabulary, padded with rows that are zero and stay zero."""
-        return -(-self.vocab // ROWS) * ROWS
+        return -(-self.vocab // PADDED_TO) * PADDED_TO
 
     @property
     def num_layers(self) -> int:

@@ -74,7 +74,9 @@ class Projection:
                 "set compute.mesh.tensor_parallel_size to 1"
             )
         if processing.edges is not None and trie_states is None and len(x):
-            raise ValueError("allowed tokens need their states: samples must carry the column `states`")
+            raise ValueError(
+                "rollout.allowed is set, but no `trie_states` were given: pass batch.token_columns['trie_states']"
+            )
         self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 NEVER = -1e9  # logit of a token that cannot be drawn: its probability is 0, and being finite, 0 · NEVER is 0, not NaN
 # Largest difference of a sum of probabilities between two programs, by the dtype of their products. If a nucleus ends
-# nearer to `top_p` than this, the other program may end it at a different token. bf16 rounds logits by 2⁻⁷ of their
-# size.
+# nearer to `top_p` than this, the other program may end it at a different token. bf16 rounds logits by up to 2⁻⁸ of
+# their size.
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.02}
 
 

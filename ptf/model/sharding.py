@@ -21,41 +21,59 @@ from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
 from ptf.model.rope import Table, rotate
-from ptf.model.tensor_parallel import Cut, Style, cut, embed, mix, normalise_and_gather, own_experts, refuse
+from ptf.model.tensor_parallel import (
+    ParallelStyle,
+    ParamSharding,
+    cut,
+    embed,
+    mix,
+    normalise_and_gather,
+    own_experts,
+    refuse,
+)
 
-ROWS, COLUMNS, PART = Cut(0), Cut(1), Cut(partial=True)
+SHARD_DIM0, SHARD_DIM1, PARTIAL_GRADIENT = ParamSharding(0), ParamSharding(1), ParamSharding(partial=True)
 # the output is sharded: a matrix [out, in] is cut by rows
-COLUMN = Style({"weight": ROWS, "bias": ROWS, "lora_a": PART, "lora_b": ROWS})
+COLWISE = ParallelStyle({"weight": SHARD_DIM0, "bias": SHARD_DIM0, "lora_a": PARTIAL_GRADIENT, "lora_b": SHARD_DIM0})
 # the input is sharded; the output is a part of a sum
-ROW = Style({"weight": COLUMNS, "bias": Cut(partial=True, once=True), "lora_a": COLUMNS, "lora_b": PART})
-SEQUENCE = Style({"weight": PART})  # a norm is whole on each rank, over its part of the sequence or its heads
+ROWWISE = ParallelStyle(
+    {
+        "weight": SHARD_DIM1,
+        "bias": ParamSharding(partial=True, once=True),
+        "lora_a": SHARD_DIM1,
+        "lora_b": PARTIAL_GRADIENT,
+    }
+)
+SEQUENCE = ParallelStyle(
+    {"weight": PARTIAL_GRADIENT}
+)  # a norm is whole on each rank, over its part of the sequence or its heads
 # whole, over all tokens; its gradient comes only from the experts of this rank
-ROUTER = Style({w: PART for w in ("weight", "bias", "lora_a", "lora_b")})
-EXPERT = Style(
-    {f"{p}_{w}": ROWS for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")},
+ROUTER = ParallelStyle({w: PARTIAL_GRADIENT for w in ("weight", "bias", "lora_a", "lora_b")})
+EXPERT = ParallelStyle(
+    {f"{p}_{w}": SHARD_DIM0 for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")},
     forward=own_experts,
 )
-WHOLE = Style()
+WHOLE = ParallelStyle()
 
-PLAN: Mapping[str, Style] = {
-    "embed": Style({"weight": ROWS}, forward=embed),
+PLAN: Mapping[str, ParallelStyle] = {
+    "embed": ParallelStyle({"weight": SHARD_DIM0}, forward=embed),
     "layers.*.attn_norm": SEQUENCE,
-    "layers.*.attn": Style({"sinks": ROWS}, region=True),
-    "layers.*.attn.[qkv]_proj": COLUMN,
+    "layers.*.attn": ParallelStyle({"sinks": SHARD_DIM0}, sequence_parallel=True),
+    "layers.*.attn.[qkv]_proj": COLWISE,
     "layers.*.attn.[qk]_norm": SEQUENCE,
-    "layers.*.attn.o_proj": ROW,
+    "layers.*.attn.o_proj": ROWWISE,
     "layers.*.attn_post_norm": SEQUENCE,
     "layers.*.mlp_norm": SEQUENCE,
-    "layers.*.mlp": Style(region=True),
-    "layers.*.mlp.gate_proj": COLUMN,
-    "layers.*.mlp.up_proj": COLUMN,
-    "layers.*.mlp.down_proj": ROW,
-    "layers.*.moe": Style(region=True, forward=mix),
+    "layers.*.mlp": ParallelStyle(sequence_parallel=True),
+    "layers.*.mlp.gate_proj": COLWISE,
+    "layers.*.mlp.up_proj": COLWISE,
+    "layers.*.mlp.down_proj": ROWWISE,
+    "layers.*.moe": ParallelStyle(sequence_parallel=True, forward=mix),
     "layers.*.moe.router": ROUTER,
     "layers.*.moe.experts": EXPERT,
     "layers.*.mlp_post_norm": SEQUENCE,
-    "norm": Style({"weight": PART}, forward=normalise_and_gather),
-    "head": COLUMN,
+    "norm": ParallelStyle({"weight": PARTIAL_GRADIENT}, forward=normalise_and_gather),
+    "head": COLWISE,
 }
 
 
@@ -72,14 +90,14 @@ def parallelize(
     *,
     recomputed: Recompute = "none",
     compiled: bool = False,
-    plan: Mapping[str, Style] = PLAN,
+    plan: Mapping[str, ParallelStyle] = PLAN,
 ) -> Decoder:
     """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this order: each wraps the one
     before.
 
-    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` computes in bfloat16 over fp32 reductions and
-    the weights as they are held: fp32 masters of what trains. One process in fp32 needs no FSDP and gets none. Raise
-    ValueError for bf16 without a mesh, because FSDP keeps its master weights; UserError for a model that cannot be
+    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
+    reductions in fp32; what trains keeps fp32 master weights. One process in fp32 needs no FSDP and gets none. Raise
+    ValueError for bf16 without a mesh, because FSDP keeps the master weights; UserError for a model that cannot be
     sharded.
     """
     if precision == "bf16" and mesh is None:
@@ -115,7 +133,7 @@ def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return next((Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0), None)
 
 
-def _whole_head(model: Decoder) -> dict[str, Style]:
+def _whole_head(model: Decoder) -> dict[str, ParallelStyle]:
     """Return the plan of a scalar head or one of the user's own: it is not sharded."""
     return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}
 

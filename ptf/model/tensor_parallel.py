@@ -2,8 +2,8 @@
 vocabulary (Megatron-LM, Shoeybi et al. 2019).
 
 A parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its local slice to
-whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a `Style`, and
-sharding.py says which module has which.
+whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a `ParallelStyle`,
+and sharding.py says which module has which.
 """
 
 import functools
@@ -26,7 +26,7 @@ from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, re
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParamSharding:
     """How the ranks hold one parameter."""
 
     dim: int | None = None  # each rank has a slice along this dimension; None: each has all of it
@@ -45,12 +45,12 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """How a module works over the group. Parameters that are not in `cuts` are whole on every rank."""
+class ParallelStyle:
+    """How a module works over the group. Parameters that are not in `shardings` are whole on every rank."""
 
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shardings: Mapping[str, ParamSharding] = field(default_factory=dict)
     # the first input is gathered along the sequence; the output, a part of a sum, is summed and sliced again
-    region: bool = False
+    sequence_parallel: bool = False
     # replaces the module's forward: called with the module, its own forward, the group and the inputs
     forward: Callable[..., Tensor] | None = None
 
@@ -98,23 +98,23 @@ def own_experts(
 
 
 @functools.cache
-def _localised(kind: type[nn.Module], cuts: tuple[tuple[str, Cut], ...]) -> type[nn.Module]:
+def _localised(kind: type[nn.Module], shardings: tuple[tuple[str, ParamSharding], ...]) -> type[nn.Module]:
     """Return a subclass whose parameters read as this rank's part.
 
     FSDP and the optimizer use `_parameters` and see DTensors.
     """
 
-    def part(name: str, cut: Cut) -> property:
+    def part(name: str, cut: ParamSharding) -> property:
         def get(module: nn.Module) -> Tensor | None:
             value = module._parameters[name]
             return None if value is None else cut.local(value)
 
         return property(get)
 
-    return type(kind.__name__, (kind,), {name: part(name, cut) for name, cut in cuts})
+    return type(kind.__name__, (kind,), {name: part(name, cut) for name, cut in shardings})
 
 
-def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
+def style_of(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle | None:
     """Return the style of the first entry whose pattern matches; a `*` stands for one word."""
 
     def fits(pattern):
@@ -140,7 +140,7 @@ def refuse(c: DecoderConfig, ranks: int) -> None:
         )
 
 
-def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
+def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Shard the model over a mesh of one dimension. Raise UserError for a parameter that is not in the plan."""
     group = mesh.get_group()
     unknown = [f"{path} (model.replace)" for path in model.factory.constructors if path != "head"]
@@ -150,8 +150,8 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
         if style is None:
             unknown += [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
             continue
-        cuts = tuple((p, style.cuts.get(p, Cut())) for p in module._parameters)
-        for p, cut_of_p in cuts:
+        shardings = tuple((p, style.shardings.get(p, ParamSharding())) for p in module._parameters)
+        for p, cut_of_p in shardings:
             whole = module._parameters[p]
             if whole is not None:
                 if id(whole) not in sharded:
@@ -160,8 +160,8 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
                     )
                     sharded[id(whole)] = nn.Parameter(placed, requires_grad=whole.requires_grad)
                 module._parameters[p] = sharded[id(whole)]
-        if cuts:
-            module.__class__ = _localised(type(module), cuts)  # type: ignore[assignment]
+        if shardings:
+            module.__class__ = _localised(type(module), shardings)  # type: ignore[assignment]
         _wire(module, style, group)
     if unknown:
         raise UserError(
@@ -174,17 +174,17 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
     _fill_up(model, group)
 
 
-def _wire(module: nn.Module, style: Style, group: ProcessGroup) -> None:
+def _wire(module: nn.Module, style: ParallelStyle, group: ProcessGroup) -> None:
     """Set the module's forward to that of its style."""
     own = module.forward
     inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
-    if style.region:
-        module.forward = functools.partial(_of_region, inner, group)
+    if style.sequence_parallel:
+        module.forward = functools.partial(_of_sequence_parallel, inner, group)
     elif style.forward is not None:
         module.forward = inner
 
 
-def _of_region(inner: Callable[..., Tensor], group: ProcessGroup, x: Tensor, *more: Any) -> Tensor:
+def _of_sequence_parallel(inner: Callable[..., Tensor], group: ProcessGroup, x: Tensor, *more: Any) -> Tensor:
     """Run a forward on whole sequences, and return this rank's part of the sum."""
     return reduce_scatter(inner(all_gather(x, group), *more), group)
 

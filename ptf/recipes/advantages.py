@@ -4,7 +4,7 @@ import numpy as np
 
 
 def group_relative(rewards: np.ndarray, scale_by_std: bool) -> np.ndarray:
-    """Subtract the group's mean from each reward: [group] → [group] (GRPO, Shao et al. 2024, eq. 3).
+    """Subtract the group's mean from each reward: [group] → [group] (GRPO, Shao et al. 2024, section 4.1.2).
 
     With `scale_by_std` the result is divided by the sample standard deviation (n − 1); Liu et al. 2025 show the bias of
     doing so. A group of equal rewards gets zeros.

@@ -39,7 +39,7 @@ class OnlineConfig(AlgoConfig):
             return self
         return self.model_copy(update={"tis_cap": IMPORTANCE[job.train.precision]})
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
         token."""
         assert job.rollout is not None
@@ -68,26 +68,26 @@ class RewardedConfig(OnlineConfig):
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss, or subtract it from the reward."""
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
-        faults = super().faults(job)
+        errors = super().config_errors(job)
         if self.kl_coef and self.kl_estimator == "k1" and self.kl_in == "loss":
-            faults.append(
+            errors.append(
                 "algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it has no effect; "
                 "use k2 or k3, or kl_in: reward"
             )
         if self.overlong_buffer_tokens and job.rollout.environment:
-            faults.append(
+            errors.append(
                 "algo.overlong_buffer_tokens applies to single answers; an environment gives the rewards of its "
                 "episodes; set algo.overlong_buffer_tokens: 0"
             )
         if self.overlong_buffer_tokens > job.rollout.max_new_tokens:
-            faults.append(
+            errors.append(
                 f"algo.overlong_buffer_tokens ({self.overlong_buffer_tokens}) is more than "
                 f"rollout.max_new_tokens ({job.rollout.max_new_tokens})"
             )
-        return faults
+        return errors
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""

@@ -1,5 +1,5 @@
-"""The recipes by the name that a config gives them, and the recipe of a job. Adding one adds a package, a line
-here, and flows/NAME_flow.py."""
+"""The recipes by the name that a config gives them, and the recipe of a job. Adding one to ptf adds a package, a
+line here, and flows/NAME_flow.py; a plugin recipe needs none of these."""
 
 import importlib
 import inspect
@@ -72,7 +72,7 @@ def is_online(job: "Job") -> bool:
     return build(job).online if isinstance(job.recipe, Plugin) else algo_config_of(job.recipe).online
 
 
-def online_fault(recipe: type) -> str | None:
+def online_error(recipe: type) -> str | None:
     """Return the error for a recipe's class that has `on_policy`, the former name of `online`, in place of it.
 
     It is None if `on_policy` is a parameter of the recipe, or equals `online`.
@@ -105,8 +105,8 @@ def _refuse_incomplete(made: Any, job: "Job") -> None:
     if not hasattr(made, "denominator"):
         renamed = ": rename its method `units`" if hasattr(made, "units") else ""
         raise UserError(f"{name} has no method `denominator(batch)`{renamed}")
-    if fault := online_fault(type(made)):
-        raise UserError(f"{name} {fault}")
+    if error := online_error(type(made)):
+        raise UserError(f"{name} {error}")
     for old, new in RENAMED_METHODS.items():
         if hasattr(made, old):
             raise UserError(f"{name} has `{old}`, which is not read: rename it `{new}`")

@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-def whole_answer_faults(job: "Job") -> list[str]:
+def whole_answer_errors(job: "Job") -> list[str]:
     """Check the data of an algorithm that compares or scores whole answers."""
-    faults = []
+    errors = []
     if job.data.train_on != "assistant":
-        faults.append(
+        errors.append(
             f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last answer. Remove the key"
         )
     if job.data.too_long in ("truncate", "split"):
-        faults.append(f"data.too_long: recipe {job.recipe} needs whole answers; use error or drop")
-    return faults
+        errors.append(f"data.too_long: recipe {job.recipe} needs whole answers; use error or drop")
+    return errors
 
 
-def custom_head_faults(job: "Job") -> list[str]:
+def custom_head_errors(job: "Job") -> list[str]:
     """Check the head of an algorithm that compares log-probs with another model's."""
     if job.model.head is not None or "head" in job.model.replace:
         return [
@@ -31,14 +31,14 @@ def custom_head_faults(job: "Job") -> list[str]:
     return []
 
 
-def backend_faults(job: "Job") -> list[str]:
+def backend_errors(job: "Job") -> list[str]:
     """Check the backend of an algorithm that needs ptf's own decoder."""
     if job.model.backend == "hf":
         return [f"model.backend: hf has no recipe {job.recipe}, which needs ptf's own decoder; use the default backend"]
     return []
 
 
-def precomputed_faults(job: "Job") -> list[str]:
+def precomputed_errors(job: "Job") -> list[str]:
     """Check the conditions of `algo.precompute`."""
     if job.train.deterministic:
         return [

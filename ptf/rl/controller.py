@@ -32,7 +32,7 @@ from ptf.rl.rewards.functions import RewardWorkers, score_groups
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
-from ptf.rl.weights.transports import TRANSPORTS, chosen
+from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
 from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import refuse_frozen_changes
 
@@ -41,7 +41,7 @@ SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transp
 
 
 def rewards_differ(group: Group) -> bool:
-    """Return whether the group's rewards differ; equal rewards give advantages of 0 relative to the group."""
+    """Return whether the rewards of a group's answers differ, before length penalties and a KL reward."""
     return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
 
 
@@ -80,7 +80,7 @@ class Controller:
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
         self.limits = logprob_limits(job)
-        self.transport = chosen(job, cluster.gpu)
+        self.transport = resolve_transport(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
@@ -238,7 +238,7 @@ class Controller:
         metrics: dict[str, float] = {}
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
-                groups, differences = self.annotate(groups, self.policy, "old_logprobs")
+                groups, differences = self.add_token_column(groups, self.policy, "old_logprobs")
             difference = LogprobDifference.of(differences, self.limits.bound)
             what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
             difference.refuse(self.limits, what)
@@ -247,13 +247,13 @@ class Controller:
             with self.cluster.phase(model, name):
                 # with LoRA, the policy without its adapters is its own reference
                 method = "base_logprobs" if model is self.policy else "logprobs"
-                groups, _ = self.annotate(groups, model, f"{name}_logprobs", method)
+                groups, _ = self.add_token_column(groups, model, f"{name}_logprobs", method)
         if self.critic:
             with self.cluster.phase(self.critic, "values"):
-                groups, _ = self.annotate(groups, self.critic, "values", "values")
+                groups, _ = self.add_token_column(groups, self.critic, "values", "values")
         return groups, metrics
 
-    def annotate(
+    def add_token_column(
         self, groups: Sequence[Group], role: RoleGroup, name: str, method: str = "logprobs"
     ) -> tuple[list[Group], np.ndarray]:
         """Add a role's values per sampled token as the token column `name`; also return |role − engine| of each."""
@@ -264,9 +264,9 @@ class Controller:
             parts = [next(values)[sample.loss_weights != 0] for sample in of]
             token_columns.append(np.concatenate([np.zeros(0, np.float32), *parts]))
         rest = iter(token_columns)
-        annotated = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
-        difference = np.concatenate([np.abs(t.token_columns[name] - t.logprobs) for g in annotated for t in g])
-        return annotated, difference
+        extended = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
+        difference = np.concatenate([np.abs(t.token_columns[name] - t.logprobs) for g in extended for t in g])
+        return extended, difference
 
     def update(self, units: Sequence[PackUnit]) -> dict[str, float]:
         """Train the critic, and after its warm-up the policy."""

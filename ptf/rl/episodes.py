@@ -259,14 +259,14 @@ def refuse_garbage(generation: Generation, request: Request, engine: RolloutEngi
     the engine's weights.
     """
     try:
-        faults = generation_faults(generation, request, engine.version, vocabulary)
+        faults = generation_errors(generation, request, engine.version, vocabulary)
     except (AttributeError, TypeError, ValueError) as error:
         faults = [f"a {type(generation).__name__}, which is not a valid generation ({error})"]
     if faults:
         raise EngineFault(f"the rollout engine {engine.name} answered with {' and '.join(faults)}")
 
 
-def generation_faults(generation: Generation, request: Request, version: int, vocabulary: int | None) -> list[str]:
+def generation_errors(generation: Generation, request: Request, version: int, vocabulary: int | None) -> list[str]:
     """Return the faults of a generation, in words. May raise any error if its attributes have wrong types."""
     sampled, logprobs, most = generation.sampled_ids, generation.logprobs, request.sampling.max_new_tokens
     if sampled.dtype.kind not in "iu" or logprobs.dtype.kind != "f":

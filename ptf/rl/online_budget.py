@@ -25,7 +25,7 @@ from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
-from ptf.rl.weights.transports import TRANSPORTS, chosen
+from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.starting_model import is_own_reference
 
@@ -97,7 +97,7 @@ def online_budget(
     recipe, room = cast("OnlineRecipe", registry.build(job)), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
     engine = _engine(job, directory, room)
-    transport = chosen(job, gpu=True)
+    transport = resolve_transport(job, gpu=True)
     roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
     trained = [update]
     if recipe.critic is not None:

@@ -16,7 +16,7 @@ from ptf.storage.listings import (
     exists,
     file_identities,
     listing,
-    refuse_no_bucket,
+    require_bucket,
     size,
 )
 from ptf.storage.manifests import commit, finish, manifest_of, verify
@@ -53,8 +53,8 @@ __all__ = [
     "read_record",
     "read_text",
     "record_text",
-    "refuse_no_bucket",
     "remove",
+    "require_bucket",
     "size",
     "swap_text",
     "upload",

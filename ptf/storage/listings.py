@@ -58,7 +58,7 @@ def change_stamps(uri: str) -> dict[str, str]:
 
     entries = retry(files, uri, find)
     if not entries:
-        refuse_no_bucket(uri)
+        require_bucket(uri)
     if not entries and not retry(files, uri, lambda: files.isdir(path)):
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if on_disk(files):
@@ -113,7 +113,7 @@ def change_stamps_below(uri: str) -> tuple[str, dict[str, str]]:
     return below, stamped
 
 
-def refuse_no_bucket(uri: str) -> None:
+def require_bucket(uri: str) -> None:
     """Raise Missing where an object store has no bucket of that name.
 
     A directory of this machine is made when something is written.

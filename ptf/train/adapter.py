@@ -1,7 +1,7 @@
 """Export of LoRA training: merged weights, which any engine loads, and the adapter alone, in PEFT's format.
 
-Each export is loaded again as users will load it, and must give the log-probs of the model that was trained. Beside
-weights in four bits, the merged model must give those of the checkpoint's own weights with what was trained.
+Each export is loaded again as users will load it, and must give the log-probs of the model that was trained. With
+`model.quantization: nf4`, the merged model is instead compared with the checkpoint's own weights plus the adapters.
 """
 
 import gc

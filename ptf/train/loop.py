@@ -35,7 +35,7 @@ from ptf.train.early_stopping import EarlyStopping
 from ptf.train.export import MODEL, export
 from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.optim import Schedule
-from ptf.train.precompute import annotate_sources
+from ptf.train.precompute import precompute_sources
 from ptf.train.resume import refuse_frozen_changes
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
@@ -118,12 +118,12 @@ class OfflineAttempt:
     def _prepare_frozen_models(self) -> Job:
         """Load the frozen models that the recipe needs, or precompute their outputs.
 
-        Returns the job whose data is read: with precomputed data, its sources are the annotated ones.
+        Returns the job whose data is read: with precomputed data, its sources are the precomputed ones.
         """
         self.frozen_models: dict[str, Decoder] = {}
         if getattr(self.recipe, "precompute", False):
             recipe: Any = self.recipe
-            return annotate_sources(
+            return precompute_sources(
                 self.job, recipe, self.tokenizer, self.world, self.model, self.directory, self.load_by_role
             )
         self.frozen_models = self.load_by_role(self.recipe.frozen_models)
@@ -311,7 +311,7 @@ class OfflineAttempt:
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
             state = checkpoint.load_host(f"{path}/{file}")
             self.tokenizer.refuse_other(state["tokenizer"], path)
-            partitions |= state["lanes"]
+            partitions |= state["lanes"]  # stored names, as the first version had them
             ends = int(state["ends"])
             if self.early_stopping:
                 self.early_stopping.load_state_dict(state["watch"])
@@ -376,7 +376,9 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     train = job.train
     advice: list[str] = []
     if train.micro_batch_sequences > 1:
-        advice.append(f"lower train.micro_batch_sequences (now {train.micro_batch_sequences}; the loss stays the same)")
+        advice.append(
+            f"lower train.micro_batch_sequences (now {train.micro_batch_sequences}; the global batch stays the same)"
+        )
     if train.activation_checkpointing != "offload":
         stronger = "offload" if train.activation_checkpointing == "block" else "block"
         advice.append(f"set train.activation_checkpointing: {stronger}")

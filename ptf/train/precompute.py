@@ -1,7 +1,7 @@
 """Precomputed data: what frozen models contribute to the loss (reference log-probs, a teacher's likeliest tokens),
 computed once before training and stored beside the tokens.
 
-Rows keep their order and their row groups, so a run reads annotated data exactly as it would read the tokenized data
+Rows keep their order and their row groups, so a run reads precomputed data exactly as it would read the tokenized data
 that it was made from, and trains the same batches. The exception is a row group that would be larger than
 `GROUP_BYTES`: it is divided, so blocks are permuted differently. A directory's name is a hash of the data, models and
 settings that determine its content, so a directory that exists is reused.
@@ -43,13 +43,13 @@ from ptf.train.frozen_models import located
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
 
-ROUND = 4  # micro-batches of each rank that are annotated at once
+ROUND = 4  # micro-batches of each rank that are computed at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group
 
 Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Decoder]]
 
 
-def annotate_sources(
+def precompute_sources(
     job: Job,
     recipe: PrecomputingRecipe,
     tokenizer: Tokenizer,
@@ -58,7 +58,7 @@ def annotate_sources(
     directory: Path,
     load: Load,
 ) -> Job:
-    """Return the job with its sources replaced by annotated ones, which are written where they do not exist yet.
+    """Return the job with its sources replaced by precomputed ones, which are written where they do not exist yet.
 
     All ranks call it, before training. `model`, just loaded from `directory`, is itself the frozen model that training
     starts from; `load` loads the others.
@@ -80,7 +80,7 @@ def annotate_sources(
         frozen_models |= dict.fromkeys(recipe.frozen_models.keys() - frozen_models.keys(), model)
         for name in missing:
             source = {**job.data.sources, **job.data.validation}[name]
-            _Annotating(job, recipe, tokenizer, world, model, frozen_models).write(name, source, directories[name])
+            _Precomputing(job, recipe, tokenizer, world, model, frozen_models).write(name, source, directories[name])
         del frozen_models
         gc.collect()  # modules have reference cycles, which would keep the frozen models in memory
         if world.device.type == "cuda":
@@ -134,7 +134,7 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-class _Annotating:
+class _Precomputing:
     """The annotation of one job's sources with its frozen models."""
 
     def __init__(
@@ -154,13 +154,13 @@ class _Annotating:
         leads, root = self.world.leads, Path(directory)
         with scratch.directory(root) if leads else contextlib.nullcontext() as part:
             reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
-            report = tokenized.Progress("annotate", name, reader) if leads else None
+            report = tokenized.Progress("precompute", name, reader) if leads else None
             with contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
                 group: list[dict[str, Any]] = []  # columns of each row
                 for rows, ends in self._rounds(reader, source.limit):
-                    annotated_rows = self.annotate(rows)
+                    computed_rows = self.compute(rows)
                     if file is not None:
-                        group += map(unit_columns, annotated_rows)
+                        group += map(unit_columns, computed_rows)
                         if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
                             file.write(side_by_side(group))
                             group = []
@@ -171,7 +171,7 @@ class _Annotating:
                 storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})
                 if not root.exists():  # another run may have written it meanwhile
                     os.replace(part, root)
-                print(f"annotate: {name} → {directory}", flush=True)
+                print(f"precompute: {name} → {directory}", flush=True)
             self.world.barrier()
 
     def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[PackUnit]], bool]]:
@@ -192,7 +192,7 @@ class _Annotating:
             if left == 0:
                 return
 
-    def annotate(self, rows: Sequence[Sequence[PackUnit]]) -> list[list[PackUnit]]:
+    def compute(self, rows: Sequence[Sequence[PackUnit]]) -> list[list[PackUnit]]:
         """Return the same rows, their samples with the frozen models' columns, on every rank."""
         number = itertools.count()
         numbered = [tuple(replace(sample, source=str(next(number))) for sample in unit) for row in rows for unit in row]

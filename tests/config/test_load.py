@@ -14,7 +14,7 @@ from ptf.config import ConfigError, Plugin, dump, explain, fingerprint, frozen_d
 from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.section import Section
-from ptf.config.tree import Node, Place, _over, merge, parse
+from ptf.config.tree import Node, SourceLocation, _over, merge, parse
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 GRPO = (
@@ -484,7 +484,7 @@ def test_merge_is_associative_and_the_last_wins(three):
 def _node(value) -> Node:
     if isinstance(value, dict):
         value = {key: _node(inner) for key, inner in value.items()}
-    return Node([_node(inner) for inner in value] if isinstance(value, list) else value, Place("x", 1))
+    return Node([_node(inner) for inner in value] if isinstance(value, list) else value, SourceLocation("x", 1))
 
 
 def test_extends_is_relative_to_the_file_and_lies_below_it(write, tmp_path):

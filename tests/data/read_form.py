@@ -16,7 +16,7 @@ from ptf.data.kinds import unread
 from ptf.data.prompts import prompts_once
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import opened, pack_units_once
-from ptf.data.sources.rows import Place, SourceSpec
+from ptf.data.sources.rows import RawRow, SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.recipes.dpo.recipe import DPO
@@ -66,9 +66,9 @@ class Rows:
         return Rows(self.rows[start:end], self.columnar)
 
 
-def at(row: Any, line: int = 1, columnar: bool = False) -> Place:
+def at(row: Any, line: int = 1, columnar: bool = False) -> RawRow:
     """The row, said to be on a line of a.jsonl."""
-    return Place(Rows([row], columnar), 0, "a.jsonl", line - 1)
+    return RawRow(Rows([row], columnar), 0, "a.jsonl", line - 1)
 
 
 def tokenizer(directory: Path) -> Tokenizer:

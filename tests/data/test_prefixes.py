@@ -15,7 +15,7 @@ from ptf.data.exchange import sequences_from_bytes, sequences_to_bytes
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.passes import planned
-from ptf.data.prefixes import families, pack_shared, separate
+from ptf.data.prefixes import pack_shared, prefix_groups, separate
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
@@ -148,7 +148,7 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=200, deadline=None)
 @given(conversations())
 def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
-    units = families(samples, SEQ_LEN)
+    units = prefix_groups(samples, SEQ_LEN)
     assert Counter(one for unit in units for one in whole([unit])) == Counter(
         one for s in samples for one in whole([(s,)])
     )
@@ -166,9 +166,9 @@ def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]
 def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     said = list(range(30))
     turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
-    (unit,) = families(turns, 64)
+    (unit,) = prefix_groups(turns, 64)
     assert [(len(s), s.prefix_length) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
-    assert [len(unit) for unit in families(turns, 32)] == [1, 3], "no atom is longer than a sequence"
+    assert [len(unit) for unit in prefix_groups(turns, 32)] == [1, 3], "no atom is longer than a sequence"
 
 
 @pytest.fixture

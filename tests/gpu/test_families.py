@@ -75,7 +75,7 @@ def test_recomputation_changes_nothing(models, device, recomputed):
 
 def test_a_tensor_group_of_one_rank_changes_nothing(models, device):
     with joined(device, 60) as world:
-        alone, group = (found(models["qwen3"], world, "fp32", tensor_group=cuts) for cuts in (False, True))
+        alone, group = (found(models["qwen3"], world, "fp32", tensor_group=shardings) for shardings in (False, True))
     assert_close(group, alone, (1e-6, 1e-5))
 
 

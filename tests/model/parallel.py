@@ -21,7 +21,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import PLAN, parallelize
-from ptf.model.tensor_parallel import Style
+from ptf.model.tensor_parallel import ParallelStyle
 from ptf.train import trainer
 from tests.model.ranks import on_processes
 from tests.tiny import packed
@@ -51,7 +51,7 @@ class Case:
     steps: int = 20
     recomputed: Recompute = "none"
     precision: str = "fp32"
-    plan: Mapping[str, Style] = field(default_factory=dict)  # in place of entries of PLAN
+    plan: Mapping[str, ParallelStyle] = field(default_factory=dict)  # in place of entries of PLAN
     packed: bool = False  # the base of the adapters is held in four bits
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.prefixes import families, pack_shared
+from ptf.data.prefixes import pack_shared, prefix_groups
 from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention
 from ptf.model.attention import Flex, PerDocument
@@ -72,7 +72,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
     for i, n in enumerate((12, 25, 44, 60)):
         tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
         samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
-    shared = families(samples, SEQ_LEN)
+    shared = prefix_groups(samples, SEQ_LEN)
     assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
     mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
     for source, logprobs in theirs[0].items():

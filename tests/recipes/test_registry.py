@@ -18,7 +18,7 @@ from ptf.recipes.registry import (
     algo_config_of,
     build,
     is_online,
-    online_fault,
+    online_error,
 )
 from ptf.recipes.sft.recipe import SFT
 
@@ -87,7 +87,7 @@ def test_a_plugin_that_says_it_by_another_name_is_told_the_name() -> None:
     with pytest.raises(UserError, match="WithoutFlag has no `online`"):
         build(loads(text.replace("NAME", "WithoutFlag")))
     assert not is_online(loads(text.replace("NAME", "WithOwnParameter")))  # the control
-    assert online_fault(SFT) is None
+    assert online_error(SFT) is None
 
 
 def test_a_config_class_that_says_it_by_another_name_is_told_the_name() -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 STEP_8 = ["phase", 8, "after AdamW.step"]
-ANNOTATED = ["phase", 1, "after _Annotating.annotate"]
+ANNOTATED = ["phase", 1, "after _Precomputing.compute"]
 UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported

@@ -149,7 +149,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (tracking.StepLines, "add"),
         (tokenized.RowFile, "write"),
         (precompute, "tokenize"),
-        (precompute._Annotating, "annotate"),
+        (precompute._Precomputing, "compute"),
         (ptf.rl.controller, "score_groups"),
         (ptf.rl.controller.Controller, "save"),
         (ptf.rl.controller.Controller, "_restore"),

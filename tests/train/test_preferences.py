@@ -184,13 +184,13 @@ def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys
     beside = train({**raw, "algo": raw["algo"] | {"precompute": False}}, "beside")
     capsys.readouterr()
     ahead = train(raw, "ahead")
-    assert capsys.readouterr().out.count("annotate: ") == 2, "sums and held_out"
+    assert capsys.readouterr().out.count("precompute: ") == 2, "sums and held_out"
     assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=1e-5)
     assert [row["tokens"] for row in facts(ahead)] == [row["tokens"] for row in facts(beside)]
     train(raw, "again")
-    assert "annotate: " not in capsys.readouterr().out
+    assert "precompute: " not in capsys.readouterr().out
     train({**raw, "seed": 2, "train": raw["train"] | {"steps": 1}}, "other")
-    anew = capsys.readouterr().out.count("annotate: ")
+    anew = capsys.readouterr().out.count("precompute: ")
     assert anew == (2 if name == "dpo" else 0), (
         "another seed draws another model to start from, but asks the same teacher"
     )

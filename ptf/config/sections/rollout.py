@@ -63,8 +63,9 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 256
     """Maximum length of an answer in tokens, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
-    """What to do with groups whose answers all have the same reward, from which nothing is learned. `replace`: draw
-    other prompts in their place, in at most `max_resampling_rounds` rounds."""
+    """What to do with groups whose answers all have the same reward, before length penalties and a KL reward; GRPO
+    learns nothing from such rewards. `replace`: draw other prompts in their place, in at most `max_resampling_rounds`
+    rounds."""
     max_resampling_rounds: Positive = 8
     """Maximum number of rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then
     trains on the groups that it has."""

@@ -32,7 +32,7 @@ class SourceSpec:
     verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 
 
-class Place:
+class RawRow:
     """A row that has not been parsed yet, and its location."""
 
     __slots__ = ("_before", "_uri", "block", "epoch", "file", "number", "row")
@@ -60,12 +60,12 @@ class Place:
         return f"{self._uri}:{self._before + self.block.line(self.row) + 1}"
 
 
-def place(block: Block, i: int, uri: str, before: int) -> Place:
+def place(block: Block, i: int, uri: str, before: int) -> RawRow:
     """Return row i of a block; `before` is the number of lines of the file before the block."""
-    return Place(block, i, uri, before)
+    return RawRow(block, i, uri, before)
 
 
-def rows_once(reader: Reader, limit: int | None = None) -> Iterator[Place]:
+def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
     """Yield every row once, in file order; with `limit`, only the first rows."""
     count = 0
     for block, uri, before in blocks_once(reader):

@@ -1,6 +1,6 @@
-"""Gemma 3 (`Gemma3ForCausalLM`, and the text part of `Gemma3ForConditionalGeneration`): a norm before and after each
-part, norms that scale by 1 + weight, scaled embeddings, five layers with a sliding window and a short rotary base for
-each layer with full attention.
+"""Gemma 3 (`Gemma3ForCausalLM`, and the text part of `Gemma3ForConditionalGeneration`): norms before
+and after attention and MLP, norms that scale by 1 + weight, scaled embeddings; five sliding-window layers (RoPE θ
+10,000) for every full-attention layer (θ 1,000,000).
 
 A multimodal checkpoint trains its language model; the vision tensors are copied to the export unchanged.
 """

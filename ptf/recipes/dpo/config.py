@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import AlgoConfig, PositiveFloat
-from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults, whole_answer_faults
+from ptf.recipes.rules import backend_errors, custom_head_errors, precomputed_errors, whole_answer_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -37,13 +37,13 @@ class DPOConfig(AlgoConfig):
         """Return the reference's path, if the job names one."""
         return {"reference": self.reference} if self.reference else {}
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        faults = whole_answer_faults(job) + custom_head_faults(job) + backend_faults(job)
+        errors = whole_answer_errors(job) + custom_head_errors(job) + backend_errors(job)
         if self.loss == "simpo" and self.reference:
-            faults.append("algo.reference: simpo has no reference")
+            errors.append("algo.reference: simpo has no reference")
         if self.loss == "simpo" and self.precompute:
-            faults.append("algo.precompute: simpo has no reference")
+            errors.append("algo.precompute: simpo has no reference")
         if self.loss != "sigmoid" and self.label_smoothing:
-            faults.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {self.loss}")
-        return faults + (precomputed_faults(job) if self.precompute else [])
+            errors.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {self.loss}")
+        return errors + (precomputed_errors(job) if self.precompute else [])

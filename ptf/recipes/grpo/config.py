@@ -29,17 +29,17 @@ class GRPOConfig(RewardedConfig):
     `sequence_mean`: the mean within each sequence, then the mean over sequences. `constant_length`: the sum within each
     sequence, divided by `rollout.max_new_tokens`, then the mean over sequences."""
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
-        faults = super().faults(job)
+        errors = super().config_errors(job)
         if job.rollout.group_size < 2:
-            faults.append(
+            errors.append(
                 "rollout.group_size must be at least 2: GRPO compares the answers to one prompt with each other"
             )
         if self.baseline == "leave_one_out" and self.scale_by_std:
-            faults.append(
+            errors.append(
                 "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "
                 "standard deviation; its default is true"
             )
-        return faults
+        return errors

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Section
-from ptf.recipes.rules import backend_faults, custom_head_faults, precomputed_faults
+from ptf.recipes.rules import backend_errors, custom_head_errors, precomputed_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -48,11 +48,11 @@ class KDConfig(AlgoConfig):
         """Return the path of each teacher."""
         return {f"teachers.{name}.path": teacher.path for name, teacher in self.teachers.items()}
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        faults = custom_head_faults(job) + backend_faults(job)
+        errors = custom_head_errors(job) + backend_errors(job)
         if self.loss != "js" and self.beta != type(self).model_fields["beta"].default:
-            faults.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
+            errors.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
         if self.precompute and self.top_k is None:
-            faults.append("algo.precompute needs algo.top_k: whole distributions are too large to store")
-        return faults + (precomputed_faults(job) if self.precompute else [])
+            errors.append("algo.precompute needs algo.top_k: whole distributions are too large to store")
+        return errors + (precomputed_errors(job) if self.precompute else [])

@@ -1,7 +1,7 @@
 """Knowledge distillation: the student predicts what its teachers predict, token by token,
 over the tokens that SFT would train.
 
-    L = T² Σₖ wₖ D(student, teacherₖ) + ce · CE
+    L = T² Σₖ wₖ D(student, teacherₖ) + ce_coef · CE
 
 D is the divergence of the two distributions at temperature T (ptf.model.divergence). The factor T² keeps the size of
 the gradients of soft targets independent of T (Hinton et al. 2015, section 2). The weights wₖ sum to 1.

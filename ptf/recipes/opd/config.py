@@ -21,15 +21,15 @@ class OPDConfig(OnlineConfig):
         """Return the teacher's path."""
         return {"teacher": self.teacher}
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
-        faults = super().faults(job)
+        errors = super().config_errors(job)
         if job.rollout.zero_variance_groups == "replace":
-            faults.append(
+            errors.append(
                 "rollout.zero_variance_groups: replace is for recipes that learn from rewards; opd only reports them"
             )
-        return faults
+        return errors
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Exclude `rollout.top_p` below 1 always, because the teacher has another nucleus."""

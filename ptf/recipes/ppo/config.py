@@ -19,7 +19,7 @@ class PPOConfig(RewardedConfig):
     whiten: bool = True
     """Centre and scale advantages over all tokens of a step."""
     value_clip: PositiveFloat = 0.2
-    """How far a value may move from its old value before its gradient is cut off."""
+    """Where a value is further than this from its old value, its error is the larger of clipped and unclipped."""
     critic_lr: PositiveFloat | None = None
     """Peak learning rate of the critic; default `train.lr`."""
     critic_warmup: Count = 0
@@ -29,14 +29,14 @@ class PPOConfig(RewardedConfig):
     kl_in: Literal["loss", "reward"] = "reward"
     """Subtract the KL from each token's reward, or add it to the loss."""
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        faults = super().faults(job)
+        errors = super().config_errors(job)
         if job.model.backend == "hf":
-            faults.append(
+            errors.append(
                 "model.backend: hf has no recipe ppo, because a critic needs a scalar head; use the default backend"
             )
-        return faults
+        return errors
 
     def excluded_by_top_p(self) -> dict[str, bool]:
         """Add the critic's warm-up to what `rollout.top_p` below 1 excludes."""

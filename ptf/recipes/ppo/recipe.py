@@ -2,7 +2,7 @@
 
 δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ
         (Schulman et al. 2016, eq. 16), over the tokens of an answer; V is 0 after the last
-rₜ      the reward at the last token; with `kl_in: reward`, − kl · K at every token
+rₜ      the reward at the last token; with `kl_in: reward`, − kl_coef · K at every token
 policy  the objective of grpo/recipe.py with these advantages, by default centred and scaled over all tokens of a step
 critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V_old, before centring
 """

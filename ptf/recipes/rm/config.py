@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import AlgoConfig
-from ptf.recipes.rules import backend_faults, whole_answer_faults
+from ptf.recipes.rules import backend_errors, whole_answer_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -22,16 +22,16 @@ class RMConfig(AlgoConfig):
     center_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 
-    def faults(self, job: "Job") -> list[str]:
+    def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        faults = whole_answer_faults(job) + backend_faults(job)
+        errors = whole_answer_errors(job) + backend_errors(job)
         if self.loss != "pair":
             configured = [name for name in ("margin", "center_coef") if getattr(self, name)]
-            faults += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]
+            errors += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]
         if job.evaluate.sources:
-            faults.append(
+            errors.append(
                 "evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation"
             )
         if job.model.head is not None or "head" in job.model.replace:
-            faults.append("model.head: a reward model has a scalar head of its own; remove the key")
-        return faults
+            errors.append("model.head: a reward model has a scalar head of its own; remove the key")
+        return errors

@@ -366,7 +366,7 @@ class ConformanceSuite:
         """Check that weights that are stale, missing, garbled, swapped, duplicate or not announced are refused, and
         that the engine keeps those that it had."""
         before = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
-        for fault, (buckets, manifest) in self.faults().items():
+        for fault, (buckets, manifest) in self.corrupted_syncs().items():
             try:
                 self.engine.load_weights(buckets, manifest)
             except SyncError:
@@ -379,7 +379,7 @@ class ConformanceSuite:
             ):
                 raise Violation(f"it refused weights that were {fault}, but answers otherwise than before")
 
-    def faults(self) -> dict[str, tuple[Buckets, Manifest]]:
+    def corrupted_syncs(self) -> dict[str, tuple[Buckets, Manifest]]:
         """Return syncs that must be refused, by what is wrong with them."""
         pairs = [pair for bucket in self.sent for pair in bucket]
         right, (name, tensor) = manifest_of(self.sent, FIRST + 1), pairs[0]

@@ -67,7 +67,8 @@ class RolloutEngine(Protocol):
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """Compare what arrived with the manifest, then replace the weights and drop every cached prefix.
 
-        Raises SyncError, before any change, if the comparison fails.
+        Raises SyncError if the comparison fails. The engine must not answer then: with a transport that streams,
+        buckets that arrived before may have been loaded.
         """
         ...
 

@@ -281,7 +281,7 @@ class VLLMEngine:
         receipt = check(buckets, manifest, self.version)
         sent = set(manifest.digests)
         names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
-        if different := names.faults(sent):
+        if different := names.mismatches(sent):
             raise SyncError(
                 f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
                 f"they differ in {sorted(different)[:5]}"
@@ -504,7 +504,7 @@ class ExpectedNames:
     required: Set[str]
     optional: Set[str]
 
-    def faults(self, sent: Set[str]) -> Set[str]:
+    def mismatches(self, sent: Set[str]) -> Set[str]:
         """Return the names that are missing, and those that are not the model's."""
         return (self.required - sent) | (sent - self.required - self.optional)
 

@@ -8,7 +8,7 @@ and a name in `FUNCTIONS`.
 
 from typing import Any
 
-FUNCTIONS = ("brevity", "code", "exact", "judge_code", "mathematics", "numeric", "weighted", "weighted_concurrently")
+FUNCTIONS = ("brevity", "code", "exact", "code_async", "mathematics", "numeric", "weighted", "weighted_concurrently")
 
 
 def __getattr__(name: str) -> Any:

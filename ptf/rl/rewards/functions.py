@@ -22,11 +22,11 @@ from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_
 from ptf.rl.rewards.sandbox.judge import judge, sandbox_line
 from ptf.rl.worker_process import Fault, WorkerProcess
 
-Scored = tuple[Mapping[str, Any], str]  # a data row and an answer
+RewardInput = tuple[Mapping[str, Any], str]  # a data row and the response that is scored
 
 
 def exact(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
-    """Return 1.0 if the answer is the row's `column`, ignoring white space around either; else 0.0."""
+    """Return 1.0 if the response equals the row's `column`, ignoring white space around either; else 0.0."""
     return float(str(row[column]).strip() == text.strip())
 
 
@@ -59,7 +59,7 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
-async def judge_code(
+async def code_async(
     row: Mapping[str, Any],
     text: str,
     *,
@@ -70,7 +70,7 @@ async def judge_code(
     memory_mib: int = 512,
     sandbox: str = "auto",
 ) -> float:
-    """Return what `code` returns; its calls may overlap."""
+    """Run the unit tests of `code` in the sandbox without blocking the event loop, and return what `code` does."""
     sandbox_line(sandbox)
     options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
     verdict = await judge(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
@@ -79,9 +79,9 @@ async def judge_code(
     return verdict.value
 
 
-@concurrent(judge_code, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
+@concurrent(code_async, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
 def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
-    """Return 1.0 if the answer's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
+    """Return 1.0 if the response's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
 
     The tests are a string or a list of strings. Rows whose tests are empty, assert nothing, never call the answer, or
     cannot run are errors, hence answers without a result.
@@ -89,9 +89,9 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
     `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses the mode `subreaper`,
     which isolates least. Tests and answer are two processes, separate from each other and from this one
-    (ptf.rl.rewards.sandbox). A coroutine awaits `judge_code` instead.
+    (ptf.rl.rewards.sandbox). A coroutine awaits `code_async` instead.
     """
-    return asyncio.run(judge_code(row, text, **args))
+    return asyncio.run(code_async(row, text, **args))
 
 
 def last_block(text: str) -> str:
@@ -163,7 +163,7 @@ class RewardWorkers:
         self.retried = 0  # answers that were scored once more
         self.reported = False  # whether a fault of these answers was printed; the others are only counted
 
-    def score(self, items: Sequence[Scored]) -> list[Reward | NoResult]:
+    def score(self, items: Sequence[RewardInput]) -> list[Reward | NoResult]:
         """Return the outcomes in order.
 
         Answers without a result are scored up to `retries` times more; after `within_s` seconds none is scored.
@@ -179,7 +179,7 @@ class RewardWorkers:
                 outcomes[i] = outcome
         return outcomes
 
-    def _score(self, items: Sequence[Scored], until: float) -> list[Reward | NoResult]:
+    def _score(self, items: Sequence[RewardInput], until: float) -> list[Reward | NoResult]:
         n = len(self.workers)
         parts = [
             thread.submit(scored_by, worker, items[i::n], until, self._report)
@@ -210,7 +210,7 @@ class RewardWorkers:
 
 
 def scored_by(
-    worker: WorkerProcess, items: Sequence[Scored], until: float, report: Callable[[str], None]
+    worker: WorkerProcess, items: Sequence[RewardInput], until: float, report: Callable[[str], None]
 ) -> list[Reward | NoResult]:
     """Return the outcomes in order; items that are left at `until`, by the monotonic clock, have no result.
 

@@ -14,7 +14,7 @@ WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the eng
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of each link; the defaults are nominal ones of a machine of eight H100, not measured."""
+    """Bytes per second of each link; the defaults are estimates for a machine of eight H100."""
 
     gather: float = 300e9  # between the GPUs of a machine (NVLink)
     device: float = 2.0e12  # within the memory of a GPU
@@ -46,7 +46,9 @@ def sync_traffic(
     rates, of = rates or Rates(), TRANSPORTS[transport]
     sent = parameters * WIDTH[precision]
     seconds = [
-        times * sent / getattr(rates, link) for link, times in of.passes.items() if link != "network" or machines > 1
+        times * sent / getattr(rates, link)
+        for link, times in of.link_crossings.items()
+        if link != "network" or machines > 1
     ]
     # an engine that reads only when everything is stored overlaps with nothing: then the times of both halves add
     return SyncTraffic(sent, 0 if of.streams else sent, max(seconds) if of.streams else sum(seconds))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Streaming = Literal["ipc", "nccl"]  # names of the transports that stream
 
 
-def no_faults(job: "Job") -> Iterator[str]:
+def no_errors(job: "Job") -> Iterator[str]:
     """Yield nothing: the transport works with every job."""
     yield from ()
 
@@ -36,18 +36,18 @@ class Transport:
     """What a transport of weights does, and what a job must have for it."""
 
     # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
-    passes: Mapping[str, int]
+    link_crossings: Mapping[str, int]
     # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes as long as
     # its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
     from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
-    faults: Callable[["Job"], Iterator[str]] = no_faults  # why a job cannot use it, one line for each reason
+    errors: Callable[["Job"], Iterator[str]] = no_errors  # why a job cannot use it, one line for each reason
     # whether `auto` tries it for a job, whose roles have GPUs or not
-    tried: Callable[["Job", bool], bool] = for_all
+    auto_candidate: Callable[["Job", bool], bool] = for_all
 
 
-def streaming_faults(job: "Job") -> Iterator[str]:
+def streaming_errors(job: "Job") -> Iterator[str]:
     """Yield what keeps a job from sending weights while the engines read."""
     assert job.rollout is not None
     if job.compute.launcher != "ray":
@@ -60,10 +60,10 @@ def streaming_faults(job: "Job") -> Iterator[str]:
         yield "model.backend: hf does not know the names of its tensors in advance; give object_store or files"
 
 
-def ipc_faults(job: "Job") -> Iterator[str]:
+def ipc_errors(job: "Job") -> Iterator[str]:
     """Yield what keeps a job from sending weights through memory that policy and engine share."""
     assert job.rollout is not None
-    yield from streaming_faults(job)
+    yield from streaming_errors(job)
     if not share_a_pool(job) or job.rollout.replicas * job.rollout.tensor_parallel_size != job.compute.workers:
         yield (
             "policy and rollout must be in one pool, with as many rollout.replicas × rollout.tensor_parallel_size as "
@@ -71,9 +71,9 @@ def ipc_faults(job: "Job") -> Iterator[str]:
         )
 
 
-def nccl_faults(job: "Job") -> Iterator[str]:
+def nccl_errors(job: "Job") -> Iterator[str]:
     """Yield what keeps a job from broadcasting weights to devices of other roles."""
-    yield from streaming_faults(job)
+    yield from streaming_errors(job)
     if share_a_pool(job):
         yield "policy and rollout must be in different compute.pools"
 
@@ -95,31 +95,33 @@ TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first
     # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
     # within the GPU, into the shared buffer and out of it
     "ipc": Transport(
-        passes={"gather": 1, "device": 2, "digest_on_device": 2},
+        link_crossings={"gather": 1, "device": 2, "digest_on_device": 2},
         streams=True,
         from_every_rank=True,
-        faults=ipc_faults,
-        tried=whole_on_gpus,
+        errors=ipc_errors,
+        auto_candidate=whole_on_gpus,
     ),
     # by a broadcast from the policy's first rank
     "nccl": Transport(
-        passes={"gather": 1, "digest_on_device": 2, "network": 1},
+        link_crossings={"gather": 1, "digest_on_device": 2, "network": 1},
         streams=True,
-        faults=nccl_faults,
-        tried=whole_on_gpus,
+        errors=nccl_errors,
+        auto_candidate=whole_on_gpus,
     ),
     # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
     "files": Transport(
-        passes={"gather": 1, "host_link": 2, "disk": 2, "digest_on_host": 2, "network": 1},
+        link_crossings={"gather": 1, "host_link": 2, "disk": 2, "digest_on_host": 2, "network": 1},
         in_files=True,
-        tried=whole_on_gpus,
+        auto_candidate=whole_on_gpus,
     ),
     # through host memory, all tensors at once: the same with an object store
-    "object_store": Transport(passes={"gather": 1, "host_link": 2, "host": 2, "digest_on_host": 2, "network": 1}),
+    "object_store": Transport(
+        link_crossings={"gather": 1, "host_link": 2, "host": 2, "digest_on_host": 2, "network": 1}
+    ),
 }
 
 
-def chosen(job: "Job", gpu: bool) -> str:
+def resolve_transport(job: "Job", gpu: bool) -> str:
     """Return the transport that a job uses: what `rollout.transport` names, or for `auto` the fastest that it can use.
 
     `gpu` is whether the roles have GPUs.
@@ -128,14 +130,16 @@ def chosen(job: "Job", gpu: bool) -> str:
     if job.rollout.transport != "auto":
         return job.rollout.transport
     return next(
-        name for name, transport in TRANSPORTS.items() if transport.tried(job, gpu) and not any(transport.faults(job))
+        name
+        for name, transport in TRANSPORTS.items()
+        if transport.auto_candidate(job, gpu) and not any(transport.errors(job))
     )
 
 
-def faults(job: "Job") -> list[str]:
+def config_errors(job: "Job") -> list[str]:
     """Return the problems of `rollout.transport` with the rest of the job, as lines that begin with the key."""
     assert job.rollout is not None
     name = job.rollout.transport
     if name == "auto":
         return []
-    return [f"rollout.transport: {name}: {problem}" for problem in TRANSPORTS[name].faults(job)]
+    return [f"rollout.transport: {name}: {problem}" for problem in TRANSPORTS[name].errors(job)]

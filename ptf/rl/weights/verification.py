@@ -58,7 +58,7 @@ class Receipt:
 
 
 def checksum(data: Tensor) -> int:
-    """Return a checksum of bytes [n], computed on their device at about the speed of its memory.
+    """Return a checksum of bytes [n], computed on their device; it reads its memory about twenty times.
 
     It is the sum of the mixed 64-bit words (as in splitmix64, Steele et al. 2014; the last one filled up with zeros),
     each times its own odd number, modulo 2^64. A change of one word always changes it; of several changed words, or

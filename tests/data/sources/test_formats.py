@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ptf.data.order import Ordered
 from ptf.data.sources import blocks
 from ptf.data.sources.blocks import Reader
-from ptf.data.sources.rows import Place, rows_once
+from ptf.data.sources.rows import RawRow, rows_once
 from ptf.errors import UserError
 
 SUFFIXES = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "csv", "parquet", "arrow", "feather"]
@@ -174,7 +174,7 @@ def test_what_is_no_table_is_named(name: str, text: str, message: str, tmp_path:
         print([read(place) for place in rows_once(Reader(str(tmp_path / name)))])
 
 
-def read(place: Place) -> dict[str, Any]:
+def read(place: RawRow) -> dict[str, Any]:
     try:
         return place.read()
     except UserError as error:

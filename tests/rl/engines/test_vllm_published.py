@@ -40,14 +40,14 @@ def sent(directory: Path) -> set[str]:
 
 def test_what_the_policy_sends_is_expected(directory):
     names = expected_names(directory)
-    assert not names.faults(sent(directory))
+    assert not names.mismatches(sent(directory))
 
 
 def test_what_is_missing_or_of_another_model_is_a_fault(directory):
     names, whole = expected_names(directory), sent(directory)
     for name in whole:
-        assert names.faults(whole - {name}) == {name}
-    assert names.faults(whole | {"model.layers.99.mlp.up_proj.weight"}) == {"model.layers.99.mlp.up_proj.weight"}
+        assert names.mismatches(whole - {name}) == {name}
+    assert names.mismatches(whole | {"model.layers.99.mlp.up_proj.weight"}) == {"model.layers.99.mlp.up_proj.weight"}
 
 
 def test_the_checkpoint_of_these_forms_stores_other_names(tmp_path):

@@ -11,7 +11,7 @@ import yaml
 from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.rl.weights.traffic import Rates
-from ptf.rl.weights.transports import TRANSPORTS, Streaming, chosen, faults
+from ptf.rl.weights.transports import TRANSPORTS, Streaming, config_errors, resolve_transport
 
 
 def test_a_config_can_name_each_transport_and_no_other():
@@ -25,8 +25,8 @@ def test_only_what_is_not_streamed_is_written_to_files():
 
 def test_every_link_of_a_transport_has_a_rate():
     rates = {field.name for field in fields(Rates)}
-    assert all(transport.passes.keys() <= rates for transport in TRANSPORTS.values())
-    assert rates == {link for transport in TRANSPORTS.values() for link in transport.passes}
+    assert all(transport.link_crossings.keys() <= rates for transport in TRANSPORTS.values())
+    assert rates == {link for transport in TRANSPORTS.values() for link in transport.link_crossings}
 
 
 def test_a_config_is_checked_without_torch():
@@ -65,6 +65,6 @@ APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}
 )
 def test_the_fastest_that_a_job_can_use_is_chosen(keys, gpu, transport):
     found = job(**keys)
-    assert chosen(found, gpu) == transport
-    assert not list(TRANSPORTS[transport].faults(found))
-    assert not faults(found)
+    assert resolve_transport(found, gpu) == transport
+    assert not list(TRANSPORTS[transport].errors(found))
+    assert not config_errors(found)

@@ -1,7 +1,5 @@
-"""A unit run is several stream units that the stream of a tokenized source yields at once.
-
-It knows the state of the stream after each of them.
-"""
+"""Consecutive pack units that the stream of a tokenized source yields at once, with the state of the stream after each
+of them, so that a checkpoint may fall between any two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from ptf.data.stream_units import StreamUnit, place_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class UnitRun:
+class UnitBlock:
     """Consecutive stream units of one epoch in a partition of tokenized rows, and `Encoded`'s state after each of
     them."""
 
