@@ -64,7 +64,7 @@ class Member:
         return f"rank {self.rank} (actor {self.actor[:8]}, pid {self.pid}, node {self.node})"
 
 
-class Rank(Worker):
+class RankWorker(Worker):
     """One process of a gang.
 
     verl's Worker sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* for `ptf.compute.world.joined`.
@@ -109,7 +109,7 @@ class Gang:
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         pool: RayResourcePool | None = None,
-        worker: type[Rank] = Rank,
+        worker: type[RankWorker] = RankWorker,
         silent_s: float | None = None,
     ) -> None:
         self.label, self.timeout_s, self.silent_s = label, timeout_s, silent_s or timeout_s

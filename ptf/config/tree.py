@@ -2,8 +2,8 @@
 `a.b=value`. This file does not depend on the schema.
 
 Every value keeps its `SourceLocation` (file:line, or the override that it comes from) through all merges, so later
-errors can name the line to change. Nothing here raises: problems are collected in the tree, and the loader reports all of them at
-once.
+errors can name the line to change. Nothing here raises: problems are collected in the tree, and the loader reports all
+of them at once.
 
 The dialect is the core schema of YAML 1.2: `1e-4` is a number, only true and false are booleans, a date is text, keys
 are always text, and a duplicate key is a problem.

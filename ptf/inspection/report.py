@@ -17,7 +17,7 @@ from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.order import Ordered
-from ptf.data.passes import BLOCKS, DataPlan
+from ptf.data.run_length import BLOCKS, DataPlan
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.source_units import opened
 from ptf.data.sources.rows import SourceSpec
@@ -27,8 +27,8 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
-from ptf.train.data_plan import preview_data
 from ptf.train.job_tokenizer import rendered
+from ptf.train.preview import preview_data
 from ptf.train.source_specs import specs
 
 FEW_ROWS = 2000  # rows of each source that are read if all sources together have more than `ALL_ROWS`

@@ -74,7 +74,7 @@ def split(items: list, parts: int) -> list[list]:
 class Role(Protocol):
     """Methods that every role class has; each worker constructs it as `cls(world, **kwargs)`."""
 
-    distributed: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
+    uses_process_group: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
 
     def offload(self) -> None:
         """Free the device memory, so that a different role can use the devices."""

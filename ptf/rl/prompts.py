@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from ptf.config import Job
 from ptf.config.sections.data import Source
-from ptf.data.passes import plan_prompts
 from ptf.data.prompts import prompts_once, prompts_stream
+from ptf.data.run_length import plan_prompts
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt

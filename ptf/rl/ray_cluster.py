@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptf.compute.gang import Gang, Rank, gpus, make_pool, part_of, put, release
+from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
@@ -17,7 +17,7 @@ from ptf.rl.cluster import Pool, PoolSchedule, RoleSpec, split
 from ptf.rl.replicas import FROZEN_S, Replicas
 
 
-class RoleRank(Rank):
+class RoleRank(RankWorker):
     """A worker process that holds a role."""
 
     def build(
@@ -25,7 +25,7 @@ class RoleRank(Rank):
     ) -> str:
         """Construct the role, in the gang's process group if the class is distributed. Return its device."""
         self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
-        if cls.distributed:
+        if cls.uses_process_group:
             world = self.contexts.enter_context(joined(device, timeout_s, replicate, tensor=tensor))
         else:
             world = World(device=pick_device(device))
@@ -112,7 +112,7 @@ class VerlCluster(PoolSchedule):
                 f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
             )
         self.free(pool)
-        group = self._start_role_group(spec, pool) if spec.cls.distributed else self._start_replicas(spec, pool)
+        group = self._start_role_group(spec, pool) if spec.cls.uses_process_group else self._start_replicas(spec, pool)
         self.role_groups.append(group)
         self.loaded[pool.name] = group
         return group

@@ -73,7 +73,7 @@ def logprob_check(
 class FrozenModelRole:
     """A role whose model is not trained."""
 
-    distributed: ClassVar[bool] = True
+    uses_process_group: ClassVar[bool] = True
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     def __init__(
@@ -144,7 +144,7 @@ class LogprobModel(FrozenModelRole):
 class Learner:
     """A role whose model is trained: the policy, or its critic."""
 
-    distributed: ClassVar[bool] = True
+    uses_process_group: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class EnvironmentSpec:
 class Sampler:
     """A role with an engine that generates from the policy's weights."""
 
-    distributed: ClassVar[bool] = False
+    uses_process_group: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from ptf.data.kinds import unread
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
-from ptf.data.passes import DataPlan, is_cheap, planned
 from ptf.data.quarantine import Quarantine
+from ptf.data.run_length import DataPlan, is_cheap, planned
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import SourceSpec

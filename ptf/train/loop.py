@@ -19,7 +19,7 @@ from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.partitions import Partitions
-from ptf.data.passes import DataPlan
+from ptf.data.run_length import DataPlan
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder

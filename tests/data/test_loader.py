@@ -22,7 +22,7 @@ from ptf.data.encode import encode_document
 from ptf.data.exchange import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
-from ptf.data.passes import DataPlan, planned, rows_taken
+from ptf.data.run_length import DataPlan, planned, rows_taken
 from ptf.data.sample import Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle

@@ -14,8 +14,8 @@ from ptf.data.encode import encode_document
 from ptf.data.exchange import sequences_from_bytes, sequences_to_bytes
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
-from ptf.data.passes import planned
 from ptf.data.prefixes import pack_shared, prefix_groups, separate
+from ptf.data.run_length import planned
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle

@@ -28,7 +28,7 @@ from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.data.order import PartitionSource
 from ptf.data.partitions import Partitions
-from ptf.data.passes import DataPlan, planned
+from ptf.data.run_length import DataPlan, planned
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources import blocks
 from ptf.data.sources.rows import SourceSpec

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ray
 class Echo:
     """A role whose methods return what they were given, and which records when it is offloaded and restored."""
 
-    distributed: ClassVar[bool] = False
+    uses_process_group: ClassVar[bool] = False
 
     def __init__(self, world: World, *, word: str) -> None:
         self.world, self.word, self.log = world, word, ["made"]
@@ -82,7 +82,7 @@ class Echo:
 class Team(Echo):
     """Its workers are one process group."""
 
-    distributed: ClassVar[bool] = True
+    uses_process_group: ClassVar[bool] = True
 
     @broadcast
     def sum(self, value: float) -> float:

@@ -39,7 +39,7 @@ def test_parts_have_nearly_the_same_cost(costs, parts):
 class Worker:
     """Squares numbers. The first time that it gets the name of a file, a fault happens in the middle of the call."""
 
-    distributed: ClassVar[bool] = False
+    uses_process_group: ClassVar[bool] = False
 
     def __init__(self, world: World, *, place: str) -> None:
         self.place, self.weights = Path(place), -1

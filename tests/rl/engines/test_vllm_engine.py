@@ -31,7 +31,7 @@ VOCAB, EOS, LONGEST = 97, 7, 400
 class EngineRole:
     """Holds one engine, and lets a test do anything with it."""
 
-    distributed: ClassVar[bool] = False
+    uses_process_group: ClassVar[bool] = False
 
     def __init__(self, world: World, *, path: str) -> None:
         self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, cpu_kv_cache_gib=0.1)

@@ -11,7 +11,7 @@ import pytest
 from ptf.data import passes, tokenized
 from ptf.data.encode import encode_document
 from ptf.data.partitions import Partitions
-from ptf.data.passes import estimated, planned
+from ptf.data.run_length import estimated, planned
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer
