@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.config import load  # noqa: E402
-from ptf.config.sections.rollout import AllowedConfig  # noqa: E402
+from ptf.config.sections.rollout import ConstrainedDecodingConfig  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.events.catalogue import Catalogue  # noqa: E402
 from ptf.events.histories import Split, read, split, table  # noqa: E402
@@ -394,14 +394,14 @@ def business(sft: Path, grpo: Path, made: Path) -> list[str]:
     """What the two models' slates are worth: drawn as they were trained to be, and said greedily."""
     job = load(str(grpo / "job.yaml"))
     assert job.rollout is not None
-    assert job.rollout.allowed is not None
+    assert job.rollout.constrained_decoding is not None
     rows = []
     for how, temperature in (
         (f"drawn at temperature {job.rollout.temperature:g}, {DRAWN} a user", job.rollout.temperature),
         ("greedy", 0.0),
     ):
         parts = {
-            who: slates(run / "model", made, job.rollout.allowed, temperature)
+            who: slates(run / "model", made, job.rollout.constrained_decoding, temperature)
             for who, run in (("SFT", sft), ("GRPO", grpo))
         }
         rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
@@ -419,7 +419,7 @@ def business(sft: Path, grpo: Path, made: Path) -> list[str]:
     ]
 
 
-def slates(model: Path, made: Path, allowed: AllowedConfig, temperature: float) -> list[dict[str, float]]:
+def slates(model: Path, made: Path, allowed: ConstrainedDecodingConfig, temperature: float) -> list[dict[str, float]]:
     """Of each user the mean of what their slates are worth."""
     engine = NativeEngine(str(model), device=torch.device("cpu"), dtype=torch.float32, version=0)
     tokenizer = Tokenizer.load(str(model))

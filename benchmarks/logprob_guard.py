@@ -37,7 +37,7 @@ from ptf.data.sample import Sample  # noqa: E402
 from ptf.data.trajectory import Generation  # noqa: E402
 from ptf.model import bridge  # noqa: E402
 from ptf.model.sampling import NO_LOGITS_PROCESSING  # noqa: E402
-from ptf.rl.engines.native import NativeEngine, refuse_other_values  # noqa: E402
+from ptf.rl.engines.native import NativeEngine, raise_if_other_values  # noqa: E402
 from ptf.rl.engines.protocol import Request, Sampling, generate_all  # noqa: E402
 from ptf.rl.forward_passes import sample_logprobs  # noqa: E402
 from ptf.rl.logprob_guard import LogprobDifference  # noqa: E402
@@ -122,7 +122,7 @@ def stops(found: dict[str, Any], precision: str) -> bool:
     """Whether ptf's limits stop a run at these differences."""
     difference, limits = LogprobDifference(**{k: found[k] for k in FIELDS}), LOGPROB_LIMITS[precision]
     try:
-        difference.refuse(limits, "")
+        difference.raise_if_beyond(limits, "")
     except SyncError:
         return True
     return False
@@ -216,7 +216,7 @@ def found_by(engine: NativeEngine, right: Tensors, wrong: Tensors, probes: dict[
         found["digest"] = True
     bridge.load_hf_tensors(engine.model, held, engine.family)
     try:
-        refuse_other_values(bridge.hf_tensors(engine.model, engine.family), sent, 1)
+        raise_if_other_values(bridge.hf_tensors(engine.model, engine.family), sent, 1)
     except SyncError:
         found["read back"] = True
     for name, (texts, expected) in probes.items():

@@ -158,10 +158,10 @@ class PostTrainFlow(FlowSpec):
         ).lower()
         if self.continued is None:
             return f"{flow}-{current.run_id}"
-        from steps.prepare import refuse_unknown_run
+        from steps.prepare import raise_if_unknown_run
 
         with self._reporting_errors():
-            refuse_unknown_run(str(self.continued), self._run_directories(str(self.continued)))
+            raise_if_unknown_run(str(self.continued), self._run_directories(str(self.continued)))
         return str(self.continued)
 
     def _run_directories(self, run_name: str) -> list[Path]:

@@ -89,7 +89,7 @@ def evaluate(
     if job is not None:
         return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
     training_run = _run(run, overrides)
-    training_run.refuse_unfinished()
+    training_run.raise_if_unfinished()
     return evaluate_run(training_run.job, training_run.directory)
 
 

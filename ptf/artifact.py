@@ -1,4 +1,4 @@
-"""What passes from stage to stage: names of things, never the things. It is small enough for any orchestrator to
+"""What passes from stage to stage: paths, versions and metrics of what was made, small enough for any orchestrator to
 store."""
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ class Artifact:
         """Return the job with its `prepare:` and `job:` paths, and its tokenized sources, in place. Raises Corrupt
         where prepared data are not what was written."""
         if self.prepared is not None:
-            from ptf.data.prepare import refuse_damaged
+            from ptf.data.prepare import raise_if_damaged
 
-            refuse_damaged(self.prepared, job.verify_bytes)
+            raise_if_damaged(self.prepared, job.verify_bytes)
         return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -113,9 +113,9 @@ def train(options: argparse.Namespace) -> int:
     """Train a job to its end."""
     job = load(*options.config, overrides=options.set)
     if options.continued:
-        from ptf.run import refuse_unknown_run
+        from ptf.run import raise_if_unknown_run
 
-        refuse_unknown_run(options.continued, [Path(job.output) / options.continued])
+        raise_if_unknown_run(options.continued, [Path(job.output) / options.continued])
     api.train(job, options.continued or options.run_name)
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ptf.data.context import refuse_unseen
+from ptf.data.context import raise_if_unseen
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -67,7 +67,7 @@ class Chat:
         has_template = bool(self.tokenizer.hf.chat_template)
         shown = self.tokenizer.render_text(messages, True) if has_template else ""
         if has_template:
-            refuse_unseen(messages, shown, self.tokenizer)
+            raise_if_unseen(messages, shown, self.tokenizer)
         context = np.array(self.tokenizer.encode(shown) if has_template else self.tokenizer.begin(text), np.int32)
         limit = self.engine.model.config.max_positions
         if len(context) + self.sampling.max_new_tokens > limit:

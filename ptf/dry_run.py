@@ -27,7 +27,7 @@ from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
-from ptf.train.frozen_models import located, refuse_other_architecture
+from ptf.train.frozen_models import located, raise_if_other_architecture
 from ptf.train.job_tokenizer import rendered
 from ptf.train.preview import preview_data
 from ptf.train.trainer import load_model
@@ -142,7 +142,7 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
             continue
         place = located(one, role, None)
         if one.same_architecture:
-            refuse_other_architecture(build(place)[0], build(model)[0], place, role)
+            raise_if_other_architecture(build(place)[0], build(model)[0], place, role)
         shrink(place, scratch / f"{role}.config")
         drawn, family = load_model(
             scratch / f"{role}.config", World(), ModelConfig(path="-", init="random"), seed=0, precision="fp32"
@@ -227,7 +227,7 @@ def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
 
 def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
     """Return the section `rollout` with two short answers to two prompts, of one native engine."""
-    answer = rollout.max_new_tokens if rollout.allowed else min(rollout.max_new_tokens, 8)
+    answer = rollout.max_new_tokens if rollout.constrained_decoding else min(rollout.max_new_tokens, 8)
     return rollout.model_copy(
         update={
             "engine": "native",

@@ -51,7 +51,7 @@ def is_transient(error: BaseException) -> bool:
     return taken or isinstance(error, Retryable | Lost | ConnectionError)
 
 
-def refuse_old_names(module: str, changes: Mapping[str, str]) -> Callable[[str], Any]:
+def raise_if_old_names(module: str, changes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module that raises UserError for names that users' code may still import: old name
     → how it changed."""
 
@@ -63,7 +63,7 @@ def refuse_old_names(module: str, changes: Mapping[str, str]) -> Callable[[str],
     return getattr_of_module
 
 
-def refuse_custom_code(path: object, error: Exception) -> None:
+def raise_if_custom_code(path: object, error: Exception) -> None:
     """Raise UserError if transformers' error means that the model or tokenizer needs Python code from its directory."""
     if "custom code" in str(error):
         raise UserError(

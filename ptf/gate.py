@@ -148,7 +148,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
 def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows at the start and now; both lists are empty if the evaluation wrote none."""
     if place.is_dir():
-        verified.refuse_other(str(place), verified.of_run(place), float("inf"), AGAIN)
+        verified.raise_if_different(str(place), verified.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
     then, now = (
         [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
@@ -218,7 +218,7 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
     return "; ".join(one.describe for one in compared)
 
 
-def refuse_worse(job: Job, compared: Sequence[Comparison]) -> None:
+def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):

@@ -15,7 +15,7 @@ from ptf.model import bridge
 from ptf.model.adapter_directory import AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.verify import export_difference, head_difference
-from ptf.train.adapter import refuse_difference
+from ptf.train.adapter import raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
 from ptf.train.job_tokenizer import rendered
@@ -73,4 +73,4 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
     bound = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision]
-    return refuse_difference(adapter, kept, probe(model, World()), bound)
+    return raise_if_difference(adapter, kept, probe(model, World()), bound)

@@ -39,7 +39,7 @@ from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.dataloading import held_out_sequences
-from ptf.train.export import refuse_damaged
+from ptf.train.export import raise_if_damaged
 from ptf.train.frozen_models import checkpoint_section, load_frozen_models
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
@@ -54,7 +54,7 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 
     The rows that the gate compares are committed with them. Raises Corrupt if the files of the exported model changed.
     """
-    refuse_damaged(run, job.verify_bytes)
+    raise_if_damaged(run, job.verify_bytes)
     metrics = measure_model(job, run)
     gate.commit_rows(run)
     return metrics
@@ -398,7 +398,7 @@ def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str,
     return value
 
 
-def refuse_regression(
+def raise_if_regression(
     metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
 ) -> None:
     """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than

@@ -64,7 +64,7 @@ def _read_current(root: str) -> tuple[Pointer, dict[str, Any]] | None:
 def point(root: str, version: str, seen: Pointer | None) -> bool:
     """Set the pointer to `version` if it still is `seen`; return whether it names `version` afterwards."""
     now = _text(root)
-    _refuse_name(version)
+    _check_name(version)
     if (None if now is None else _read(root, now)) != seen:
         return False
     if seen and seen.version == version:
@@ -88,7 +88,7 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
     UserError if there is none, Corrupt if it is not what was published."""
     now = _text(root)
     if to is not None:
-        _refuse_name(to)
+        _check_name(to)
     elif now is None:
         raise UserError(f"nothing is published in {root}")
     try:
@@ -123,7 +123,7 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
     return wanted
 
 
-def refuse_damaged(directory: Path, path: str, up_to: float, without: Sequence[str] = ()) -> None:
+def raise_if_damaged(directory: Path, path: str, up_to: float, without: Sequence[str] = ()) -> None:
     """Raise Corrupt where a local directory, or a copy of `path`, is not what was published there. A model that ptf
     did not publish has no manifest to compare it with."""
     try:
@@ -183,6 +183,6 @@ def _is_name(version: object) -> bool:
     return isinstance(version, str) and "/" not in version and version not in ("", ".", "..")
 
 
-def _refuse_name(version: str) -> None:
+def _check_name(version: str) -> None:
     if not _is_name(version):
         raise UserError(f"{version!r} is not the name of a version, which has no slash in it")

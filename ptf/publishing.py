@@ -14,9 +14,9 @@ from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
 from ptf.evaluation_check import with_current_names
 from ptf.load_check import adapter_difference, model_difference
-from ptf.measurement import refuse_regression
+from ptf.measurement import raise_if_regression
 from ptf.model_card import card
-from ptf.train.export import refuse_damaged
+from ptf.train.export import raise_if_damaged
 
 ATTEMPTS = 10
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", storage.MANIFEST)
@@ -41,10 +41,10 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     assert artifact.model is not None
     run, root = Path(artifact.run), job.versions
     resolved = artifact.resolve(job)
-    refuse_damaged(run, job.verify_bytes)
+    raise_if_damaged(run, job.verify_bytes)
     comparisons = gate.comparisons(job, run, artifact.metrics)
-    gate.refuse_worse(job, comparisons)
-    _refuse_worse(job, artifact, published_versions.manifest(root))
+    gate.raise_if_worse(job, comparisons)
+    _raise_if_worse(job, artifact, published_versions.manifest(root))
     difference = _loaded_difference(resolved, run, Path(artifact.model))
     staged = _stage_files(job, run, Path(artifact.model))
     verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
@@ -124,7 +124,7 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
                 flush=True,
             )
             return
-        _refuse_worse(job, artifact, published_versions.manifest(root))  # again: others may have published meanwhile
+        _raise_if_worse(job, artifact, published_versions.manifest(root))  # again: others may have published meanwhile
         with lease.commit():
             moved = published_versions.point(root, artifact.run_name, seen)
         if moved:
@@ -178,7 +178,7 @@ def _files(version: str) -> Mapping[str, Any] | None:
         return None
 
 
-def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
+def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
     """Raise Worse if `publish.metric` is worse than that of the published version by more than
     `publish.max_regression`.
 
@@ -194,4 +194,4 @@ def _refuse_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | No
             and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
         ):
             before = {metric: artifact.metrics[f"starting_model/{metric}"]}
-        refuse_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.metric_direction)
+        raise_if_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.metric_direction)

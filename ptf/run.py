@@ -30,15 +30,15 @@ from ptf.data.sources import hub
 from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
-from ptf.train.resume import refuse_frozen_changes
+from ptf.train.resume import raise_if_frozen_changes
 
 if TYPE_CHECKING:
     from ptf.compute.world import World
 
 
-def refuse_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
+def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
     """Raise UserError unless a run has begun in one of the directories, which are those of the runs that continue."""
-    refuse_run_name(run_name)
+    check_run_name(run_name)
     if not any((directory / JOB).exists() for directory in directories):
         raise UserError(
             f"--continue {run_name}: {directories[0].parent} has no run of this name; give the name that an earlier "
@@ -57,7 +57,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
 
 
-def refuse_run_name(run_name: str) -> None:
+def check_run_name(run_name: str) -> None:
     """Raise UserError if `run_name` cannot be the name of a run's directory."""
     if not RUN_NAME.fullmatch(run_name):
         raise UserError(
@@ -171,7 +171,7 @@ def run(job: Job, run_name: str) -> Path:
     The directory contains metrics.jsonl, tensorboard/, checkpoints/ and model/, a Hugging Face directory. Raises
     RunInUse if a different process is training the run.
     """
-    refuse_run_name(run_name)
+    check_run_name(run_name)
     directory, job = Path(job.output) / run_name, shown(job)
     with disk.disk_errors_as_user_errors(
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
@@ -250,7 +250,7 @@ def write_job_file(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a frozen key."""
     directory.mkdir(parents=True, exist_ok=True)
     if (then := read_job_file(directory)) is not None:
-        refuse_frozen_changes(then, job)
+        raise_if_frozen_changes(then, job)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
 
@@ -283,7 +283,7 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
     """Return the versions of the job's published models (path → version) that an earlier attempt at `run_name` used."""
     if run_name is None:
         return {}
-    refuse_run_name(run_name)
+    check_run_name(run_name)
     text = read_job_file(Path(job.output) / run_name)
     if text is None:
         return {}

@@ -12,8 +12,8 @@ from ptf.config import Job, dump, loads
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
-from ptf.run import JOB, new_run_name, read_job_file, recorded_models, refuse_run_name, resolved, run
-from ptf.train.resume import refuse_frozen_changes
+from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.train.resume import raise_if_frozen_changes
 from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
@@ -62,7 +62,7 @@ class Run:
         """The directory of the trained model in Hugging Face format; it is there once training has ended."""
         return self.directory / "model"
 
-    def refuse_unfinished(self) -> None:
+    def raise_if_unfinished(self) -> None:
         """Raise UserError where training has not ended."""
         if not self.model.is_dir():
             raise UserError(
@@ -78,7 +78,7 @@ class Run:
 
     def artifact(self) -> Artifact:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
-        self.refuse_unfinished()
+        self.raise_if_unfinished()
         return Artifact(
             self.name,
             run=str(self.directory),
@@ -93,7 +93,7 @@ def train(job: Job, run_name: str | None = None) -> Run:
     exists goes on from its newest checkpoint."""
     if run_name is None:
         run_name = new_run_name(job)
-    refuse_run_name(run_name)
+    check_run_name(run_name)
     print(f"run name {run_name} (after a failure: the same command with --run-name {run_name})", flush=True)
     job = resolved(job, recorded_models(job, run_name), run_name)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read
@@ -139,7 +139,7 @@ def _record(directory: Path, name: str, advice: str) -> dict:
 def _overridden(text: str, overrides: Sequence[str]) -> Job:
     """Return the job of a text with free keys changed. Raises UserError for a key that may not change."""
     job = loads(text, overrides)
-    refuse_frozen_changes(text, job)
+    raise_if_frozen_changes(text, job)
     return job
 
 

@@ -64,7 +64,7 @@ def make_once(
 
 
 def _verify_existing(target: Path, expected: Mapping[str, Any], up_to: float) -> bool:
-    refuse_other(str(target), expected, up_to, f"remove {target}: it is made again")
+    raise_if_different(str(target), expected, up_to, f"remove {target}: it is made again")
     return True
 
 
@@ -76,7 +76,7 @@ def of_run(directory: Path) -> dict[str, Any]:
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
-def refuse_other(directory: str, expected: Mapping[str, Any], up_to: float, mend: str) -> None:
+def raise_if_different(directory: str, expected: Mapping[str, Any], up_to: float, mend: str) -> None:
     """Raise Corrupt if a committed directory has changed, or if its manifest does not contain the entries `expected`.
 
     `mend` is the advice at the end of the message.

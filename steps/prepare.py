@@ -14,17 +14,17 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.data.sources.rows import stamps
     from ptf.evaluation_check import check_evaluation
     from ptf.run import (
+        check_run_name,
         dataset_commits,
         prepared_directory,
         published_models,
         recorded_models,
-        refuse_run_name,
         remove_leftovers,
         unpublished,
     )
     from ptf.train.source_specs import specs
 
-    refuse_run_name(artifact.run_name)
+    check_run_name(artifact.run_name)
     check_evaluation(job)  # checks for the last stages, before the first one runs
     published_versions.manifest(job.versions)  # raises if the published version cannot be read
     storage.require_bucket(job.versions)
@@ -42,9 +42,9 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
-def refuse_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
-    """Raise UserError unless a run has begun in one of the directories (ptf.run.refuse_unknown_run)."""
-    from ptf.run import refuse_unknown_run as refuse
+def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
+    """Raise UserError unless a run has begun in one of the directories (ptf.run.raise_if_unknown_run)."""
+    from ptf.run import raise_if_unknown_run as refuse
 
     refuse(run_name, directories)
 

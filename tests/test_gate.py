@@ -111,30 +111,30 @@ def test_what_is_worse_beyond_its_interval_is_named(
             r"improvement -0\.0\d+ to -0\.0\d+ "
             r".*512 rows\): worse.*publish\.gate: off",
         ):
-            gate.refuse_worse(job, compared)
+            gate.raise_if_worse(job, compared)
     else:
-        gate.refuse_worse(job, compared)
-    gate.refuse_worse(off, gate.comparisons(off, tmp_path, metrics))
+        gate.raise_if_worse(job, compared)
+    gate.raise_if_worse(off, gate.comparisons(off, tmp_path, metrics))
     assert gate.describe(off, compared) == "not compared with what training started from: publish.gate is off"
 
 
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_pass_rate/test"}}))
-    gate.refuse_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
+    gate.raise_if_worse(job, compared := gate.comparisons(job, tmp_path, metrics))
     assert [one.metric for one in compared] == ["greedy_pass_rate/test"]
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test"}}))
     with pytest.raises(Worse, match="greedy_reward/test"):
-        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+        gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "max_regression": 0.9}}))
-    gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "metric_direction": "min"}}))
-    gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+    gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
     with pytest.raises(
         Worse, match=r"pass@8/test 0\.5 of the starting model, 0\.4 of the trained one; not a mean over rows"
     ):
-        gate.refuse_worse(
+        gate.raise_if_worse(
             job, gate.comparisons(job, tmp_path, metrics | {"starting_model/pass@8/test": 0.5, "pass@8/test": 0.4})
         )
 
@@ -162,7 +162,7 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     gate.commit_rows(tmp_path)
     metrics = {"starting_model/all/ndcg@10/next": 0.845, "all/ndcg@10/next": 0.245}
     with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 of the starting model"):
-        gate.refuse_worse(job, gate.comparisons(job, tmp_path, metrics))
+        gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
 
 

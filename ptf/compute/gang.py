@@ -176,7 +176,7 @@ class Gang:
         while True:
             for message in self._monitor.poll([0]):
                 print(message, flush=True)
-            self._refuse_silent([0], doing, self.silent_s)
+            self._raise_if_silent([0], doing, self.silent_s)
             if time.monotonic() > deadline:
                 raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
             if not ray.wait([items], timeout=1.0)[0]:
@@ -197,10 +197,10 @@ class Gang:
             left = deadline - time.monotonic()
             for message in self._monitor.poll(list(ranks.values())):
                 print(message, flush=True)
-            self._refuse_silent(ranks.values(), doing, self.silent_s)
+            self._raise_if_silent(ranks.values(), doing, self.silent_s)
             if left <= 0:
                 if failures:
-                    self._refuse_silent(ranks.values(), doing, SILENT_S)
+                    self._raise_if_silent(ranks.values(), doing, SILENT_S)
                     raise self._verdict(failures, doing, ranks.values())
                 raise Lost(f"{self.label} {self._names(ranks.values())}: did not finish {doing} within {timeout_s:g} s")
             done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left, 1.0))
@@ -215,7 +215,7 @@ class Gang:
             raise self._verdict(failures, doing)
         return [results[rank] for rank in range(len(refs))]
 
-    def _refuse_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
+    def _raise_if_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
         for rank in ranks:
             if (silent_s := self._monitor.silent_seconds(rank)) > limit_s:
                 about = self._monitor.describe(rank)

@@ -93,7 +93,9 @@ def read(run: Path) -> dict[str, Any]:
     ]
 
 
-def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool) -> None:
+def raise_if_different(
+    saved: Mapping[str, Any], now: Mapping[str, Any], place: str, accepted: bool, tell: bool
+) -> None:
     """Raise UserError naming what changed since the checkpoint, unless that is accepted.
 
     Accepted changes, and changes of hardware, are printed if `tell`.
@@ -105,7 +107,8 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, a
     ]
     if saved.get("allowed") != now.get("allowed"):
         raise UserError(
-            f"the allowed answers (rollout.allowed) are others than those of {place}, and a run cannot change "
+            f"the allowed answers (rollout.constrained_decoding) are others than those of {place}, and a run "
+            "cannot change "
             "them: restore their file and settings, or start a new run"
         )
     if saved["ptf"] != now["ptf"]:

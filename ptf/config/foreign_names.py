@@ -40,7 +40,7 @@ ADAPTERS = at("model.lora", note="a section: rank, alpha, targets")
 WORKERS = at(
     "compute.workers", note="training processes, one per GPU, of all machines; pools of rollouts have GPUs of their own"
 )
-SHARDED = at("compute.mesh", note="weights, gradients and optimizer are always sharded over the workers (FSDP2)")
+SHARDED = at("compute.mesh", note="weights, gradients and optimizer are sharded over the workers (FSDP2)")
 RECIPE = at("recipe")
 LOGGED = at("track.wandb_project", note="metrics.jsonl is always written, TensorBoard by default")
 
@@ -107,7 +107,10 @@ FOREIGN: dict[str, Here] = {
     "beta": KL,
     **dict.fromkeys(("kl_penalty", "kl_loss_type"), at("algo.kl_estimator")),
     **dict.fromkeys(("use_kl_in_reward", "use_kl_loss"), KL_IN),
-    **dict.fromkeys(("epsilon", "cliprange", "clip_ratio", "clip_ratio_low", "eps_clip"), at("algo.clip_low")),
+    **dict.fromkeys(
+        ("epsilon", "cliprange", "clip_ratio", "eps_clip"), at("algo.clip_low", "algo.clip_high", note="both")
+    ),
+    "clip_ratio_low": at("algo.clip_low"),
     **dict.fromkeys(("epsilon_high", "clip_ratio_high"), at("algo.clip_high")),
     **dict.fromkeys(("entropy_coeff", "ent_coef"), at("algo.entropy_coef")),
     **dict.fromkeys(("cliprange_value", "vf_clip"), at("algo.value_clip")),

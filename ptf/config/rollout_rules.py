@@ -23,9 +23,14 @@ def rollouts(job: Job) -> list[str]:
             "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor_parallel_size above 1, "
             "where no process has the whole distribution"
         )
-    if rollout_config.allowed and rollout_config.allowed.distinct and rollout_config.allowed.lines_per_answer == 1:
+    if (
+        rollout_config.constrained_decoding
+        and rollout_config.constrained_decoding.distinct
+        and rollout_config.constrained_decoding.lines_per_answer == 1
+    ):
         errors.append(
-            "rollout.allowed.distinct has no effect with lines_per_answer: 1; raise lines_per_answer or remove distinct"
+            "rollout.constrained_decoding.distinct has no effect with lines_per_answer: 1; raise "
+            "lines_per_answer or remove distinct"
         )
     if rollout_config.lora_sync == "adapter" and job.model.lora is None:
         errors.append("rollout.lora_sync: adapter needs model.lora")

@@ -23,8 +23,8 @@ class Batch:
 
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64, next token inside the same document
-    # [B, T] int64, from 0 in every document; a document that begins at n > 0 continues the first n tokens of the last
-    # document that began at 0
+    # [B, T] int64: 0, 1, … in every document; n, n + 1, … in one whose first n tokens are omitted because it shares
+    # them with the nearest document before it that begins at 0
     positions: Tensor
     segments: Tensor  # [B, T] int64, document number in the batch, -1 is padding
     loss_weights: Tensor  # [B, T] float32, loss weight of each target
@@ -170,7 +170,7 @@ def lay_out(
 def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:
     """Return the arrays of a batch, not filled.
 
-    `own` are the weights of the tokens themselves: `weights` is the same memory, one token later.
+    `own` are the weights of the tokens themselves; `loss_weights` is the same memory, one token later.
     """
     n = sequences * seq_len
     block = memory.block(4 * (8 * n) + 4 * (n + 1))

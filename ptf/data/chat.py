@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.completion import complete_answer
-from ptf.data.context import refuse_unseen
+from ptf.data.context import raise_if_unseen
 from ptf.data.incremental_encode import encode_incrementally
 from ptf.data.messages import LARGEST
 from ptf.data.rendering import WAYS_OUT
@@ -79,7 +79,7 @@ def served_turns(
         try:
             turn = served_turn(messages, i, tokenizer, tools, arguments)
             extends_previous = bool(served) and turn[0].startswith(served[-1][0])
-            refuse_unseen(
+            raise_if_unseen(
                 messages[:i],
                 turn[0],
                 tokenizer,

@@ -31,7 +31,7 @@ class Part:
     replace: Callable[[Conversation, str], None]  # put a word in the place of the content
 
 
-def refuse_unseen(
+def raise_if_unseen(
     messages: Sequence[Mapping[str, Any]],
     text: str,
     tokenizer: Tokenizer,

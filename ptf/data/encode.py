@@ -11,9 +11,9 @@ import numpy as np
 
 from ptf.data.answers import as_history, differ, history_of, is_conversation, join_answer
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
-from ptf.data.context import refuse_unseen
+from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
-from ptf.data.kinds import KINDS, refuse_unwanted, shaped
+from ptf.data.kinds import KINDS, raise_if_unwanted, shaped
 from ptf.data.messages import finite
 from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
@@ -45,7 +45,7 @@ def encode_document(
     UserError for any other row.
     """
     if "messages" in row or "completion" in row:
-        refuse_unwanted(row)
+        raise_if_unwanted(row)
     if "messages" in row:
         return [
             (sample,)
@@ -314,7 +314,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
         raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
     tools, arguments = row.get("tools") or None, row_arguments(row)
     text = tokenizer.render_text(messages, True, tools, arguments)
-    refuse_unseen(messages, text, tokenizer, tools, arguments)
+    raise_if_unseen(messages, text, tokenizer, tools, arguments)
     return Prompt(np.array(tokenizer.encode(text), np.int32), dict(row), source, index, row_weight(row))
 
 

@@ -38,7 +38,7 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     return {"fingerprint": _digest(identity), **identity}
 
 
-def refuse_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
+def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
     """Raise UserError unless `what` was made with the tokenizer that is `now`; `identity` is the one stored with it.
 
     The message names the first probe or part that differs.

@@ -188,7 +188,7 @@ def advice(row: Row) -> str:
     )
 
 
-def refuse_other_texts(row: Row) -> None:
+def raise_if_other_texts(row: Row) -> None:
     """Raise UserError for a row whose `text` may be something else than a document."""
     for names, remedy in ADVICE:
         if "text" in names and all(row.get(name) is not None for name in names):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptf.data.forms import COLUMNS, Columns, Row, adopt_known_forms, advice, refuse_other_texts, rename_columns
+from ptf.data.forms import COLUMNS, Columns, Row, adopt_known_forms, advice, raise_if_other_texts, rename_columns
 from ptf.data.messages import MEDIA, Message, as_number, normalize_messages, tools_of, without_nulls
 from ptf.data.quarantine import FAULTS
 from ptf.data.sources.blocks import Reader
@@ -67,9 +67,9 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
         numbers = NUMBER_COLUMNS[:1] if actual == "prompt" else NUMBER_COLUMNS
         result |= {name: as_number(result[name]) for name in numbers if isinstance(result.get(name), str)}
     if kind == "auto" and actual == "text":
-        refuse_other_texts(result)
+        raise_if_other_texts(result)
     if actual not in ("auto", "events"):
-        _refuse_media(result)
+        _raise_if_media(result)
     result = _normalized(result, actual, columnar)
     return result if kind == "auto" else _without_other_kinds(result, kind)
 
@@ -112,7 +112,7 @@ def unread(spec: SourceSpec, reader: Reader) -> tuple[str, ...]:
     return tuple(unused)
 
 
-def refuse_unwanted(row: Row) -> None:
+def raise_if_unwanted(row: Row) -> None:
     """Raise UserError where a `label` says that the answer is not to be imitated."""
     if _label(row) == 0:
         raise UserError(
@@ -149,7 +149,7 @@ def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any
     if row.get("system"):
         _with_system(row, kind, present)
     for name in present if tools else ():
-        _refuse_tools_twice(tools or [], row[name])
+        _raise_if_tools_twice(tools or [], row[name])
     if kind in ("completion", "scored") and row.get("reward") is None and (reward := _label(row)) is not None:
         row["reward"] = reward
     return row
@@ -184,7 +184,7 @@ def _with_system_message(messages: list[Message], system: str, name: str) -> lis
     return messages
 
 
-def _refuse_tools_twice(tools: Sequence[Mapping[str, Any]], messages: Any) -> None:
+def _raise_if_tools_twice(tools: Sequence[Mapping[str, Any]], messages: Any) -> None:
     """Raise UserError where a system message lists the tools that `tools` holds too.
 
     A template writes such a message from `tools`, so the tools would be shown twice.
@@ -209,7 +209,7 @@ def _refuse_tools_twice(tools: Sequence[Mapping[str, Any]], messages: Any) -> No
         )
 
 
-def _refuse_media(row: Row) -> None:
+def _raise_if_media(row: Row) -> None:
     """Raise UserError for a row with images, audio or video."""
     for name in MEDIA:
         if row.get(name):

@@ -161,7 +161,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}")
     if not isinstance(arguments, dict):
         raise UserError(f"{where}: the arguments of {function['name']} must be an object, not {_kind(arguments)}")
-    refuse_deep(arguments, f"{where}: the arguments of {function['name']}")
+    raise_if_deep(arguments, f"{where}: the arguments of {function['name']}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -180,7 +180,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise UserError(f"`tools`: tool {i} must be an object, or the JSON of one, not {_kind(tool)}")
-    refuse_deep(tools, "`tools`")
+    raise_if_deep(tools, "`tools`")
     return tools
 
 
@@ -229,7 +229,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def refuse_deep(value: Any, what: str) -> None:
+def raise_if_deep(value: Any, what: str) -> None:
     """Raise UserError where more than `MAX_DEPTH` objects and lists are nested inside each other."""
     level, depth = [value], 0
     while level:

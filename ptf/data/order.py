@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ptf.data.sources.blocks import Block, Reader
-from ptf.data.sources.rows import RawRow, fingerprint, refuse_other_files
+from ptf.data.sources.rows import RawRow, fingerprint, raise_if_other_files
 from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError
 
@@ -31,7 +31,7 @@ BEGIN = 2  # blocks that a partition reads before its first row is packed, if th
 GAP = 32  # rows between the openings of further blocks, at the start
 
 
-def refuse_other_order(state: Mapping[str, Any]) -> None:
+def raise_if_other_order(state: Mapping[str, Any]) -> None:
     """Raise UserError if the state of a partition or of prompts is of a version that reads rows in another order."""
     if state.get("order") != ORDER:
         raise UserError(
@@ -221,7 +221,7 @@ class _Partition:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise UserError if the state is of other files."""
-        refuse_other_files(self._reader, state["files"])
+        raise_if_other_files(self._reader, state["files"])
 
 
 def changed_error(reader: Reader, file: int) -> UserError:

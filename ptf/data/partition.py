@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ptf.data.encode import COUNTS
 from ptf.data.encoded import Encoded
-from ptf.data.order import ORDER, refuse_other_order
+from ptf.data.order import ORDER, raise_if_other_order
 from ptf.data.packing import Packer
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Shuffle, Stream
@@ -73,5 +73,5 @@ class Partition:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        refuse_other_order(state)
+        raise_if_other_order(state)
         self._packer.load_state_dict(state)

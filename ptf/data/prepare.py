@@ -26,6 +26,8 @@ def prepare(plugin: Callable[[str], Any], key: str, root: str, verify_up_to: flo
     return str(target)
 
 
-def refuse_damaged(directory: str, up_to: float) -> None:
+def raise_if_damaged(directory: str, up_to: float) -> None:
     """Raise Corrupt unless a directory of prepared data, named by its key, holds what was written under this key."""
-    verified.refuse_other(directory, {"key": Path(directory).name}, up_to, f"remove {directory}: it is made again")
+    verified.raise_if_different(
+        directory, {"key": Path(directory).name}, up_to, f"remove {directory}: it is made again"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
-from ptf.data.order import ORDER, Ordered, PartitionSource, refuse_other_order
+from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
 from ptf.data.sources.blocks import Location, Reader, Row
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
@@ -154,8 +154,8 @@ class Prompts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        refuse_other_order(state)
-        self._tokenizer.refuse_other(state["tokenizer"], "the checkpoint")
+        raise_if_other_order(state)
+        self._tokenizer.raise_if_different(state["tokenizer"], "the checkpoint")
         self._index = int(state["index"])
         self._mixer.load_state_dict(state["mixer"])
 

@@ -298,7 +298,7 @@ def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) 
 
     Raises UserError where another tokenizer wrote them, or where the files changed.
     """
-    tokenizer.refuse_other(whole(path, verify_up_to)["tokenizer"], path)
+    tokenizer.raise_if_different(whole(path, verify_up_to)["tokenizer"], path)
     return Reader(path, TokenRows)
 
 

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from ptf.data.fingerprint import class_mismatch, identity_of, refuse_other_identity
+from ptf.data.fingerprint import class_mismatch, identity_of, raise_if_other_identity
 from ptf.data.probes import Closing, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer
@@ -244,7 +244,7 @@ class Tokenizer:
         """Return what decides ids, to be stored with data that was made with this tokenizer: see `identity_of`."""
         return identity_of(self.hf, self.rendering)
 
-    def refuse_other_stops(self, stops: Sequence[int], what: str) -> None:
+    def raise_if_other_stops(self, stops: Sequence[int], what: str) -> None:
         """Raise UserError unless the ids that end an answer are those of `what`."""
         if list(stops) != list(self.stop_ids):
             then, now = ([self.decode([i]) for i in ids] for ids in (stops, self.stop_ids))
@@ -253,9 +253,9 @@ class Tokenizer:
                 "generation_config.json have changed; restore them"
             )
 
-    def refuse_other(self, identity: Mapping[str, Any], what: str) -> None:
+    def raise_if_different(self, identity: Mapping[str, Any], what: str) -> None:
         """Raise UserError unless `what` was made with this tokenizer; `identity` is the one that was stored with it."""
-        refuse_other_identity(self.identity, identity, what)
+        raise_if_other_identity(self.identity, identity, what)
 
     def class_mismatch(self) -> str | None:
         """Describe how AutoTokenizer's class reads tokenizer.json differently from what it says, or return None."""

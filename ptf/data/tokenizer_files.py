@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ptf.errors import UserError, refuse_custom_code
+from ptf.errors import UserError, raise_if_custom_code
 
 # Model families for which AutoTokenizer follows tokenizer_config.json where that names no class of the family's own.
 PLAIN_FAMILIES = frozenset({None, "gemma3", "gemma3_text", "gpt_oss", "llama", "qwen3", "qwen3_moe"})
@@ -47,7 +47,7 @@ def read_tokenizer(path: str, revision: str | None, local: bool) -> Any:
             path, revision=revision, local_files_only=local, trust_remote_code=False
         )
     except Exception as e:  # transformers and tokenizers raise a dozen kinds of exceptions for damaged files
-        refuse_custom_code(path, e)
+        raise_if_custom_code(path, e)
         reason = (
             next(iter(str(e).splitlines()), "")
             if isinstance(e, OSError | ValueError)

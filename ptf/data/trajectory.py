@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.sample import Sample
-from ptf.errors import refuse_old_names
+from ptf.errors import raise_if_old_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Generation:
     finished: bool  # False: cut off at the token limit
 
 
-__getattr__ = refuse_old_names(
+__getattr__ = raise_if_old_names(
     __name__,
     {
         "Call": "is now Generation, and its field `sampled` is `sampled_ids`; the field `calls` of a Trajectory is "

@@ -80,10 +80,10 @@ class Catalogue:
 
     def trie(self, tokenizer: "Tokenizer", repeat: int = 1, distinct: bool = False) -> Trie:
         """Return the trie of all items (see Trie.of). Raises UserError if the tokenizer is not the catalogue's."""
-        self.refuse_other(tokenizer, "the tokenizer")
+        self.raise_if_different(tokenizer, "the tokenizer")
         return Trie.of(tokenizer.encode_all([item.text for item in self.items]), tokenizer.stop_ids, repeat, distinct)
 
-    def refuse_other(self, tokenizer: "Tokenizer", what: str) -> None:
+    def raise_if_different(self, tokenizer: "Tokenizer", what: str) -> None:
         """Raise UserError unless the catalogue was made with this tokenizer; `what` names it in the message."""
         if tokenizer.fingerprint() != self.tokenizer:
             raise UserError(

@@ -137,7 +137,7 @@ def rank(
 ) -> dict[str, float]:
     """Return the mean measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
     items = Catalogue.load(catalogue)
-    items.refuse_other(tokenizer, "the model's")
+    items.raise_if_different(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)
     engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, factory=factory)
     means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, beam), prompts, items, vectors, k)

@@ -11,7 +11,7 @@ The files that it writes:
     held_out.jsonl                     histories of which a basket is held out (kind prompt)
     held_out_loss.jsonl                that basket, after its history as context (kind events)
     catalogue.json, vectors.npy        the items, and a row of unit length for each
-    allowed.txt                        the items' tokens, for `rollout.allowed`
+    allowed.txt                        the items' tokens, for `rollout.constrained_decoding`
     tokens.jsonl, tokens.safetensors   for `model.tokens`: those tokens, and initial rows that are close to each other
                                        where items are alike
     items.safetensors                  for a head over the catalogue (ptf.events.item_head), where an item is one

@@ -17,12 +17,12 @@ from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.order import Ordered
-from ptf.data.run_length import BLOCKS, DataPlan
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.source_units import opened
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import BLOCKS, DataPlan
 from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry

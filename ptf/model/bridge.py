@@ -33,14 +33,14 @@ from ptf.model.components import (
     fill_buffers,
     own_files,
     own_tensors,
-    refuse_unmatched,
+    raise_if_unmatched,
     standard_shapes,
 )
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, Merged, adapter_names, initial_value, refuse_unmatched_targets
+from ptf.model.lora import Lora, Merged, adapter_names, initial_value, raise_if_unmatched_targets
 from ptf.model.quantised_weights import quantise, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
@@ -80,11 +80,11 @@ def local_directory(
         if verify_up_to is None:
             return Path(storage.localize(path, into, without=hub.COPIES))
         local = Path(verified.localized(path, into, verify_up_to, without=hub.COPIES))
-        published_versions.refuse_damaged(local, path, verify_up_to, without=hub.COPIES)
+        published_versions.raise_if_damaged(local, path, verify_up_to, without=hub.COPIES)
         return local
     if os.path.isdir(path):
         if verify_up_to is not None:
-            published_versions.refuse_damaged(Path(path), path, verify_up_to)
+            published_versions.raise_if_damaged(Path(path), path, verify_up_to)
         return Path(path)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return hub.fetch(path, revision)
@@ -143,11 +143,13 @@ def build(
     config = _decoder_config(family, hf, directory)
     config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))
     if factory is not None:
-        refuse_unmatched(config, factory)
+        raise_if_unmatched(config, factory)
     with torch.device("meta"):
         model = Decoder(config, factory)
         if factory is not None and factory.lora is not None:
-            refuse_unmatched_targets(model, factory.lora, Decoder(config, replace(factory, lora=Lora(targets=("*",)))))
+            raise_if_unmatched_targets(
+                model, factory.lora, Decoder(config, replace(factory, lora=Lora(targets=("*",))))
+            )
     return model, family
 
 

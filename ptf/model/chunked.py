@@ -224,7 +224,7 @@ def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selec
     """Return Σ weights · (−log p(target)), an fp32 scalar that can be differentiated once.
 
     `x` is [B, T, D]; `targets` and `weights` are [B, T]. `selected` [N] are the flat indices of the positions whose
-    weight is not 0; without it they are searched for, and a GPU is waited for.
+    weight is not 0; without it `nonzero()` finds them, for which the host waits for the GPU.
     """
     return _losses(x, head, targets, weights, trained_positions(weights) if selected is None else selected)[0]
 

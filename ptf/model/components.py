@@ -43,7 +43,7 @@ def places(c: DecoderConfig) -> list[str]:
     return [*(f"layers.{i}.{part}" for i, kind in enumerate(c.layers) for part in within(kind.moe)), "head"]
 
 
-def refuse_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
+def raise_if_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
     """Raise UserError naming every pattern that replaces nothing."""
     used = {factory.pattern(place) for place in places(c)}
     if unused := [pattern for pattern in factory.replace if pattern not in used]:

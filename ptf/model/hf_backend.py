@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ptf.errors import UserError, refuse_custom_code
+from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
@@ -72,7 +72,7 @@ class HFDecoder(nn.Module):
         assert attend is None, "generation with a cache needs the native decoder or an engine"
         index, back = document_places(segments)
         if self.switches_at is not None:
-            self._refuse_mixed_lengths(segments, self.switches_at)
+            self._raise_if_mixed_lengths(segments, self.switches_at)
         hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
         return head_fn(x if self.scale == 1 else x * self.scale, self.output())
@@ -86,7 +86,7 @@ class HFDecoder(nn.Module):
         limits = [rope.get("original_max_position_embeddings") for rope in found]
         return min((int(limit) for limit in limits if limit), default=None)
 
-    def _refuse_mixed_lengths(self, segments: Tensor, limit: int) -> None:
+    def _raise_if_mixed_lengths(self, segments: Tensor, limit: int) -> None:
         lengths = segments[segments >= 0].unique_consecutive(return_counts=True)[1]
         lengths = lengths[lengths > 1]  # one token attends to itself with any frequencies
         if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
@@ -170,7 +170,7 @@ def configured(directory: Path) -> Any:
     try:
         c = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        refuse_custom_code(directory, error)
+        raise_if_custom_code(directory, error)
         raise UserError(
             f"model.backend: hf: transformers has no such architecture: {directory}: {_first_line(error)}"
         ) from error

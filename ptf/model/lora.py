@@ -143,7 +143,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-1, 1, generator=torch.Generator().manual_seed(key)) * shape[-1] ** -0.5
 
 
-def refuse_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:
+def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:
     """Raise UserError naming every target that adapts nothing.
 
     `all_targets` is the same model with the target `*`, which shows what can be adapted.

@@ -75,7 +75,8 @@ class Projection:
             )
         if processing.edges is not None and trie_states is None and len(x):
             raise ValueError(
-                "rollout.allowed is set, but no `trie_states` were given: pass batch.token_columns['trie_states']"
+                "rollout.constrained_decoding is set, but no `trie_states` were given: pass "
+                "batch.token_columns['trie_states']"
             )
         self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)

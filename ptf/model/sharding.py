@@ -29,7 +29,7 @@ from ptf.model.tensor_parallel import (
     mix,
     normalise_and_gather,
     own_experts,
-    refuse,
+    raise_if_indivisible,
 )
 
 SHARD_DIM0, SHARD_DIM1, PARTIAL_GRADIENT = ParamSharding(0), ParamSharding(1), ParamSharding(partial=True)
@@ -77,10 +77,10 @@ PLAN: Mapping[str, ParallelStyle] = {
 }
 
 
-def refuse_mesh(c: DecoderConfig, mesh: DeviceMesh | None) -> None:
+def check_mesh(c: DecoderConfig, mesh: DeviceMesh | None) -> None:
     """Raise UserError for a tensor group that does not divide the model, before any of it is built."""
     if mesh is not None and mesh["tensor"].size() > 1:
-        refuse(c, mesh["tensor"].size())
+        raise_if_indivisible(c, mesh["tensor"].size())
 
 
 def parallelize(
@@ -92,8 +92,8 @@ def parallelize(
     compiled: bool = False,
     plan: Mapping[str, ParallelStyle] = PLAN,
 ) -> Decoder:
-    """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this order: each wraps the one
-    before.
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this
+    order.
 
     The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
     reductions in fp32; what trains keeps fp32 master weights. One process in fp32 needs no FSDP and gets none. Raise
@@ -102,7 +102,7 @@ def parallelize(
     """
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
-    refuse_mesh(model.config, mesh)
+    check_mesh(model.config, mesh)
     if mesh is not None and mesh["tensor"].size() > 1:
         cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
     for block in model.layers:

@@ -123,7 +123,7 @@ def style_of(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle | No
     return next((style for pattern, style in plan.items() if fits(pattern)), None)
 
 
-def refuse(c: DecoderConfig, ranks: int) -> None:
+def raise_if_indivisible(c: DecoderConfig, ranks: int) -> None:
     """Raise UserError with everything that a tensor group of this size does not divide."""
     sizes = {"attention heads": c.heads, "key-value heads": c.kv_heads}
     if not all(kind.moe for kind in c.layers):

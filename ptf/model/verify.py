@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptf.errors import UserError, refuse_custom_code
+from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
@@ -124,7 +124,7 @@ def _loaded(directory: Path) -> "PreTrainedModel":
     try:
         return reference(directory)
     except Exception as error:  # transformers raises a dozen kinds; each means that there is nothing to compare with
-        refuse_custom_code(directory, error)
+        raise_if_custom_code(directory, error)
         raise UserError(f"{directory}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 

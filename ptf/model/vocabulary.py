@@ -48,7 +48,7 @@ def rows(config: Mapping[str, Any]) -> int:
     return int(text["vocab_size"]) if "vocab_size" in text else family_of(config).config(config).vocab
 
 
-def refuse_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
+def raise_if_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
     """Raise UserError if the tokenizer has ids that the model has no rows for."""
     if ids > (model_rows := rows(bridge.read_config(directory))):
         raise UserError(

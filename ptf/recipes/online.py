@@ -21,9 +21,9 @@ class OnlineConfig(AlgoConfig):
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     tis_cap: PositiveFloat | Literal["auto"] | None = "auto"
-    """Truncated importance sampling (TIS): multiply each token's loss by min(π_old / π_engine, `tis_cap`), where π_old
-    is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two probabilities
-    differ by rounding, and null in fp32."""
+    """Truncated importance sampling (TIS): multiply each token's policy loss by min(π_old / π_engine, `tis_cap`), where
+    π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
+    probabilities differ by rounding, and null in fp32."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1
@@ -74,7 +74,7 @@ class RewardedConfig(OnlineConfig):
         errors = super().config_errors(job)
         if self.kl_coef and self.kl_estimator == "k1" and self.kl_in == "loss":
             errors.append(
-                "algo.kl_estimator: the gradient of k1 is 0 on average, so in the loss it has no effect; "
+                "algo.kl_estimator: on policy, the gradient of k1 is 0 on average: in the loss it adds noise alone; "
                 "use k2 or k3, or kl_in: reward"
             )
         if self.overlong_buffer_tokens and job.rollout.environment:

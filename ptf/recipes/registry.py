@@ -63,7 +63,7 @@ def build(job: "Job") -> "Recipe":
     bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
     requested = {name: value for name, value in job_arguments(job).items() if name in parameters and name not in bound}
     made = recipe(**(requested | settings))
-    _refuse_incomplete(made, job)
+    _raise_if_incomplete(made, job)
     return made
 
 
@@ -97,7 +97,7 @@ RENAMED_METHODS = {
 }
 
 
-def _refuse_incomplete(made: Any, job: "Job") -> None:
+def _raise_if_incomplete(made: Any, job: "Job") -> None:
     """Raise UserError for a recipe without `denominator` or `online`, or whose `online` is not that of its config."""
     from ptf.errors import UserError
 

@@ -34,7 +34,7 @@ from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
 from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
 from ptf.rl.weights.verification import SyncError
-from ptf.train.resume import refuse_frozen_changes
+from ptf.train.resume import raise_if_frozen_changes
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: files)
@@ -241,7 +241,7 @@ class Controller:
                 groups, differences = self.add_token_column(groups, self.policy, "old_logprobs")
             difference = LogprobDifference.of(differences, self.limits.bound)
             what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
-            difference.refuse(self.limits, what)
+            difference.raise_if_beyond(self.limits, what)
             metrics = difference.metrics()
         for name, model in self.logprob_models.items():
             with self.cluster.phase(model, name):
@@ -397,8 +397,8 @@ class Controller:
         if newest is None:
             return 0, {}
         step, path, manifest = newest
-        refuse_frozen_changes(manifest["job"], self.job)
-        provenance.refuse_other(
+        raise_if_frozen_changes(manifest["job"], self.job)
+        provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, tell=True
         )
         with self.cluster.phase(self.policy, "load"):
@@ -407,7 +407,7 @@ class Controller:
             with self.cluster.phase(self.critic, "load"):
                 self.critic.call("load", f"{path}/{CRITIC}")
         state = checkpoint.load_host(f"{path}/controller.pt")
-        self.tokenizer.refuse_other_stops(state["stops"], path)
+        self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
         self.saves.prune(step)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.chat import clean
-from ptf.data.context import refuse_unseen
+from ptf.data.context import raise_if_unseen
 from ptf.data.rendering import row_arguments
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
@@ -80,7 +80,7 @@ class Episode:
         """Return the conversation as text. Raises UserError if the template omits a message from number `since` on."""
         arguments = row_arguments(self.prompt.row)
         text = self.tokenizer.render_text(self._messages, True, self._tools, arguments)
-        refuse_unseen(
+        raise_if_unseen(
             self._messages,
             text,
             self.tokenizer,
@@ -234,7 +234,7 @@ async def _next_generation(engine: RolloutEngine, episode: Episode) -> Generatio
         if type(error) is not ValueError:  # a subclass is a fault inside the engine
             raise
         raise UserError(f"the rollout engine {engine.name} cannot serve this run's requests: {error}") from error
-    refuse_garbage(generation, request, engine, episode.limits.vocabulary)
+    raise_if_garbage(generation, request, engine, episode.limits.vocabulary)
     return generation
 
 
@@ -252,7 +252,7 @@ def follows_trie(generation: Generation, request: Request) -> bool:
     return True
 
 
-def refuse_garbage(generation: Generation, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
+def raise_if_garbage(generation: Generation, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
     """Raise EngineFault unless the generation is an answer to the request.
 
     A generation must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of

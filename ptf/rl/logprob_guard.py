@@ -43,7 +43,7 @@ class LogprobDifference:
         """Return the metrics of a step."""
         return {MEAN: self.mean, SHARE: self.share, LARGEST: self.largest}
 
-    def refuse(self, limits: LogprobLimits, what: str) -> None:
+    def raise_if_beyond(self, limits: LogprobLimits, what: str) -> None:
         """Raise LogprobMismatch if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
 
         The share may exceed its limit by three standard deviations of the count of tokens beyond the bound, so that a

@@ -29,12 +29,12 @@ from ptf.rl.cluster import RoleGroup, RoleSpec
 from ptf.rl.controller import Controller
 from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
 from ptf.rl.prompts import held_out_prompts, training_prompts
-from ptf.rl.rewards.model import RewardModel, RewardModelClient, refuse_without_score
+from ptf.rl.rewards.model import RewardModel, RewardModelClient, raise_if_without_score
 from ptf.rl.roles import Learner, LogprobModel
-from ptf.rl.rollout_role import refuse_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
+from ptf.rl.rollout_role import raise_if_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
-from ptf.train.frozen_models import located, refuse_other_tokenizer
+from ptf.train.frozen_models import located, raise_if_other_tokenizer
 from ptf.train.job_tokenizer import with_run_rendering
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel, is_own_reference
@@ -93,7 +93,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     tokenizer = starting.load_tokenizer()
     prompts = training_prompts(job, tokenizer)
     if job.evaluate.ranking is not None:  # rewards read the catalogue too
-        Catalogue.load(job.evaluate.ranking.catalogue).refuse_other(tokenizer, "the model's")
+        Catalogue.load(job.evaluate.ranking.catalogue).raise_if_different(tokenizer, "the model's")
     trie = trie_of(rollout_config, tokenizer)
     recipe, processing = with_logits_processing(recipe, rollout_config, trie)
     held_out = _held_out(job, tokenizer, trie)
@@ -151,7 +151,7 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, li
         held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
     if trie is not None:
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
-        refuse_cut_answers(trie, job, max(lengths, default=0))
+        raise_if_cut_answers(trie, job, max(lengths, default=0))
     return held_out
 
 
@@ -227,7 +227,7 @@ def _own_model(job: Job, frozen_model: FrozenModelSpec, role: str, start: Start)
     if frozen_model.path is None:
         return {}
     directory = located(frozen_model, role, job.verify_bytes)
-    refuse_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
+    raise_if_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
     return {"directory": str(directory), "spec": ModelConfig(path=str(directory))}
 
 
@@ -238,7 +238,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
     directory = located(
         FrozenModelSpec(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
     )
-    refuse_without_score(directory)
+    raise_if_without_score(directory)
     return {
         "directory": str(directory),
         "spec": ModelConfig(path=str(directory)),

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from ptf.config import Job
 from ptf.config.sections.data import Source
 from ptf.data.prompts import prompts_once, prompts_stream
-from ptf.data.run_length import plan_prompts
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import plan_prompts
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.train.source_specs import specs
@@ -40,11 +40,11 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
     if not drop:  # before training starts, rather than hours later
         for name, spec in sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
-                refuse_too_long(prompt, room)
+                raise_if_too_long(prompt, room)
     return FittingPrompts(stream, room, drop)
 
 
-def refuse_too_long(prompt: Prompt, room: int) -> None:
+def raise_if_too_long(prompt: Prompt, room: int) -> None:
     """Raise UserError if a prompt has more than `room` tokens."""
     if len(prompt.tokens) > room:
         raise UserError(
@@ -66,7 +66,7 @@ class FittingPrompts:
             if len(prompt.tokens) <= self.room:
                 return prompt
             if not self.drop:
-                refuse_too_long(prompt, self.room)
+                raise_if_too_long(prompt, self.room)
             self.dropped += 1
         raise UserError(
             f"100,000 consecutive prompts are longer than the {self.room} tokens that data.seq_len less "

@@ -65,7 +65,9 @@ def logprob_check(
 
     def check(means: Mapping[str, float]) -> None:
         difference = LogprobDifference.of_metrics(means, tokens)
-        difference.refuse(limits, f"step {step + 1}: the engine's and the trainer's log-probs of the sampled tokens")
+        difference.raise_if_beyond(
+            limits, f"step {step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
+        )
 
     return check
 
@@ -196,7 +198,7 @@ class Learner:
         results = []
         for units in minibatches:
             sequences = packer_of(self.model)(units, self.seq_len)
-            self.trainer.refuse_large(len(sequences))
+            self.trainer.raise_if_large(len(sequences))
             if self.deterministic:
                 micro, numbers = shard_sequences_singly(sequences, self.world)
             else:

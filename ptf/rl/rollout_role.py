@@ -121,12 +121,12 @@ def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
             rollout_config.reward_env_timeout_s,
             rollout_config.reward_env_retries,
         )
-        refuse_wrong_environment(rollout_config.environment)
+        raise_if_wrong_environment(rollout_config.environment)
         options["environment"] = EnvironmentSpec(rollout_config.environment, *limits)
     return options
 
 
-def refuse_wrong_environment(what: Plugin) -> None:
+def raise_if_wrong_environment(what: Plugin) -> None:
     """Raise UserError for a class without the methods of an environment; what a function makes is checked later."""
     target = plugin.resolve(what.use)
     if isinstance(target, type) and (fault := environment_fault(target)):
@@ -134,23 +134,25 @@ def refuse_wrong_environment(what: Plugin) -> None:
 
 
 def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
-    """Return the trie of the allowed answers (`rollout.allowed`); None if any answer is allowed."""
-    if rollout_config is None or rollout_config.allowed is None:
+    """Return the trie of the allowed answers (`rollout.constrained_decoding`); None if any answer is allowed."""
+    if rollout_config is None or rollout_config.constrained_decoding is None:
         return None
-    text = storage.read_text(rollout_config.allowed.path).replace("\r\n", "\n").removesuffix("\n")
+    text = storage.read_text(rollout_config.constrained_decoding.path).replace("\r\n", "\n").removesuffix("\n")
     lines = text.split("\n") if text else []
     try:
         return Trie.of(
             (tokenizer.encode(line) for line in lines),
             tokenizer.stop_ids,
-            rollout_config.allowed.lines_per_answer,
-            rollout_config.allowed.distinct,
+            rollout_config.constrained_decoding.lines_per_answer,
+            rollout_config.constrained_decoding.distinct,
         )
     except UserError as error:
-        raise UserError(f"rollout.allowed.path: {rollout_config.allowed.path}: {error}") from error
+        raise UserError(
+            f"rollout.constrained_decoding.path: {rollout_config.constrained_decoding.path}: {error}"
+        ) from error
 
 
-def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
+def raise_if_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
     """Raise UserError if an allowed answer is longer than the limits of training or of evaluation."""
     assert job.rollout is not None
     rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
@@ -161,7 +163,8 @@ def refuse_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
     for key, room in rooms.items():
         if trie.longest > room:
             raise UserError(
-                f"rollout.allowed: its longest answer has {trie.longest} tokens with the one that ends it, "
+                f"rollout.constrained_decoding: its longest answer has {trie.longest} tokens with the one that "
+                "ends it, "
                 f"but {key} is {room}"
             )
 
@@ -185,7 +188,8 @@ def with_logits_processing(
         return replace(cast("Any", recipe), processing=processing), processing
     if processing != NO_LOGITS_PROCESSING:
         raise UserError(
-            "rollout.temperature, rollout.top_p and rollout.allowed: the recipe is not a dataclass with a field "
+            "rollout.temperature, rollout.top_p and rollout.constrained_decoding: the recipe is not a dataclass "
+            "with a field "
             "`processing` (of type ptf.model.sampling.LogitsProcessing), so its loss cannot use the distribution that "
             "answers are sampled from. Add the field, or leave the three keys at 1, 1 and null"
         )

@@ -1,7 +1,7 @@
 """The role that generates: `Sampler`, an engine with its tokenizer and environments.
 
 An answer's seed depends only on the run's seed, the key (of a step or an evaluation), the prompt's index and the
-answer's number, so an answer is the same on every worker.
+answer's number, not on the worker that generates it.
 """
 
 import asyncio
@@ -164,7 +164,7 @@ class Sampler:
         """
         differences = [np.abs(a - b) for a, b in zip(self.engine.prompt_logprobs(tokens), expected, strict=True)]
         difference = LogprobDifference.of(np.concatenate(differences), limits.bound)
-        difference.refuse(
+        difference.raise_if_beyond(
             limits,
             f"after weight sync {self.engine.version} the engine's and the trainer's log-probs of fixed prompts "
             "(the canary)",

@@ -46,7 +46,7 @@ def export_adapter(
         _check_unrounded(model, source, merged, world, spec, trained)
     else:
         loaded = probe(load(merged, without_adapters(spec)), world)
-        refuse_difference(merged, trained, loaded, _tolerance(merged, precision))
+        raise_if_difference(merged, trained, loaded, _tolerance(merged, precision))
     form = PeftFormat(model, family)
     if obstacles := form.obstacles():
         if world.leads:
@@ -62,7 +62,7 @@ def export_adapter(
     world.barrier()
     reloaded = load(source, spec)
     PeftFormat(reloaded, family).fill(unchecked / "adapter_model.safetensors")
-    difference = refuse_difference(unchecked, trained, probe(reloaded, world), LOGPROB_TOLERANCE[precision])
+    difference = raise_if_difference(unchecked, trained, probe(reloaded, world), LOGPROB_TOLERANCE[precision])
     world.barrier()
     if world.leads:
         shutil.rmtree(directory, ignore_errors=True)
@@ -100,7 +100,7 @@ def _check_unrounded(
     if world.leads:
         loaded = computed(merged, without_adapters(spec), {})
         try:
-            refuse_difference(merged, computed(source, spec, learned), loaded, _tolerance(merged, "fp32"))
+            raise_if_difference(merged, computed(source, spec, learned), loaded, _tolerance(merged, "fp32"))
         except UserError as error:
             problem = str(error)
         else:
@@ -120,7 +120,7 @@ def _tolerance(merged: Path, precision: str) -> float:
     return LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
 
 
-def refuse_difference(directory: Path, trained: dict[str, list], reloaded: dict[str, list], bound: float) -> float:
+def raise_if_difference(directory: Path, trained: dict[str, list], reloaded: dict[str, list], bound: float) -> float:
     """Return the largest difference between two probes. Raises UserError if it is above `bound`."""
     difference = difference_of(trained, reloaded)
     if not difference <= bound:

@@ -31,7 +31,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
-from ptf.model.sharding import parallelize, refuse_mesh
+from ptf.model.sharding import check_mesh, parallelize
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.train.components import layer_factory_of
@@ -229,7 +229,7 @@ def budget(
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
         model, family = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
-        refuse_mesh(model.config, mesh)
+        check_mesh(model.config, mesh)
         freeze(model, family, job.model.trainable)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained

@@ -13,11 +13,11 @@ from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.quarantine import Quarantine
-from ptf.data.run_length import DataPlan, is_cheap, planned
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import DataPlan, is_cheap, planned
 from ptf.errors import UserError
 from ptf.recipes.protocol import Recipe
 from ptf.train.source_specs import specs

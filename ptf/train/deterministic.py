@@ -33,7 +33,7 @@ class DeterministicTrainer(Trainer):
         super().__init__(*args)
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
-    def refuse_large(self, sequences: int) -> None:
+    def raise_if_large(self, sequences: int) -> None:
         """Raise UserError if the sequences' gradients need more than 4 GiB on a rank."""
         size = (
             sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)

@@ -76,9 +76,9 @@ def write_probe(directory: Path, values: dict[str, list]) -> None:
     storage.write_record(str(directory.with_name(PROBE)), {"lineage": directory.parent.name, **values})
 
 
-def refuse_damaged(run: Path, up_to: float) -> None:
+def raise_if_damaged(run: Path, up_to: float) -> None:
     """Raise Corrupt if the exported model or its probe is not what this run wrote."""
-    verified.refuse_other(str(run / MODEL), verified.of_run(run / MODEL), up_to, ADVICE)
+    verified.raise_if_different(str(run / MODEL), verified.of_run(run / MODEL), up_to, ADVICE)
     probe_of(run)
 
 

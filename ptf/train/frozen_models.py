@@ -16,7 +16,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
-from ptf.model.vocabulary import refuse_larger_tokenizer, rows
+from ptf.model.vocabulary import raise_if_larger_tokenizer, rows
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train.components import without_adapters
 from ptf.train.starting_model import is_own_reference, start_directory
@@ -53,7 +53,7 @@ def load_frozen_models(
             path = Path(str(shared))
         else:
             path = located(frozen_model, role, job.verify_bytes)
-            refuse_other_tokenizer(path, tokenizer, role, frozen_model, directory)
+            raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)
         section = checkpoint_section(spec, path) if frozen_model.same_architecture else ModelConfig(path=str(path))
         loaded[role], _ = load_model(
             path,
@@ -65,7 +65,7 @@ def load_frozen_models(
             frozen=True,
         )
         if frozen_model.same_architecture:
-            refuse_other_architecture(loaded[role], model, path, role)
+            raise_if_other_architecture(loaded[role], model, path, role)
     return loaded
 
 
@@ -78,7 +78,7 @@ def located(frozen_model: FrozenModelSpec, role: str, verify_up_to: float | None
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 
 
-def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: FrozenModelSpec, model: Path) -> None:
+def raise_if_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: FrozenModelSpec, model: Path) -> None:
     """Raise UserError unless the frozen model's tokenizer gives the ids that the model is trained on.
 
     Its chat template is not used, so it may differ.
@@ -98,10 +98,10 @@ def refuse_other_tokenizer(path: Path, tokenizer: str, role: str, frozen_model: 
             f"{role}: the model in {path} has another tokenizer than the model that is trained, "
             "so the same ids would mean other texts; use one with the same tokenizer"
         )
-    refuse_larger_tokenizer(path, tokenizer, ours.vocab_size)
+    raise_if_larger_tokenizer(path, tokenizer, ours.vocab_size)
 
 
-def refuse_other_architecture(frozen_model: Decoder, model: Decoder, path: Path, role: str) -> None:
+def raise_if_other_architecture(frozen_model: Decoder, model: Decoder, path: Path, role: str) -> None:
     """Raise UserError if the two configs differ in anything that a forward pass depends on."""
     ours, theirs = (
         {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, frozen_model)

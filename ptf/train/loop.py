@@ -19,8 +19,8 @@ from ptf.compute.world import World, alone
 from ptf.config import Job, dump
 from ptf.data.batch import Batch
 from ptf.data.partitions import Partitions
-from ptf.data.run_length import DataPlan
 from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
@@ -36,7 +36,7 @@ from ptf.train.export import MODEL, export
 from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.optim import Schedule
 from ptf.train.precompute import precompute_sources
-from ptf.train.resume import refuse_frozen_changes
+from ptf.train.resume import raise_if_frozen_changes
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
@@ -72,7 +72,7 @@ class OfflineAttempt:
         self._load_model()
         data_job = self._prepare_frozen_models()
         self.trainer = trainer_of(job.train, self.model, world, self.frozen_models)
-        self.trainer.refuse_large(job.train.global_batch_sequences)
+        self.trainer.raise_if_large(job.train.global_batch_sequences)
         partitions = make_partitions(data_job, self.recipe, self.tokenizer, run)
         self.loader = make_loader(data_job, partitions, world)
         self.held_out = held_out_sequences(
@@ -300,8 +300,8 @@ class OfflineAttempt:
         if newest is None:
             return None
         step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
-        refuse_frozen_changes(manifest["job"], self.job)
-        provenance.refuse_other(
+        raise_if_frozen_changes(manifest["job"], self.job)
+        provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, world.leads
         )
         with self.trainer.whole_optimizer():
@@ -310,7 +310,7 @@ class OfflineAttempt:
         ends = 0
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
             state = checkpoint.load_host(f"{path}/{file}")
-            self.tokenizer.refuse_other(state["tokenizer"], path)
+            self.tokenizer.raise_if_different(state["tokenizer"], path)
             partitions |= state["lanes"]  # stored names, as the first version had them
             ends = int(state["ends"])
             if self.early_stopping:

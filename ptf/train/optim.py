@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ptf.config.sections.train import TrainConfig
-from ptf.train.trainable import matches, refuse_unmatched
+from ptf.train.trainable import matches, raise_if_unmatched
 
 
 def steps_of_share(steps: int | float, run_steps: int) -> int:
@@ -64,7 +64,7 @@ def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) 
     Raises UserError if a pattern matches no parameter that trains.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    refuse_unmatched("train.lr_multipliers", factors, list(named))
+    raise_if_unmatched("train.lr_multipliers", factors, list(named))
     by_key: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         factor = next((factor for pattern, factor in factors.items() if matches(name, pattern)), 1.0)

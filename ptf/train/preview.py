@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ptf.config import Job
 from ptf.data.prompts import prompts_stream
-from ptf.data.run_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import make_partitions
 from ptf.train.source_specs import specs

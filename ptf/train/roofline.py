@@ -301,7 +301,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     Every position is trained. Raises UserError for what it does not count: other recipes and backends, components of
     the user's own, tensor parallelism, fp32, and GPUs whose speeds are not known.
     """
-    refuse_uncounted(job, gpu)
+    raise_if_uncounted(job, gpu)
     speeds, data = GPUS[gpu], gpus
     if job.train.global_batch_sequences % data:
         raise UserError(
@@ -349,7 +349,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     return Roofline(work / (seconds * speeds.flops), seconds, operators, exposed)
 
 
-def refuse_uncounted(job: Job, gpu: str) -> None:
+def raise_if_uncounted(job: Job, gpu: str) -> None:
     """Raise UserError for a job or a GPU that the roofline does not count."""
     refused = {
         f"the GPU {gpu}: it has {', '.join(GPUS)}": gpu not in GPUS,

@@ -18,7 +18,7 @@ from ptf.config.sections.model import ModelConfig, TokensConfig
 from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
-from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
+from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from ptf.train.components import without_adapters, without_head
 from ptf.train.job_tokenizer import changes_rendering, rendered, renders_a_date
 from ptf.train.trainer import load_model
@@ -54,7 +54,7 @@ class StartingModel:
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer. Raises UserError if it has more tokens than the model has rows."""
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        refuse_larger_tokenizer(self.directory, self.tokenizer_path, tokenizer.vocab_size)
+        raise_if_larger_tokenizer(self.directory, self.tokenizer_path, tokenizer.vocab_size)
         return tokenizer
 
     def with_weights(self) -> Path:
@@ -111,7 +111,7 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
         tokenizer = tokenizer_files(model, directory, run)
         base = start_directory(without_head(model), directory, run, tokenizer, seed)
         larger = Tokenizer.load(tokenizer)
-        refuse_larger_tokenizer(base, tokenizer, larger.vocab_size)
+        raise_if_larger_tokenizer(base, tokenizer, larger.vocab_size)
         new = added_rows(tokens, base, larger)
         with scratch.directory(part) as tokenizer_copy:
             larger.save(tokenizer_copy)

@@ -26,7 +26,7 @@ def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
 
 
-def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+def raise_if_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise UserError naming every pattern of the config's `key` that matches no parameter."""
     if unused := [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]:
         kinds = dict.fromkeys(".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names)
@@ -42,7 +42,7 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
     """
     names = list(weight_shapes(model))
     adapters = adapter_names(model)
-    refuse_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
+    raise_if_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
         return
     free = set(adapters)

@@ -163,7 +163,7 @@ class Trainer:
         """Return a context in which the optimizer's state is on the device, to store or to load it."""
         return self.moments.whole() if self.moments else contextlib.nullcontext()
 
-    def refuse_large(self, sequences: int) -> None:
+    def raise_if_large(self, sequences: int) -> None:
         """Raise UserError if this trainer cannot hold a step of that many sequences; the base trainer holds any."""
 
     def step(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptf.compute.provenance import PACKAGES, TOOLS, code, made_with, refuse_other
+from ptf.compute.provenance import PACKAGES, TOOLS, code, made_with, raise_if_different
 from ptf.data.sources.blocks import Reader
 from ptf.data.sources.rows import fingerprint
 from ptf.errors import UserError
@@ -133,12 +133,14 @@ def test_a_run_does_not_go_on_with_files_of_other_names(tmp_path: Path) -> None:
 )
 def test_what_decides_the_bits_is_compared(change: dict[str, Any], said: str) -> None:
     now = made_with(torch.device("cpu"), {}, "")
-    refuse_other({**now, "hardware": "other"}, now, "it", accepted=False, tell=True)  # the control: it is only said
+    raise_if_different(
+        {**now, "hardware": "other"}, now, "it", accepted=False, tell=True
+    )  # the control: it is only said
     with pytest.raises(UserError, match=said):
-        refuse_other({**now, **change}, now, "it", accepted=False, tell=False)
+        raise_if_different({**now, **change}, now, "it", accepted=False, tell=False)
     if "allowed" in change:  # the answers that may be sampled are no matter of versions
         with pytest.raises(UserError, match=said):
-            refuse_other({**now, **change}, now, "it", accepted=True, tell=False)
+            raise_if_different({**now, **change}, now, "it", accepted=True, tell=False)
     else:
-        refuse_other({**now, **change}, now, "it", accepted=True, tell=True)
+        raise_if_different({**now, **change}, now, "it", accepted=True, tell=True)
     assert len(now["packages"]) == len(PACKAGES) >= 6

@@ -22,11 +22,11 @@ from ptf.data.encode import encode_document
 from ptf.data.exchange import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
-from ptf.data.run_length import DataPlan, planned, rows_taken
 from ptf.data.sample import Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import DataPlan, planned, rows_taken
 from ptf.errors import UserError
 from tests.data.ledger import ledger
 from tests.data.peers import Threads, close

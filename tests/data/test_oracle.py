@@ -264,7 +264,7 @@ def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     mistakes: list[tuple[str, Any, str, Any]] = [
         ("drops_tools, omitted_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
-        ("drops_results", ptf.data.chat, "refuse_unseen", lambda *_, **__: None),  # dropped context passes
+        ("drops_results", ptf.data.chat, "raise_if_unseen", lambda *_, **__: None),  # dropped context passes
         (
             "drops_thinking, enable_thinking: false",
             ptf.data.chat,

@@ -15,11 +15,11 @@ from ptf.data.exchange import sequences_from_bytes, sequences_to_bytes
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.prefixes import pack_shared, prefix_groups, separate
-from ptf.data.run_length import planned
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import unit_columns
+from ptf.data.training_length import planned
 from ptf.errors import UserError
 from tests.data.templates import templated
 from tests.tiny import write_jsonl

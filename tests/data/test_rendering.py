@@ -66,11 +66,11 @@ def test_the_date_is_what_it_is_told_and_part_of_the_fingerprint(tmp_path: Path)
         UserError,
         match=r"it was made with a chat template that rendered the date 2026-02-03, not 2026-02-04: set data\.date",
     ):
-        other.refuse_other(one.identity, "it")
+        other.raise_if_different(one.identity, "it")
     one.save(tmp_path)
     again = Tokenizer.load(str(tmp_path))
     assert again.render_text(CHAT, False) == one.render_text(CHAT, False)
-    again.refuse_other(json.loads(json.dumps(one.identity)), "it")
+    again.raise_if_different(json.loads(json.dumps(one.identity)), "it")
     assert renders_date(one.hf.chat_template)
     assert not renders_date(templated("plain").hf.chat_template)
 

@@ -94,19 +94,19 @@ def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
 
 
 def test_another_tokenizer_is_refused_by_its_first_difference(characters: Tokenizer, tmp_path: Path) -> None:
-    characters.refuse_other(characters.identity, "it")
-    characters.refuse_other(json.loads(json.dumps(characters.identity)), "it")
+    characters.raise_if_different(characters.identity, "it")
+    characters.raise_if_different(json.loads(json.dumps(characters.identity)), "it")
     other = character_tokenizer("!abcdefghijklmnopqrstuvwxyz0123456789 .,+-=", tmp_path / "other")
     with pytest.raises(
         UserError,
         match=r"^it was made with another tokenizer than the model's: "
         r"for '.*' it has the ids \[.*\], but the model's tokenizer gives \[.*\]$",
     ):
-        characters.refuse_other(other.identity, "it")
+        characters.raise_if_different(other.identity, "it")
     template = Tokenizer.load(characters.hf.name_or_path)
     template.hf.chat_template += "\n"
     with pytest.raises(UserError, match=r"they differ in their chat template$"):
-        characters.refuse_other(template.identity, "it")
+        characters.raise_if_different(template.identity, "it")
 
 
 def test_a_document_begins_as_servers_begin_it(shared: Path) -> None:

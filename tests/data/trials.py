@@ -28,12 +28,12 @@ from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.data.order import PartitionSource
 from ptf.data.partitions import Partitions
-from ptf.data.run_length import DataPlan, planned
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources import blocks
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import DataPlan, planned
 from tests.data.peers import Threads, close
 
 BASE, SEQ_LEN, SOURCES = 1000, 128, "abc"

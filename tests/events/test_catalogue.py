@@ -52,12 +52,12 @@ def test_a_slate_is_read_as_items_and_what_names_none_is_none(made: Path) -> Non
 
 def test_a_catalogue_of_another_tokenizer_is_refused(made: Path, tmp_path: Path) -> None:
     catalogue = Catalogue.load(str(made / "catalogue.json"))
-    catalogue.refuse_other(extended(made), "the model's")
+    catalogue.raise_if_different(extended(made), "the model's")
     other = event_tokenizer(
         [*(item.text for item in catalogue.items if item.text.count("<") == 1), "<more>"], tmp_path / "other"
     )
     with pytest.raises(UserError, match="made with a different tokenizer than the model's"):
-        catalogue.refuse_other(other, "the model's")
+        catalogue.raise_if_different(other, "the model's")
     with pytest.raises(UserError, match="made with a different tokenizer"):
         catalogue.trie(other)
     turned = tmp_path / "items.jsonl"
@@ -65,7 +65,7 @@ def test_a_catalogue_of_another_tokenizer_is_refused(made: Path, tmp_path: Path)
     ids = "items" if catalogue.items[0].text.count("<") == 1 else {"levels": [6, 4]}
     prepare(str(tmp_path / "turned"), events=str(made / "events.jsonl"), items=str(turned), ids=ids)
     with pytest.raises(UserError, match="made with a different tokenizer"):  # the same tokens stand for other items
-        catalogue.refuse_other(extended(tmp_path / "turned"), "the model's")
+        catalogue.raise_if_different(extended(tmp_path / "turned"), "the model's")
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(UserError, match="is not a catalogue"):
         Catalogue.load(str(tmp_path / "c.json"))

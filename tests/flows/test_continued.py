@@ -8,7 +8,7 @@ from flows.sft_then_rl_flow import SFTThenRLFlow
 from flows.sweep_flow import SweepFlow
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.run import refuse_unknown_run
+from ptf.run import raise_if_unknown_run
 
 SFT = "recipe: sft\noutput: first\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 SWEEP = "flow: {sweep: [{train.lr: 1.0}, {train.lr: 2.0}]}\n"
@@ -33,8 +33,8 @@ def test_a_flow_continues_what_it_began_under_the_name(flow_class, text, names, 
     (tmp_path / "first" / "ab" / "job.yaml").touch()
     for directory in directories:
         with pytest.raises(UserError, match="has no run of this name"):
-            refuse_unknown_run("a", directories)
+            raise_if_unknown_run("a", directories)
         (directory / "job.yaml").parent.mkdir(parents=True)
         (directory / "job.yaml").touch()
-        refuse_unknown_run("a", directories)
+        raise_if_unknown_run("a", directories)
         (directory / "job.yaml").unlink()

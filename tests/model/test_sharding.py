@@ -17,7 +17,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import PLAN, SEQUENCE, WHOLE
-from ptf.model.tensor_parallel import refuse, style_of
+from ptf.model.tensor_parallel import raise_if_indivisible, style_of
 from ptf.train.trainer import load_model
 from tests.model.parallel import Case, Trained, checkpoint, difference, on_ranks, train
 from tests.tiny import packed
@@ -130,7 +130,7 @@ def test_a_pattern_takes_one_word_for_a_star() -> None:
 )
 def test_a_group_that_does_not_divide_the_heads_is_refused(models, ranks, message) -> None:
     with pytest.raises(UserError, match=message):
-        refuse(bridge.decoder_config(Path(models["gpt_oss"])), ranks)
+        raise_if_indivisible(bridge.decoder_config(Path(models["gpt_oss"])), ranks)
 
 
 @pytest.mark.cluster

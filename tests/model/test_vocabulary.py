@@ -23,7 +23,7 @@ from ptf.model.families import family_of
 from ptf.model.head import Head
 from ptf.model.sharding import parallelize
 from ptf.model.verify import random_reference
-from ptf.model.vocabulary import NewRows, extend, read_vectors, refuse_larger_tokenizer, rows
+from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from tests.model.ranks import two_ranks
 from tests.tiny import packed
 
@@ -213,6 +213,6 @@ def test_vectors_of_another_shape_are_refused(tmp_path):
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 97}))
-    refuse_larger_tokenizer(tmp_path, "t", 97)
+    raise_if_larger_tokenizer(tmp_path, "t", 97)
     with pytest.raises(UserError, match=r"ids up to 97.*rows for 97 tokens.*model\.tokens"):
-        refuse_larger_tokenizer(tmp_path, "t", 98)
+        raise_if_larger_tokenizer(tmp_path, "t", 98)

@@ -18,8 +18,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluation_check import check_evaluation, with_current_names
 from ptf.gate import Worse
-from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, refuse_regression
-from ptf.publishing import _refuse_worse
+from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, raise_if_regression
+from ptf.publishing import _raise_if_worse
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences
@@ -138,9 +138,9 @@ def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now
         if published
         else pytest.raises(UserError, match=r"not published: kl/dev is .*max_regression 0\.1")
     ):
-        refuse_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
+        raise_if_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
     with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
-        refuse_regression({"kl/dev": now}, there, "kl/test", 0.1, mode)
+        raise_if_regression({"kl/dev": now}, there, "kl/test", 0.1, mode)
 
 
 def longest(answers, at_least=0):
@@ -215,9 +215,9 @@ def test_metrics_that_an_earlier_version_stored_have_the_names_of_today(tmp_path
 def test_a_published_version_whose_metrics_have_their_old_names_is_compared_with(tmp_path):
     job = loads(yaml.safe_dump(generating(tmp_path) | {"publish": {"metric": "greedy_pass_rate/test"}}))
     artifact = Artifact("a", metrics={"greedy_pass_rate/test": 0.5})
-    _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.5}})
+    _raise_if_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.5}})
     with pytest.raises(Worse, match=r"greedy_pass_rate/test is 0\.5, the published version has 0\.6"):
-        _refuse_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.6}})
+        _raise_if_worse(job, artifact, {"version": "b", "metrics": {"test/pass@1": 0.6}})
 
 
 def test_a_metric_of_ones_own_may_not_have_the_name_of_a_held_out_metric(tmp_path):

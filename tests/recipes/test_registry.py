@@ -14,7 +14,7 @@ from ptf.recipes.ppo.recipe import Critic
 from ptf.recipes.registry import (
     RECIPES,
     RENAMED_METHODS,
-    _refuse_incomplete,
+    _raise_if_incomplete,
     algo_config_of,
     build,
     is_online,
@@ -104,4 +104,4 @@ def test_a_recipe_with_a_former_name_of_a_method_is_refused_with_the_new_one(old
     made = type("Mine", (), {old: 2, "denominator": None, "online": False})()
     job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
     with pytest.raises(UserError, match=f"Mine has `{old}`, which is not read: rename it `{RENAMED_METHODS[old]}`"):
-        _refuse_incomplete(made, job)
+        _raise_if_incomplete(made, job)

@@ -40,7 +40,7 @@ from ptf.model import bridge
 from ptf.rl.weights.stored import BucketFiles, write_buckets
 from ptf.rl.weights.verification import check
 from ptf.train import job_tokenizer, starting_model
-from ptf.train.export import probe_of, refuse_damaged
+from ptf.train.export import probe_of, raise_if_damaged
 from ptf.train.tokenize import tokenize
 from steps import retrain
 from steps.artifact import Artifact
@@ -354,7 +354,7 @@ def exported_model(made: Made) -> Scene:
     root, counterpart = made.of_run("exported", made.a, made.b, "model", "probe.json")
 
     def read() -> Any:
-        refuse_damaged(root, float("inf"))
+        raise_if_damaged(root, float("inf"))
         return held(root / "model"), probe_of(root)
 
     return Scene(root, read, counterpart)
@@ -549,8 +549,8 @@ def tokenizer_of_a_resume(made: Made) -> Scene:
 
     def read() -> Any:
         found = Tokenizer.load(str(root))
-        found.refuse_other(whole.identity, str(root))
-        found.refuse_other_stops(whole.stop_ids, str(root))
+        found.raise_if_different(whole.identity, str(root))
+        found.raise_if_other_stops(whole.stop_ids, str(root))
         return found.encode_all(TEXTS), found.stop_ids, found.hf.chat_template
 
     return Scene(root, read, counterpart)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptf.rl.rewards.sandbox.judge import find_mode
+from ptf.rl.rewards.sandbox.run_tests import find_mode
 
 CAP_SYS_ADMIN = 21
 USER = "54321"
@@ -26,7 +26,7 @@ def works(mode: str) -> bool:
         mode != "uid" and not os.getuid() and find_mode() != "uid+namespaces"
     ):
         return False
-    tried = f"from ptf.rl.rewards.sandbox.judge import try_mode\nassert try_mode({mode!r}).value == 1.0"
+    tried = f"from ptf.rl.rewards.sandbox.run_tests import try_mode\nassert try_mode({mode!r}).value == 1.0"
     return subprocess.run(in_mode(mode, "-c", tried), capture_output=True, check=False).returncode == 0
 
 

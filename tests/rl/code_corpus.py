@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.rl.rewards.functions import last_block
-from ptf.rl.rewards.sandbox.judge import SandboxFault, judge
+from ptf.rl.rewards.sandbox.run_tests import SandboxFault, run_tests
 
 SQUARES = ["assert f(3) == 9", "assert f(-4) == 16"]
 TESTS = "\n".join(SQUARES)
@@ -680,7 +680,7 @@ async def paid(
         text = text.replace(name, value)
     async with free:
         try:
-            verdict = await judge(
+            verdict = await run_tests(
                 last_block(text),
                 one.tests,
                 mode=mode,

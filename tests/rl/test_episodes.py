@@ -21,7 +21,7 @@ from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.episodes import EngineFault, Episode, Limits, run_all
-from ptf.rl.rollout_role import refuse_wrong_environment
+from ptf.rl.rollout_role import raise_if_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 
@@ -382,10 +382,10 @@ def test_an_environment_with_the_old_names_of_its_methods_is_told_the_new_ones(t
     told = "has no method `reset` and no method `step`: rename `begin` to `reset` and `act` to `step`"
     if name == "OfAnEarlierVersion":
         with pytest.raises(UserError, match=f"rollout.environment: {what.use} {told}"):
-            refuse_wrong_environment(what)
+            raise_if_wrong_environment(what)
     else:
-        refuse_wrong_environment(what)
-    refuse_wrong_environment(Plugin(use="tests.rl.environments:Echo"))  # the control
+        raise_if_wrong_environment(what)
+    raise_if_wrong_environment(Plugin(use="tests.rl.environments:Echo"))  # the control
     environments = Environments(what)
     try:
         (found,) = played([{}], tokenizer, environments)

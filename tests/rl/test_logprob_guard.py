@@ -36,7 +36,7 @@ def rounding(tokens: int, scale: float) -> np.ndarray:
 
 def refused(differences: np.ndarray, limits) -> str | None:
     try:
-        LogprobDifference.of(differences, limits.bound).refuse(limits, "log-probs")
+        LogprobDifference.of(differences, limits.bound).raise_if_beyond(limits, "log-probs")
     except SyncError as error:
         return str(error)
     return None

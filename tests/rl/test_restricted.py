@@ -36,7 +36,7 @@ def short(raw):
 
 def allowed(raw: dict, place: Path, lines=LINES, **more) -> dict:
     (place / "allowed.txt").write_text("\n".join(lines))
-    raw["rollout"] |= {"allowed": {"path": str(place / "allowed.txt"), **more}}
+    raw["rollout"] |= {"constrained_decoding": {"path": str(place / "allowed.txt"), **more}}
     return raw
 
 
@@ -129,7 +129,7 @@ def test_answers_that_are_too_long_or_not_there_are_refused(raw, tmp_path):
 def test_a_run_does_not_go_on_with_other_answers(short, tmp_path):
     raw = short
     train(allowed(raw, tmp_path))
-    with pytest.raises(UserError, match=r"rollout\.allowed"):
+    with pytest.raises(UserError, match=r"rollout\.constrained_decoding"):
         train(allowed(raw, tmp_path, ["9", "12"]))
     train(allowed(raw, tmp_path))  # the control
 

@@ -56,7 +56,7 @@ def test_the_date_is_that_of_the_day_on_which_the_run_began(tmp_path: Path, monk
     other = tokenizer_of(job, tmp_path / "other")
     assert other.render_text(CHAT, False).startswith("04-02-2026<|im_start|>")
     with pytest.raises(UserError, match="rendered the date 2026-02-03, not 2026-02-04"):
-        other.refuse_other(one.identity, "the checkpoint")
+        other.raise_if_different(one.identity, "the checkpoint")
     set_ = job_of(tmp_path, model={"chat_template": str(tmp_path / "dated.jinja")}, data={"date": "2024-12-31"})
     assert tokenizer_of(set_, tmp_path / "third").render_text(CHAT, False).startswith("31-12-2024<|im_start|>")
 

@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops, pairs
 from ptf.model.layers import normalised
-from ptf.train.roofline import GPUS, Costs, Timeline, head_costs, layer_costs, one_kernel, refuse_uncounted, roofline
+from ptf.train.roofline import GPUS, Costs, Timeline, head_costs, layer_costs, one_kernel, raise_if_uncounted, roofline
 from ptf.train.trainable import freeze
 
 GPU = GPUS["H200"]
@@ -171,4 +171,4 @@ def test_what_is_not_counted_is_refused_by_its_key(change, what):
     }
     job = loads(json.dumps(raw | {key: raw.get(key, {}) | value for key, value in change.items()}))
     with pytest.raises(UserError, match=f"does not count {what}$"):
-        refuse_uncounted(job, "H100")
+        raise_if_uncounted(job, "H100")

@@ -74,9 +74,9 @@ class DataConfig(Section):
     """Function that makes data, a tokenizer or a model config before all other stages: called as `f(directory,
     **args)`."""
     partitions: Positive = 8
-    """Number of equal slices of the data, each of which is shuffled and packed separately; a multiple of the number
-    of data-parallel ranks (`compute.workers` / `compute.mesh.tensor_parallel_size`). Batches depend on the number of
-    partitions, not on the number of workers."""
+    """Number of disjoint streams into which the data of an epoch are divided, each shuffled and packed separately; a
+    multiple of the number of data-parallel ranks (`compute.workers` / `compute.mesh.tensor_parallel_size`). Batches
+    depend on the number of partitions, not on the number of workers."""
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
     shuffle_buffer: Count = 1024

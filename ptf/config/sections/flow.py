@@ -6,7 +6,7 @@ from ptf.config.section import Count, Positive, Section, free
 
 
 class StageConfig(Section):
-    """Resources and limits of one step of a flow."""
+    """Resources and limits of one stage: prepare, tokenize, train, evaluate or publish."""
 
     cpu: Positive | None = None
     """CPUs."""

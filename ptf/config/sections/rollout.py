@@ -19,7 +19,7 @@ class RewardModelConfig(Section):
     """Factor on its score."""
 
 
-class AllowedConfig(Section):
+class ConstrainedDecodingConfig(Section):
     """The permitted answers: the policy can generate nothing else."""
 
     path: str
@@ -75,7 +75,7 @@ class RolloutConfig(Section):
     """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
     log-probs over the same tokens. Another policy has another nucleus; therefore values below 1 are refused unless
     `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` is 0."""
-    allowed: AllowedConfig | None = None
+    constrained_decoding: ConstrainedDecodingConfig | None = None
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
     replicas: Positive = free(1)

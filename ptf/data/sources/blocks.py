@@ -116,7 +116,7 @@ class Lines:
             raise UserError(NESTED) from None
         if not isinstance(row, dict):
             raise UserError(f"a row must be a JSON object, this is a {type(row).__name__}")
-        refuse_nested(row, self.texts[i])
+        raise_if_nested(row, self.texts[i])
         return row
 
     def part(self, start: int, end: int) -> "Lines":
@@ -124,7 +124,7 @@ class Lines:
         return Lines(self.texts[start:end], self.numbers[start:end], self.lines, self.nbytes)
 
 
-def refuse_nested(row: Row, text: bytes) -> None:
+def raise_if_nested(row: Row, text: bytes) -> None:
     """Raise UserError for a row that is nested too deeply.
 
     Another thread may have a smaller stack, so a row that this one parses could exhaust it there.

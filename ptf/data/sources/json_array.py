@@ -167,14 +167,14 @@ class JsonArray:
             raise self._scanner.broken_off()
         if token == b"]" and not before.strip():
             self._done = True
-            self._refuse_trailing_text()
+            self._raise_if_trailing_text()
             return None
         if token not in (b"{", b"[") or before.strip() != (b"" if self._first else b","):
             raise self._scanner.error("the array holds something else than objects with a comma between them")
         self._first = False
         return self._scanner.element(), line
 
-    def _refuse_trailing_text(self) -> None:
+    def _raise_if_trailing_text(self) -> None:
         """Raise UserError where an array is followed by more text."""
         if self._key is None:
             before, token = self._scanner.token()

@@ -98,7 +98,7 @@ def fingerprint(reader: Reader) -> str:
     return hashlib.sha256(names.encode()).hexdigest()[:16] + (f"@{reader.commit}" if reader.commit else "")
 
 
-def refuse_other_files(reader: Reader, stored: str) -> None:
+def raise_if_other_files(reader: Reader, stored: str) -> None:
     """Raise UserError unless the checkpoint was made with the reader's files.
 
     `stored` is the fingerprint of the source in the checkpoint.

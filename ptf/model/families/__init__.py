@@ -66,7 +66,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return importlib.import_module(f"ptf.model.families.{MODULES[model_type]}").FAMILIES[model_type]
 
 
-def refuse(model_type: str, settings: Mapping[str, Any]) -> None:
+def raise_if_unsupported(model_type: str, settings: Mapping[str, Any]) -> None:
     """Raise UserError naming all settings that are truthy: each is one that ptf does not implement."""
     if unsupported := [f"{k}: {v}" for k, v in settings.items() if v]:
         raise UserError(f"{model_type}: not supported: {', '.join(unsupported)}")
@@ -79,8 +79,10 @@ def rope(c: Mapping[str, Any], parameters: Mapping[str, Any] | None = None, thet
         parameters = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     base = float(parameters.get("rope_theta") or c.get("rope_theta") or theta)
-    refuse(str(c["model_type"]), {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind})
-    refuse(
+    raise_if_unsupported(
+        str(c["model_type"]), {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind}
+    )
+    raise_if_unsupported(
         str(c["model_type"]),
         {"partial_rotary_factor": (f := parameters.get("partial_rotary_factor", 1.0)) != 1.0 and f},
     )
@@ -114,7 +116,7 @@ def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
 def alternating(c: Mapping[str, Any], types: Sequence[str], ropes: Mapping[str, Rope]) -> tuple[Layer, ...]:
     """Return the layers by their `layer_types`."""
     window = {"full_attention": None, "sliding_attention": c.get("sliding_window")}
-    refuse(str(c["model_type"]), {"layer_types": sorted(set(types) - set(window))})
+    raise_if_unsupported(str(c["model_type"]), {"layer_types": sorted(set(types) - set(window))})
     if len(types) != c["num_hidden_layers"]:
         raise UserError(
             f"{c['model_type']}: config.json has num_hidden_layers {c['num_hidden_layers']} and {len(types)} "

@@ -20,7 +20,7 @@ from ptf.model.families import (
     Family,
     alternating,
     common,
-    refuse,
+    raise_if_unsupported,
     rope,
     small,
     small_rope,
@@ -53,7 +53,7 @@ DEFAULTS = {  # the reference's defaults where a config.json has none, as the pu
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
-    refuse(
+    raise_if_unsupported(
         "gemma3",
         {
             "hidden_activation": (act := c.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh"
@@ -94,7 +94,7 @@ def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map the text part of a multimodal config.json."""
     text = {**c["text_config"], "model_type": "gemma3"}
     # the reference ignores this setting in multimodal models
-    refuse("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
+    raise_if_unsupported("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
     return config({**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", True))})
 
 

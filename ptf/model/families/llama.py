@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, refuse, rope, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rope, small
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    refuse("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
     tied = c.get("tie_word_embeddings", False)

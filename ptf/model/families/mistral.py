@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, refuse, rope, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rope, small
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    refuse(
+    raise_if_unsupported(
         "mistral",
         {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},
     )

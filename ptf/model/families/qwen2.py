@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, alternating, common, refuse, rope, small
+from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, rope, small
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -23,7 +23,7 @@ def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    refuse("qwen2", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported("qwen2", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers(c), qkv_bias=True)
 
 

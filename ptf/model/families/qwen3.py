@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, common, refuse, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, small
 from ptf.model.families.qwen2 import layers, random_window
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    refuse("qwen3", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported("qwen3", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
     shape = common({"head_dim": 128, **c})  # the reference's default where a config.json has none
     return DecoderConfig(

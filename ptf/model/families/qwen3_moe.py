@@ -7,7 +7,7 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
-from ptf.model.families import DENSE, LAYER, Family, common, refuse, rope, small
+from ptf.model.families import DENSE, LAYER, Family, common, raise_if_unsupported, rope, small
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
@@ -21,7 +21,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    refuse("qwen3_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported("qwen3_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     plain = Layer(rope(c), window)
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)

@@ -96,7 +96,7 @@ class DPO:
 
     @property
     def precomputed_from(self) -> tuple[object, ...]:
-        """Nothing of the recipe decides the reference's log-probs."""
+        """Return nothing: no key of the recipe changes the reference's log-probs."""
         return ()
 
     def precomputed_columns(

@@ -122,7 +122,7 @@ class GRPO:
             dtype=torch.float64
         )
 
-    def is_fully_on_policy(self, batch: Batch) -> bool:
+    def has_closed_form_gradient(self, batch: Batch) -> bool:
         """Return whether every ratio is 1 and the loss has no other term than the clipped objective.
 
         Then the derivative of the loss with respect to each log-prob, − advantage × coefficient, is known before the
@@ -136,7 +136,7 @@ class GRPO:
         )
 
     def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return what `loss` returns, for a batch with `is_fully_on_policy`."""
+        """Return what `loss` returns, for a batch with `has_closed_form_gradient`."""
         coefficients = self.token_coefficients(batch)
         head_fn = partial(
             surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
@@ -178,7 +178,7 @@ class GRPO:
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
-        if self.is_fully_on_policy(batch):
+        if self.has_closed_form_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
         outputs = model(
             batch.tokens, batch.positions, batch.segments, partial(token_logprobs, **self.sampling_arguments(batch))

@@ -238,7 +238,7 @@ class NativeEngine:
         else:
             bridge.load_hf_tensors(self.model, tensors, self.family)
         held = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
-        refuse_other_values(held, tensors, manifest.version)
+        raise_if_other_values(held, tensors, manifest.version)
         self.version = manifest.version
         return receipt
 
@@ -251,7 +251,7 @@ class NativeEngine:
         self.offloaded.restore()
 
 
-def refuse_other_values(held: Iterable[tuple[str, Tensor]], sent: Mapping[str, Tensor], version: int) -> None:
+def raise_if_other_values(held: Iterable[tuple[str, Tensor]], sent: Mapping[str, Tensor], version: int) -> None:
     """Raise SyncError unless each tensor that the engine holds is the one that was sent, in the engine's dtype.
 
     In bf16 a tensor of the version before is closer than rounding, so no comparison of log-probs can detect it.

@@ -81,7 +81,10 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the accelerator's memory again, with the weights as they were before `sleep`."""
+        """Take the accelerator's memory again.
+
+        The weights are as before `sleep`, unless the next call is `load_weights` with all of them.
+        """
         ...
 
 

@@ -1,9 +1,8 @@
 """vLLM as a rollout engine, inside this process: each call of `generate` is one request, and the requests of all
 callers are batched continuously.
 
-An answer is a function of (weights, context, sampling, seed), not of what else is in the batch. Therefore
-every sampled request has its own seed, and greedy requests never share a batch with sampled ones (vLLM on a CPU ignores
-all seeds of a mixed batch).
+Every sampled request has its own seed, so an answer depends on what else is in the batch only through rounding. Greedy
+requests never share a batch with sampled ones (vLLM on a CPU ignores all seeds of a mixed batch).
 """
 
 import asyncio
@@ -154,7 +153,7 @@ class VLLMEngine:
 
         Raises ValueError for a request that cannot be served, SyncError after a weight sync that failed.
         """
-        self._refuse_if_unusable()
+        self._raise_if_unusable()
         self._check_context(request.context, self.max_model_len - 1)
         if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
             # below 0.01, vLLM would sample at 0.01
@@ -255,8 +254,8 @@ class VLLMEngine:
 
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
-        self._refuse_if_unusable()
-        self._refuse_if_busy("compute prompt log-probs")
+        self._raise_if_unusable()
+        self._raise_if_busy("compute prompt log-probs")
         for sequence in tokens:
             self._check_context(sequence, self.max_model_len - 1)  # vLLM gives them only if it may add a token
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
@@ -277,7 +276,7 @@ class VLLMEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
-        self._refuse_if_busy("load weights")
+        self._raise_if_busy("load weights")
         receipt = check(buckets, manifest, self.version)
         sent = set(manifest.digests)
         names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
@@ -312,7 +311,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """See RolloutEngine."""
-        self._refuse_if_busy("sleep")
+        self._raise_if_busy("sleep")
         if on_cpu():
             return
         self._forget_prefixes()
@@ -349,11 +348,11 @@ class VLLMEngine:
         if not self.engine.reset_prefix_cache():
             raise SyncError("vLLM did not drop its cached prefixes, which belong to the previous weights")
 
-    def _refuse_if_unusable(self) -> None:
+    def _raise_if_unusable(self) -> None:
         if self.unusable:
             raise SyncError(f"this engine generates nothing: {self.unusable}")
 
-    def _refuse_if_busy(self, what: str) -> None:
+    def _raise_if_busy(self, what: str) -> None:
         if self._running or self._queue:
             raise RuntimeError(
                 f"the engine cannot {what} while {len(self._running) + len(self._queue)} requests are being served"

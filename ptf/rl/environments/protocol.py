@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
-from ptf.errors import refuse_old_names
+from ptf.errors import raise_if_old_names
 from ptf.rl.worker_process import Fault, WorkerProcess
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
@@ -50,7 +50,7 @@ class Environment(Protocol):
         ...
 
 
-__getattr__ = refuse_old_names(
+__getattr__ = raise_if_old_names(
     __name__,
     {
         "Turn": "is now StepResult(environment_messages, reward, done, policy_message); the methods of an environment "

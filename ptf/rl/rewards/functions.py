@@ -19,7 +19,7 @@ from typing import Any
 from ptf.config import Plugin
 from ptf.data.trajectory import Group, NoResult, Reward
 from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous
-from ptf.rl.rewards.sandbox.judge import judge, sandbox_line
+from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
 from ptf.rl.worker_process import Fault, WorkerProcess
 
 RewardInput = tuple[Mapping[str, Any], str]  # a data row and the response that is scored
@@ -31,7 +31,7 @@ def exact(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float
 
 
 def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
-    """Return 1.0 if the answer equals the row's `column`, as numbers where both are, else as text; otherwise 0.0."""
+    """Return 1.0 if the response equals the row's `column`, as numbers where both are, else as text; otherwise 0.0."""
     wanted, given = str(row[column]).strip(), text.strip()
     try:
         return float(
@@ -42,11 +42,11 @@ def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> flo
 
 
 def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", after: str = "") -> float:
-    """Return 1.0 if the answer is mathematically equal to the row's `column`, by math-verify; else 0.0.
+    """Return 1.0 if the response is mathematically equal to the row's `column`, by math-verify; else 0.0.
 
-    The answer is the last expression that math-verify can read: `\\boxed{…}`, LaTeX or a plain expression. With
-    `after` (`####` in GSM8K), the right answer is the column's text after the last such mark. A row without a readable
-    expression is an error, hence an answer without a result.
+    Of the response, the last expression counts that math-verify can read: `\\boxed{…}`, LaTeX or a plain expression.
+    With `after` (`####` in GSM8K), the reference answer is the column's text after the last such mark; the response is
+    not split. A row without a readable expression is an error, hence a response without a result.
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
 
@@ -73,7 +73,7 @@ async def code_async(
     """Run the unit tests of `code` in the sandbox without blocking the event loop, and return what `code` does."""
     sandbox_line(sandbox)
     options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
-    verdict = await judge(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
+    verdict = await run_tests(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
     if verdict.value is None:
         raise ValueError(verdict.why)
     return verdict.value

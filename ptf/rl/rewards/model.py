@@ -24,7 +24,7 @@ from ptf.rl.roles import FrozenModelRole
 from ptf.train.trainer import forget_forwards
 
 
-def refuse_without_score(place: Path) -> None:
+def raise_if_without_score(place: Path) -> None:
     """Raise UserError unless the directory's model has a scalar head; a missing one would be drawn at random."""
     if not is_scalar(bridge.read_config(place)):
         raise UserError(

@@ -37,8 +37,8 @@ class Transport:
 
     # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
     link_crossings: Mapping[str, int]
-    # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes as long as
-    # its slowest link, and weights cannot be sent again to one engine alone
+    # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes at
+    # least as long as its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
     from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
@@ -85,13 +85,14 @@ def share_a_pool(job: "Job") -> bool:
 
 
 def whole_on_gpus(job: "Job", gpu: bool) -> bool:
-    """Return whether whole weights are sent between GPUs under Ray: on a CPU, or for an adapter alone, `object_store`
-    is as good."""
+    """Return whether whole weights are sent from GPUs to GPUs under Ray: on a CPU, or for an adapter alone,
+    `object_store` is as good."""
     assert job.rollout is not None
     return gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
 
 
-TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first
+# in the order in which `auto` tries them: those that stream; `files`, without a second copy in host memory; the rest
+TRANSPORTS = {
     # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
     # within the GPU, into the shared buffer and out of it
     "ipc": Transport(
@@ -122,7 +123,7 @@ TRANSPORTS = {  # in the order in which `auto` tries them: the fastest first
 
 
 def resolve_transport(job: "Job", gpu: bool) -> str:
-    """Return the transport that a job uses: what `rollout.transport` names, or for `auto` the fastest that it can use.
+    """Return the transport that a job uses: what `rollout.transport` names; for `auto`, the first that it can use.
 
     `gpu` is whether the roles have GPUs.
     """

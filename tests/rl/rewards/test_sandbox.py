@@ -18,7 +18,7 @@ from ptf.errors import UserError
 from ptf.rl.rewards.functions import RewardWorkers, brevity, code, exact, mathematics, weighted
 from ptf.rl.rewards.sandbox import syscalls
 from ptf.rl.rewards.sandbox.cells import MODES
-from ptf.rl.rewards.sandbox.judge import find_mode, sandbox_line
+from ptf.rl.rewards.sandbox.run_tests import find_mode, sandbox_line
 from tests.rl.as_user import in_mode, works
 from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
 
@@ -151,8 +151,8 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
     """The subreaper alone: no seccomp, no Landlock, a session and a program of its own."""
     script = f"""
         import asyncio
-        from ptf.rl.rewards.sandbox.judge import judge
-        print(asyncio.run(judge({DOUBLE_FORK + SQUARE[10:-4]!r}, "assert f(3) == 9", mode="subreaper",
+        from ptf.rl.rewards.sandbox.run_tests import run_tests
+        print(asyncio.run(run_tests({DOUBLE_FORK + SQUARE[10:-4]!r}, "assert f(3) == 9", mode="subreaper",
                                 filtered=False)).value)
     """
     done = subprocess.run(
@@ -170,8 +170,8 @@ def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
     script = f"""
         import asyncio, tempfile
         tempfile.tempdir = {str(open_to_all(tmp_path))!r}
-        from ptf.rl.rewards.sandbox.judge import judge
-        asyncio.run(judge({DOUBLE_FORK + "import time; time.sleep(600)"!r}, "assert f(3) == 9", mode={mode!r},
+        from ptf.rl.rewards.sandbox.run_tests import run_tests
+        asyncio.run(run_tests({DOUBLE_FORK + "import time; time.sleep(600)"!r}, "assert f(3) == 9", mode={mode!r},
                           seconds=100.0, filtered={mode != "subreaper"}))
     """
     caller = subprocess.Popen(in_mode(mode, "-c", textwrap.dedent(script)), stderr=subprocess.DEVNULL)
@@ -203,7 +203,7 @@ def test_a_cell_does_not_start_once_the_process_outside_it_was_killed(killed):
         import os, signal, socket, time
         from pathlib import Path
         from ptf.rl.rewards.sandbox import cells
-        from ptf.rl.rewards.sandbox.judge import directories
+        from ptf.rl.rewards.sandbox.run_tests import directories
         fork_and_wait = cells._fork_and_wait
         def slowly(held):
             fork_and_wait(held)
@@ -232,7 +232,7 @@ def test_strict_refuses_a_machine_without_namespaces():
     script = """
         from ptf.errors import UserError
         from ptf.rl.rewards.sandbox import syscalls
-        from ptf.rl.rewards.sandbox.judge import sandbox_line
+        from ptf.rl.rewards.sandbox.run_tests import sandbox_line
         syscalls.NUMBERS = {"unshare": syscalls.NUMBERS["unshare"]}
         syscalls.forbid(alone=False)  # as where a container's profile forbids it
         print(sandbox_line("auto"))

@@ -132,7 +132,7 @@ def imports_answer(trees: Sequence[ast.AST]) -> bool:
     return False
 
 
-def judge(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> dict[str, Any]:
+def run_tests(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> dict[str, Any]:
     """Return {"value": 1.0 or 0.0, "why": reason}, or {"none": reason} if there is no result.
 
     `reached` is called with the side that runs next, "answer" or "tests".
@@ -232,7 +232,7 @@ def serve(control: socket.socket, pipe: socket.socket) -> None:
             lines.flush()
 
         try:
-            verdict = judge(Link(pipe), job, say)
+            verdict = run_tests(Link(pipe), job, say)
         except BaseException as error:
             verdict = {"none": f"the tests cannot be run: {type(error).__name__}: {error}"}
         say(verdict)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ptf.data import run_length, tokenized
+from ptf.data import tokenized, training_length
 from ptf.data.encode import encode_document
 from ptf.data.partitions import Partitions
-from ptf.data.run_length import estimated, planned
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.training_length import estimated, planned
 
 ROWS, SIZES = 4, {"a": 90, "b": 40}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def test_what_is_said_is_what_is_trained(
         assert low * 0.85 <= n <= high * 1.15
 
 
-@pytest.mark.parametrize("few", [run_length.FEW_ROWS, 10])
+@pytest.mark.parametrize("few", [training_length.FEW_ROWS, 10])
 def test_rows_of_compressed_files_are_counted_or_estimated(
     files: Path, characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int
 ) -> None:
@@ -106,7 +106,7 @@ def test_rows_of_compressed_files_are_counted_or_estimated(
     sources = {"a": SourceSpec(str(tmp_path / "a.jsonl.gz"), epochs=2)}
     partitions = Partitions(sources, characters, encode, partitions=4, seed=3, shuffle=16, seq_len=64, lookahead=8)
     ends, found = trained(partitions, None)
-    monkeypatch.setattr(run_length, "FEW_ROWS", few)
+    monkeypatch.setattr(training_length, "FEW_ROWS", few)
     plan = planned(partitions, ROWS, None)
     low, high = plan.passes["a"]  # type: ignore[misc]
     if few > SIZES["a"]:
@@ -140,14 +140,14 @@ def test_only_the_lengths_of_what_is_tokenized_are_read(
     plan = planned(partitions, ROWS, None)
     assert (plan.steps, plan.passes, plan.exact) == ((steps, steps), {"a": (2.0, 2.0)}, True)
     assert found["a"] == 2
-    monkeypatch.setattr(run_length, "FEW_ROWS", 0)
+    monkeypatch.setattr(training_length, "FEW_ROWS", 0)
     assert planned(partitions, ROWS, None).exact
 
 
 def test_an_interval_where_too_much_would_be_encoded(
     files: Path, characters: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_length, "FEW_ROWS", 100)
+    monkeypatch.setattr(training_length, "FEW_ROWS", 100)
     partitions = partitions_of(files, characters, 1)
     plan = planned(partitions, ROWS, None)
     assert not plan.exact

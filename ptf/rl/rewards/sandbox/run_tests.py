@@ -1,4 +1,4 @@
-"""`judge`, a coroutine function, decides whether an answer's Python passes its tests; each side runs in its own cell.
+"""`run_tests`, a coroutine function, decides whether a response's Python passes its tests; each side runs in a cell.
 
 How well the cells are confined is decided before any code runs: `find_mode` tries the modes that this machine may
 allow, best first. A run prints the mode, and `sandbox: strict` refuses a machine that has only the weaker ones.
@@ -78,7 +78,7 @@ def command(mode: str, seconds: float, memory_mib: int, wall_s: float, **more: A
     return [*COMMAND, json.dumps({**cell._asdict(), "place": tempfile.gettempdir(), "wall_s": wall_s})]
 
 
-async def judge(
+async def run_tests(
     answer: str,
     tests: Any,
     *,
@@ -124,7 +124,7 @@ async def judge(
 
 
 def verdict_of(reply: bytes) -> Verdict:
-    """Return the verdict in what a judging process wrote. Raise SandboxFault where it could not judge."""
+    """Return the verdict in what the process of the tests wrote. Raise SandboxFault where it could not judge."""
     found: dict[str, Any] = json.loads(reply) if reply else {"error": "its process died"}
     if "error" in found:
         raise SandboxFault(found["error"])
