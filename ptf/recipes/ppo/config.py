@@ -15,7 +15,7 @@ class PPOConfig(RewardedConfig):
     gamma: Fraction = 1.0
     """Discount factor per token."""
     lam: Fraction = 0.95
-    """λ of generalised advantage estimation: 1 uses the observed returns, 0 the one-step error of the critic, r + γ V′ − V."""
+    """λ of generalised advantage estimation: 1 uses the observed returns, 0 the one-step error r + γ V′ − V."""
     whiten: bool = True
     """Centre and scale advantages over all tokens of a step."""
     value_clip: PositiveFloat = 0.2
