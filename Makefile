@@ -156,8 +156,8 @@ bench-grpo: setup                         ## the GRPO step beside TRL's (make pe
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py
 
-test-e2e: setup                          ## the main job by the commands of a user: SFT and GRPO, killed and resumed, one and two workers, what is published in vLLM
-	$(PY) -m pytest tests/e2e -m e2e
+test-e2e: setup                          ## commands as a user types them: the main job killed and resumed, one and two workers, what is published in vLLM; flows, kills, secrets, the examples
+	$(PY) -m pytest -n 2 -m "e2e and not cluster"
 
 test-cluster: setup                      ## what needs more ranks or nodes than the suite has time for
 	$(PY) -m pytest tests -m cluster

@@ -145,6 +145,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.e2e
 def test_a_flow_leaves_none_of_its_secrets_anywhere(tmp_path):
     toy = Toy(tmp_path)
     toy.env |= {"PLANTED": SECRET, "PYTHONPATH": os.getcwd()}

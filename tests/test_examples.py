@@ -69,6 +69,7 @@ def curves() -> ModuleType:
     return module
 
 
+@pytest.mark.e2e
 def test_script_and_notebook_go_from_rows_to_a_published_model(tmp_path: Path) -> None:
     for file in EXAMPLES.iterdir():
         if file.is_file():

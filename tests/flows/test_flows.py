@@ -18,6 +18,8 @@ from ptf.config import loads
 from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
 from tests.tiny import arithmetic
 
+pytestmark = pytest.mark.e2e
+
 TWO = ROOT / "flows" / "sft_then_rl_flow.py"
 
 

@@ -40,6 +40,7 @@ TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
 ]
 
 
+@pytest.mark.e2e
 def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
     """And leave nothing behind; faults that are planted are reported (negative controls)."""
     given = json.dumps([trial[:3] for trial in TRIALS])

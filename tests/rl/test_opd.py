@@ -50,6 +50,7 @@ def distilled(raw):
     }
 
 
+@pytest.mark.cluster
 def test_it_comes_nearer_to_its_teacher(distilled, tmp_path):
     """Which SFT made of the same model."""
     taught = {**distilled, "recipe": "sft", "algo": {}, "evaluate": {}}

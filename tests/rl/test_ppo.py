@@ -149,6 +149,7 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
     assert facts[0] == facts[1]
 
 
+@pytest.mark.cluster
 def test_it_learns_and_its_critic_too(ppo):
     ppo["train"] |= {"steps": 40, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}
     ppo["checkpoint"] = {"every": 40}

@@ -50,6 +50,7 @@ def go_on(raw: dict[str, Any], directory: Path, workers: int, done: int) -> None
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("chain", [((2, 3), (1, 9)), pytest.param(((2, 3), (4, 6), (1, 9)), marks=pytest.mark.cluster)])
 def test_any_number_of_workers_one_after_the_other_gives_the_same_bits(
     raw: dict[str, Any], chain: tuple[tuple[int, int], ...]

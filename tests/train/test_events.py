@@ -252,6 +252,7 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     assert found["greedy_reward/slates"] > 0
 
 
+@pytest.mark.cluster
 def test_a_model_of_text_learns_items_beside_its_chats(tmp_path: Path) -> None:
     chats = arithmetic(tmp_path)
     base = tmp_path / "model"

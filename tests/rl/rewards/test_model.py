@@ -96,6 +96,7 @@ def test_what_it_cannot_read_has_no_result(taste):
     assert isinstance(fine.outcome, Reward)
 
 
+@pytest.mark.cluster
 def test_a_policy_learns_what_it_likes(raw, liked):
     """Which need not be what it was made to like: from random weights the policy finds answers that it has never seen,
     and scores high."""
