@@ -111,13 +111,27 @@ TRANSPORTS = {
     ),
     # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
     "files": Transport(
-        link_crossings={"gather": 1, "host_link": 2, "disk": 2, "digest_on_host": 2, "network": 1},
+        link_crossings={
+            "gather": 1,
+            "host_link": 2,
+            "disk": 2,
+            "digest_on_device": 1,
+            "digest_on_host": 1,
+            "network": 1,
+        },
         in_files=True,
         auto_candidate=whole_on_gpus,
     ),
     # through host memory, all tensors at once: the same with an object store
     "object_store": Transport(
-        link_crossings={"gather": 1, "host_link": 2, "host": 2, "digest_on_host": 2, "network": 1}
+        link_crossings={
+            "gather": 1,
+            "host_link": 2,
+            "host": 2,
+            "digest_on_device": 1,
+            "digest_on_host": 1,
+            "network": 1,
+        }
     ),
 }
 
