@@ -15,7 +15,7 @@ def full_text(error: BaseException) -> str:
 
 
 class UserError(Exception):
-    """Error that the user can fix: one clear message, printed without a traceback."""
+    """Error that is reported as one message, without a traceback: the user can fix it, or (`Retryable`) try again."""
 
 
 class Lost(RuntimeError):

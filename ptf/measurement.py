@@ -272,7 +272,7 @@ def _engine_here(job: Job) -> str | Plugin:
 
 
 def measure_answers(job: Job, run: Path) -> dict[str, float]:
-    """Return the greedy accuracy, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
+    """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.measure_starting_model`, also those of the model that training started from.
 
     The greedy answers are written to `run/answers/` and `run/answers/start/`.

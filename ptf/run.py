@@ -30,7 +30,7 @@ from ptf.data.sources import hub
 from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
-from ptf.train.resume import raise_if_frozen_changes
+from ptf.train.resume import raise_if_fixed_keys_changed
 
 if TYPE_CHECKING:
     from ptf.compute.world import World
@@ -247,10 +247,10 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
 
 
 def write_job_file(job: Job, directory: Path) -> None:
-    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a frozen key."""
+    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key."""
     directory.mkdir(parents=True, exist_ok=True)
     if (then := read_job_file(directory)) is not None:
-        raise_if_frozen_changes(then, job)
+        raise_if_fixed_keys_changed(then, job)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
 

@@ -13,7 +13,7 @@ from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
 from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
-from ptf.train.resume import raise_if_frozen_changes
+from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
@@ -139,7 +139,7 @@ def _record(directory: Path, name: str, advice: str) -> dict:
 def _overridden(text: str, overrides: Sequence[str]) -> Job:
     """Return the job of a text with free keys changed. Raises UserError for a key that may not change."""
     job = loads(text, overrides)
-    raise_if_frozen_changes(text, job)
+    raise_if_fixed_keys_changed(text, job)
     return job
 
 

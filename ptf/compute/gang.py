@@ -1,5 +1,5 @@
-"""A gang: N processes on Ray that form one process group. verl's worker groups place and start the processes; each of
-them runs the functions that are sent to it.
+"""A gang: N processes on Ray that run the same functions, usually as one process group. verl's worker groups place and
+start them.
 
 The driver reports any failure of a rank at once, with the rank's name. An exception of a function on a rank is raised
 again in the driver; a process that died, or a deadline that passed, becomes a RuntimeError with rank, pid and the task.

@@ -1,4 +1,4 @@
-"""Conversion of YAML files to a `Job`, and of a `Job` to YAML, to a fingerprint, and to the keys that are frozen on
+"""Conversion of YAML files to a `Job`, and of a `Job` to YAML, to a fingerprint, and to the keys that are fixed on
 resume.
 
 A config is accepted or refused as a whole. Every problem in every file is found and reported in one error, each with
@@ -166,7 +166,7 @@ def resolve(
 
 
 def frozen_differences(old: Job, new: Job) -> list[str]:
-    """Return the changes that a resume does not allow, each as `key: old → new`. Keys below a free key are free."""
+    """Return the changes that a resume does not allow, each as `key: old → new`."""
     return list(_differences(_in_force(old), _in_force(new), ""))
 
 
@@ -182,7 +182,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[str]:
     below = f"{key}." if key else ""
     if isinstance(old, Section) and (type(old) is type(new) or isinstance(old, Job)):
         for name, field in type(old).model_fields.items():
-            if (field.json_schema_extra or {}) != {"resume": "free"}:
+            if (field.json_schema_extra or {}) != {"resume": "changeable"}:
                 yield from _differences(getattr(old, name), getattr(new, name), f"{below}{name}")
     elif isinstance(old, dict) and isinstance(new, dict):
         for name in old | new:

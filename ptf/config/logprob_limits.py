@@ -10,7 +10,7 @@ from ptf.config.schema import Job
 # A small model trained to a sharp function turns fp32 rounding (1e-7) into 1e-4 on tokens that it is unsure of:
 # measured against float64, in the trainer and in vLLM alike.
 LOGPROB_TOLERANCE = {"fp32": 1e-3, "bf16": 0.2}
-"""The largest difference between two forward passes' log-probs of one token of a short text that is rounding and not a
+"""The largest difference between two forward passes' log-probs of one token of a short text that is rounding and not an
 error, by precision. The load check of a published model and `ptf check-engine` use it."""
 
 

@@ -32,7 +32,7 @@ Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not 
 * A key or a plugin that had another name in an earlier version of ptf is refused with the name of today;
   `ptf upgrade CONFIG...` rewrites the files and keeps their comments.
   What runs have stored is translated when it is read.
-* *Frozen* keys must be the same when a run continues from a checkpoint; *free* keys may change.
+* *Fixed* keys must be the same when a run continues from a checkpoint; the others *may change*.
 """
 MOST_SET = (
     "recipe",
@@ -79,23 +79,23 @@ SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 def markdown() -> str:
     """Return the reference: the keys that most jobs set, then a table for each section, in the order of the schema."""
     titles: dict[tuple[type[Section], bool], list[str]] = {}
-    for title, section, free in _sections(Job, "", False):
-        titles.setdefault((section, free), []).append(title)
+    for title, section, changes in _sections(Job, "", False):
+        titles.setdefault((section, changes), []).append(title)
     most_set = _rows(MOST_SET_HEAD, [(key, field_at(key)) for key in MOST_SET])
     return "\n".join(
-        [INTRO, most_set, *(_table(", ".join(names), section, free) for (section, free), names in titles.items())]
+        [INTRO, most_set, *(_table(", ".join(names), section, changes) for (section, changes), names in titles.items())]
     )
 
 
 def field_at(key: str) -> tuple[FieldInfo, bool]:
-    """Return the field of a dotted key of a job, and whether the key or a section above it is free on resume.
+    """Return the field of a dotted key of a job, and whether the key or a section above it may change on resume.
     Raises KeyError where a job has no such key."""
     *above, name = key.split(".")
-    section, free = Job, False
+    section, changes = Job, False
     for step in above:
         field = section.model_fields[step]
-        section, free = section_at(field.annotation, []) or Section, free or _free(field)
-    return section.model_fields[name], free
+        section, changes = section_at(field.annotation, []) or Section, changes or _changeable(field)
+    return section.model_fields[name], changes
 
 
 def json_schema() -> dict[str, Any]:
@@ -123,9 +123,9 @@ def write(root: Path) -> None:
     (root / "configs/schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
 
 
-def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[str, type[Section], bool]]:
-    """Title, section, and whether it lies below a free key."""
-    yield above.rstrip(".") or "Job", section, free
+def _sections(section: type[Section], above: str, changes: bool) -> Iterator[tuple[str, type[Section], bool]]:
+    """Title, section, and whether it lies below a key that may change."""
+    yield above.rstrip(".") or "Job", section, changes
     for name, field in section.model_fields.items():
         named = get_origin(core(field.annotation)) is dict
         inner = section_at(field.annotation, ["NAME"] if named else [])
@@ -133,29 +133,31 @@ def _sections(section: type[Section], above: str, free: bool) -> Iterator[tuple[
             for recipe, job in jobs().items():
                 yield f"algo, recipe {recipe}", section_at(job, ["algo"]) or Section, False
         elif inner and inner is not Plugin:
-            yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), free or _free(field))
+            yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), changes or _changeable(field))
     if section is Job:
         yield "a plugin", Plugin, False
 
 
-def _table(title: str, section: type[Section], free: bool) -> str:
+def _table(title: str, section: type[Section], changes: bool) -> str:
     head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
-    return _rows(head, [(name, (field, free)) for name, field in section.model_fields.items()], section is not Plugin)
+    return _rows(
+        head, [(name, (field, changes)) for name, field in section.model_fields.items()], section is not Plugin
+    )
 
 
 def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: bool = True) -> str:
     """Return a table of keys below `head`.
 
-    Each key is given as it is to be named, with its field and whether a section above is free. With `resumes` False,
+    Each key is given as it is to be named, with its field and whether a section above may change. With `resumes` False,
     nothing is said of resuming.
     """
     rows = []
-    for name, (field, free) in fields:
+    for name, (field, changes) in fields:
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
-        resume = "" if inner or not resumes else "free" if free or _free(field) else "frozen"
+        resume = "" if inner or not resumes else "may change" if changes or _changeable(field) else "fixed"
         about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
@@ -211,8 +213,8 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(field.default)}`"
 
 
-def _free(field: FieldInfo) -> bool:
-    return field.json_schema_extra == {"resume": "free"}
+def _changeable(field: FieldInfo) -> bool:
+    return field.json_schema_extra == {"resume": "changeable"}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The schema of a config: every key of ptf. A `Job` is one YAML file: what to train, from what data, how, and where.
 
 Keys are declared in the sections (ptf.config.sections), those of a recipe in its `config.py`, and nowhere else. Each is
-*frozen* on resume (changing it would change what is trained) unless it is declared with `free(...)`. Paths are relative
-to the working directory and may be local or any fsspec URI; two prefixes point at what other stages make:
+*fixed* on resume (changing it would change what is trained) unless it is declared with `changeable(...)`. Paths are
+relative to the working directory and may be local or any fsspec URI; two prefixes point at what other stages make:
 `prepare:NAME` (a file or directory that `data.prepare` wrote) and `job:CONFIG` (the model which that config last
 published).
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import create_model, model_validator
 
-from ptf.config.section import AlgoConfig, Count, Plugin, Section, free
+from ptf.config.section import AlgoConfig, Count, Plugin, Section, changeable
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import ComputeConfig
 from ptf.config.sections.data import DataConfig
@@ -30,7 +30,7 @@ class Job(Section):
 
     recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""
-    output: str = free("runs")
+    output: str = changeable("runs")
     """Directory of the runs, each in a directory of its name. A run is found by `output` and its name: to continue it
     with another `output`, move its directory there first."""
     seed: Count = 0

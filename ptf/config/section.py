@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-def free(default: Any, **limits: Any) -> Any:
+def changeable(default: Any, **limits: Any) -> Any:
     """Declare a key that may differ between a checkpoint and the run that resumes it."""
-    return Field(default, json_schema_extra={"resume": "free"}, **limits)
+    return Field(default, json_schema_extra={"resume": "changeable"}, **limits)
 
 
 MOST = 10**15  # more of anything does not fit into the numbers that count it

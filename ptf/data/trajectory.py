@@ -89,7 +89,7 @@ class Trajectory:
         return np.concatenate([np.zeros(0, np.float32), *(generation.logprobs for generation in self.generations)])
 
 
-def merged(generations: Sequence[Generation]) -> list[list[Generation]]:
+def group_into_documents(generations: Sequence[Generation]) -> list[list[Generation]]:
     """Group generations into runs that make one document each.
 
     In a run, the context of each generation begins with the context and the sampled ids of the generation before it.
@@ -121,7 +121,7 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
         **trajectory.token_columns,
     }
     samples, start = [], 0
-    for run in merged(trajectory.generations):
+    for run in group_into_documents(trajectory.generations):
         tokens = np.concatenate([run[-1].context, run[-1].sampled_ids]).astype(np.int32)
         positions = np.concatenate(
             [

@@ -34,7 +34,7 @@ from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
 from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
 from ptf.rl.weights.verification import SyncError
-from ptf.train.resume import raise_if_frozen_changes
+from ptf.train.resume import raise_if_fixed_keys_changed
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: files)
@@ -94,7 +94,7 @@ class Controller:
         self.samples = AnswerLog(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
-        """Train until the last step: x ~ D, y ~ π_old, r(x, y), Â, π ← π + ∇J, π_old ← π."""
+        """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π."""
         with passing_on(self.directory):  # SIGTERM becomes a file, so that no further attempt starts
             self._run()
 
@@ -299,7 +299,7 @@ class Controller:
         return out
 
     def sync(self) -> dict[str, float]:
-        """Copy the policy's weights to the engines, π_old ← π, and verify them.
+        """Copy the policy's weights to the engines, π_engine ← π, and verify them.
 
         The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
         Raises SyncError if one of them is wrong.
@@ -397,7 +397,7 @@ class Controller:
         if newest is None:
             return 0, {}
         step, path, manifest = newest
-        raise_if_frozen_changes(manifest["job"], self.job)
+        raise_if_fixed_keys_changed(manifest["job"], self.job)
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, tell=True
         )

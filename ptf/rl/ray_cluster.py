@@ -14,7 +14,7 @@ from ptf.compute.heartbeat import beating
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
 from ptf.rl.cluster import Pool, PoolSchedule, RoleSpec, split
-from ptf.rl.replicas import FROZEN_S, Replicas
+from ptf.rl.replicas import HUNG_S, Replicas
 
 
 class RoleRank(RankWorker):
@@ -146,7 +146,7 @@ class VerlCluster(PoolSchedule):
                 env=spec.env,
                 pool=slots[i],
                 worker=RoleRank,
-                silent_s=min(FROZEN_S, self.timeout_s),
+                silent_s=min(HUNG_S, self.timeout_s),
             )
 
         group = Replicas(spec, start_replica, self.device, self.restarts)

@@ -15,7 +15,7 @@ from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.weights.verification import SyncError
 
-FROZEN_S = 60.0  # a replica whose heartbeat is older than this is replaced
+HUNG_S = 60.0  # a replica whose heartbeat is older than this is replaced
 
 
 def by_cost(items: Sequence[Any], parts: int, cost: Callable[[Any], float]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Roles that have a model: `Learner` (policy, critic) and `LogprobModel` (reference, teacher).
 
-The policy role *is* the SFT trainer, called from a different process. The role that generates is
+The policy role *is* the SFT trainer, called by the controller. The role that generates is
 `ptf.rl.sampler.Sampler`, and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 

@@ -36,7 +36,7 @@ from ptf.train.export import MODEL, export
 from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.optim import Schedule
 from ptf.train.precompute import precompute_sources
-from ptf.train.resume import raise_if_frozen_changes
+from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
@@ -300,7 +300,7 @@ class OfflineAttempt:
         if newest is None:
             return None
         step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
-        raise_if_frozen_changes(manifest["job"], self.job)
+        raise_if_fixed_keys_changed(manifest["job"], self.job)
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, world.leads
         )

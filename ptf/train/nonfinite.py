@@ -8,7 +8,7 @@ from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 
-MOST = 10  # consecutive steps that may be skipped
+MOST = 10  # so many consecutive steps without a finite loss end the run
 
 
 def write_documents(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:

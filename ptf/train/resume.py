@@ -4,7 +4,7 @@ from ptf.config import Job, frozen_differences, loads
 from ptf.errors import UserError
 
 
-def raise_if_frozen_changes(saved: str, job: Job) -> None:
+def raise_if_fixed_keys_changed(saved: str, job: Job) -> None:
     """Raise UserError naming every frozen key that differs from the checkpoint's job."""
     changed = frozen_differences(loads(saved), job)
     if changed:

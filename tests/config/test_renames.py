@@ -32,7 +32,7 @@ from ptf.config.upgrade import upgraded
 from ptf.errors import UserError
 from ptf.run import read_job_file, write_job_file
 from ptf.storage import Corrupt
-from ptf.train.resume import raise_if_frozen_changes
+from ptf.train.resume import raise_if_fixed_keys_changed
 
 # job.yaml as `record` of ptf at c9bfe39 wrote it, in directories of these names, and the fingerprints that were taken
 STORED = Path(__file__).parent / "stored"
@@ -461,7 +461,7 @@ def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
     text, today = read_job_file(stored), upgraded_job(stored)
     assert text is not None
     assert frozen_differences(loads(text), today) == []
-    raise_if_frozen_changes(text, today)
+    raise_if_fixed_keys_changed(text, today)
     write_job_file(today, stored)
     assert read_job_file(stored) == dump(today)
     other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_sequences": 16})})

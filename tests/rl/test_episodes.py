@@ -14,7 +14,7 @@ from ptf.config import ConfigError, Plugin
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, merged, samples_of
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, group_into_documents, samples_of
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.protocol import Sampling
@@ -187,7 +187,7 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
         Reward(1.0),
         {"old_logprobs": np.arange(5, dtype=np.float32) + 10},
     )
-    assert [len(run) for run in merged(generations)] == [2, 1]
+    assert [len(run) for run in group_into_documents(generations)] == [2, 1]
     first, second = samples_of(t, np.arange(5) + 20)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.loss_weights.tolist() == [0, 0, 1, 1, 0, 1]

@@ -4,15 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Positive, PositiveFloat, Section, free
+from ptf.config.section import Count, Positive, PositiveFloat, Section, changeable
 
 
 class MeshConfig(Section):
     """How the workers divide the model: `replicate` × shards × `tensor_parallel_size` = workers."""
 
-    replicate: Positive = free(1)
+    replicate: Positive = changeable(1)
     """Number of copies of the sharded model (HSDP); gradients are reduced over the copies too."""
-    tensor_parallel_size: Positive = free(1)
+    tensor_parallel_size: Positive = changeable(1)
     """Number of workers that hold every layer together and see the same sequences. Tensor
     parallelism divides attention heads, key-value heads, MLPs, experts and vocabulary; the size must divide each of
     these numbers."""
@@ -24,7 +24,7 @@ class PoolConfig(Section):
     roles: Annotated[list[str], Field(min_length=1)]
     """The roles of the pool: any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward
     model) that the job has. The pool has as many devices as its largest role needs."""
-    offload: Literal["auto", "disk"] = free("auto")
+    offload: Literal["auto", "disk"] = changeable("auto")
     """Where the weights and the optimizer of a role are while another role uses the devices. `auto`: in host memory;
     without a GPU they stay in place. `disk`: in files under the run's directory, also on a CPU, for models that do not
     fit into memory together."""
@@ -33,29 +33,29 @@ class PoolConfig(Section):
 class ComputeConfig(Section):
     """Where the run runs, and on how many devices."""
 
-    launcher: Literal["ray", "torchrun", "local"] = free("ray")
+    launcher: Literal["ray", "torchrun", "local"] = changeable("ray")
     """`ray`: Ray actors; an offline recipe with one worker and no `address` runs in this process without Ray.
     `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
-    workers: Positive = free(1)
+    workers: Positive = changeable(1)
     """Number of training processes, one per GPU."""
     mesh: MeshConfig = MeshConfig()
     """How the workers divide the model."""
-    pools: dict[str, PoolConfig] = free({})
+    pools: dict[str, PoolConfig] = changeable({})
     """Online recipes: which roles share devices (colocated), and which have their own. Default: one pool of all
     roles."""
-    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    device: Literal["auto", "cpu", "cuda"] = changeable("auto")
     """`auto` uses the GPU if there is one, and prints which device it uses."""
-    threads: Positive | None = free(None)
+    threads: Positive | None = changeable(None)
     """CPU threads of each worker; default: the machine's cores divided by the workers."""
-    address: str | None = free(None)
+    address: str | None = changeable(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
     to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
     run's name. By default a cluster is started for the run and stopped after it. If the cluster requires a
     token, the token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is used."""
-    timeout_s: PositiveFloat = free(1800.0)
+    timeout_s: PositiveFloat = changeable(1800.0)
     """Deadline of every single wait: a collective, a phase of a step, the start of a worker. If Ray does not start or
     does not answer, it is tried again until this deadline."""
-    restarts: Count = free(2)
+    restarts: Count = changeable(2)
     """Online recipes on Ray: how often failed processes are restarted before the run ends. It limits two counts. A
     rollout engine that fails is replaced at most this often in one rollout; its successor gets the newest weights and
     the requests that were not answered. If another role fails, all roles restart from the newest checkpoint, at most

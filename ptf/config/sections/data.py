@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, free
+from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, changeable
 
 
 class Source(Section):
@@ -120,5 +120,5 @@ class DataConfig(Section):
     the beginning do not end the run. While training, each partition counts the rows that it reads itself."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
-    prefetch: Positive = free(4)
+    prefetch: Positive = changeable(4)
     """Number of global steps that are packed ahead in the background."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ptf.config.section import Plugin, Positive, Section, Temperature, free
+from ptf.config.section import Plugin, Positive, Section, Temperature, changeable
 from ptf.config.sections.data import Source
 
 
@@ -25,31 +25,31 @@ class RankingConfig(Section):
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
-    sources: dict[str, Source] = free({})
+    sources: dict[str, Source] = changeable({})
     """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `greedy_reward/NAME` and so on. Offline
     recipes also measure the loss of `data.validation`, whether or not there are sources here."""
-    reward: Plugin | None = free(None)
+    reward: Plugin | None = changeable(None)
     """Score of an answer; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
     another scale; default: `rollout.reward`."""
-    metrics: dict[str, Plugin] = free({})
+    metrics: dict[str, Plugin] = changeable({})
     """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
     `outcome`, that returns a number."""
-    ranking: RankingConfig | None = free(None)
+    ranking: RankingConfig | None = changeable(None)
     """Rank a catalogue and compare it with what users did next."""
-    engine: Literal["auto", "vllm", "native"] | Plugin = free("auto")
+    engine: Literal["auto", "vllm", "native"] | Plugin = changeable("auto")
     """What generates the answers; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a GPU,
     vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
     `model.backend: hf`, `auto` is vllm."""
-    measure_starting_model: bool = free(True)
+    measure_starting_model: bool = changeable(True)
     """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
     compares with them: with `false`, versions are published without that comparison."""
-    limit: Positive = free(512)
+    limit: Positive = changeable(512)
     """Largest number of prompts of each source; the first prompts are used."""
-    samples_per_prompt: Positive = free(8)
+    samples_per_prompt: Positive = changeable(8)
     """k of pass@k, the share of prompts for which any of k sampled answers passes; `greedy_pass_rate` is the share that
     the one greedy answer passes."""
-    temperature: Temperature = free(1.0)
+    temperature: Temperature = changeable(1.0)
     """Sampling temperature of pass@k."""
-    max_new_tokens: Positive = free(256)
+    max_new_tokens: Positive = changeable(256)
     """Largest number of tokens of a held-out answer, in the evaluate stage and in validation. It is not taken from
     `rollout.max_new_tokens`: set both, or longer answers are cut here."""

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from ptf.config.section import Count, Positive, Section, free
+from ptf.config.section import Count, Positive, Section, changeable
 
 
 class StageConfig(Section):
@@ -26,13 +26,13 @@ class StageConfig(Section):
 class FlowConfig(Section):
     """Settings of the orchestrator, which training does not read."""
 
-    stages: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StageConfig] = free({})
+    stages: dict[Literal["prepare", "tokenize", "train", "evaluate", "publish"], StageConfig] = changeable({})
     """Resources, retries and limits by stage."""
-    cron: str | None = free(None)
+    cron: str | None = changeable(None)
     """Schedule of a deployed flow: minute, hour, day of the month, month, day of the week (`0 3 * * 1`: Mondays at
     three)."""
-    event: str | None = free(None)
+    event: str | None = changeable(None)
     """Name of the event that starts a deployed flow."""
-    sweep: list[dict[str, Any]] = free([])
+    sweep: list[dict[str, Any]] = changeable([])
     """Trials of the sweep flow: for each, the keys that differ from this job (`{train.lr: 1e-4,
     train.global_batch_sequences: 8}`)."""

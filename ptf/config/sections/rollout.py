@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, free
+from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, changeable
 
 
 class RewardModelConfig(Section):
@@ -44,13 +44,13 @@ class RolloutConfig(Section):
     max_turns: Positive = 8
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
-    reward_env_processes: Positive = free(1)
+    reward_env_processes: Positive = changeable(1)
     """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
     engine replica."""
-    reward_env_timeout_s: PositiveFloat = free(10.0)
+    reward_env_timeout_s: PositiveFloat = changeable(10.0)
     """Time limit of one call of `reward`, or of an environment's `reset` or `step`; a process that exceeds it is
     killed."""
-    reward_env_retries: Count = free(1)
+    reward_env_retries: Count = changeable(1)
     """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
     result."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
@@ -78,37 +78,37 @@ class RolloutConfig(Section):
     constrained_decoding: ConstrainedDecodingConfig | None = None
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
-    replicas: Positive = free(1)
+    replicas: Positive = changeable(1)
     """Number of rollout engines; each uses `tensor_parallel_size` devices. Other devices of their pool are idle while
     answers are generated, so on GPUs that the policy shares give `compute.workers` / `tensor_parallel_size`."""
-    tensor_parallel_size: Positive = free(1)
+    tensor_parallel_size: Positive = changeable(1)
     """Number of devices that hold one vLLM engine together, each a part of every layer. The rollout role takes
     `replicas` × `tensor_parallel_size` devices of its pool."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
     engine applies to the base model."""
-    transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = free("auto")
+    transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = changeable("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
     `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use, otherwise `object_store`.
-    `object_store`: as a whole model, through host memory. The other three send them in buckets, so that neither the
-    policy nor vLLM holds a second copy of the model (the native engine does). `files`: through files in the run's
-    directory, which engines on other machines must be able to read. `ipc`: through memory of the GPU that policy and
-    engine share. `nccl`: from GPU to GPU."""
-    max_logprob_diff_mean: PositiveFloat | None = free(None)
+    `object_store`: through host memory, which holds the whole model at once. The other three hold a few buckets at a
+    time, so that neither the policy nor vLLM has a second copy of the model (the native engine does). `files`:
+    through files in the run's directory, which engines on other machines must be able to read. `ipc`: through memory of
+    the GPU that policy and engine share. `nccl`: from GPU to GPU."""
+    max_logprob_diff_mean: PositiveFloat | None = changeable(None)
     """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
     tokens; above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
-    logprob_diff_bound: PositiveFloat | None = free(None)
+    logprob_diff_bound: PositiveFloat | None = changeable(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
-    max_logprob_diff_share: Fraction | None = free(None)
+    max_logprob_diff_share: Fraction | None = changeable(None)
     """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`. The run stops before
     the update if the share is above it by more than three standard deviations of that count, which allows more for few
     tokens. Default: 0 in fp32, 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = free(0.7)
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
     fit beside the policy's, which is not offloaded then."""
-    cpu_kv_cache_gib: PositiveFloat = free(0.25)
+    cpu_kv_cache_gib: PositiveFloat = changeable(0.25)
     """Key-value cache of one vLLM engine on a CPU, in GiB. On a GPU vLLM determines its own, from
     `gpu_memory_utilization`."""

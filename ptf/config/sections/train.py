@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import Count, Fraction, Positive, PositiveFloat, Section, Steps, free
+from ptf.config.section import Count, Fraction, Positive, PositiveFloat, Section, Steps, changeable
 
 
 class EarlyStoppingConfig(Section):
@@ -40,7 +40,7 @@ class TrainConfig(Section):
     """Packed sequences per optimizer step over all workers, in offline recipes. Online recipes do not use it: an
     optimizer step there trains on `rollout.prompts_per_step` × `rollout.group_size` / `algo.num_minibatches`
     answers."""
-    micro_batch_sequences: Positive = free(8)
+    micro_batch_sequences: Positive = changeable(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
@@ -62,9 +62,9 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat = 1.0
     """A gradient with a larger global norm is scaled down to this norm (clipping)."""
-    on_nonfinite: Literal["stop", "skip"] = free("stop")
-    """What to do if the loss or the gradient is not finite: end the run, or skip the step (at most 10 in a row). The
-    documents of the step are written to `RUN/nonfinite/`."""
+    on_nonfinite: Literal["stop", "skip"] = changeable("stop")
+    """What to do if the loss or the gradient is not finite: end the run, or skip the step (the tenth in a row ends the
+    run). The documents of the step are written to `RUN/nonfinite/`."""
     early_stopping: EarlyStoppingConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -72,11 +72,11 @@ class TrainConfig(Section):
     a reference or a teacher, are then held in bfloat16. Frozen weights of the trained model (`model.lora`,
     `model.trainable`) are held in bfloat16 only if its checkpoint is stored in bfloat16, otherwise in fp32, so that the
     export loses nothing."""
-    activation_checkpointing: Literal["none", "block", "offload", "selective"] = free("none")
+    activation_checkpointing: Literal["none", "block", "offload", "selective"] = changeable("none")
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer; the
     layer's input is kept. `offload`: the same, with the inputs in host memory, for long sequences. `selective`: only
     cheap operations, that is, all except matrix products and attention."""
-    optimizer_offload: bool = free(False)
+    optimizer_offload: bool = changeable(False)
     """Keep AdamW's two moments (8 bytes per trained parameter) in host memory. The optimizer step copies them to the
     device and back in buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit,
     but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
@@ -84,10 +84,10 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Compute the same bits for any `micro_batch_sequences` and any number of workers, by adding the gradients of
     sequences in a fixed order. For small models in fp32 on a CPU."""
-    compile: Literal["auto"] | bool = free("auto")
+    compile: Literal["auto"] | bool = changeable("auto")
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the
     three on 2 busy cores) and changes the last bits."""
-    validate_every: Count = free(0)
+    validate_every: Count = changeable(0)
     """Steps between measurements of the held-out losses, or (online recipes) between greedy passes over
     `evaluate.sources`; 0: never."""
