@@ -1,4 +1,4 @@
-"""Speed and memory of a step: tokens per second, MFU, resident or device memory."""
+"""The peak FLOP/s of a device, by which MFU divides, and the peak memory of a process."""
 
 import os
 import re

@@ -96,7 +96,7 @@ class Encoded:
         before = {"without": self._empty_rows, "found": self._last_epoch, "ended": False}
         units_of_heads, recorded = [], []
         ends: list[int] | None = None
-        for head, n in zip(rows.heads, rows.counts(len(rows.order)), strict=True):
+        for head, n in zip(rows.open_blocks, rows.counts(len(rows.order)), strict=True):
             block, first, at = head[3], head[1], (head[5], head[6])
             recorded.append(block.row_counts[first : first + n])
             if block.simple(first, first + n):

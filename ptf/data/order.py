@@ -237,26 +237,29 @@ class RowRun:
     """Rows of one epoch that a partition reads one after the other, from blocks that stay open meanwhile."""
 
     epoch: int
-    heads: list[list[Any]]  # the open blocks as in Ranges, before the first row; they are not modified
-    order: np.ndarray  # [rows] int64: the head that each row comes from; the rows of a head are ascending
+    open_blocks: list[list[Any]]  # the open blocks as in Ranges, before the first row; they are not modified
+    order: np.ndarray  # [rows] int64: the cursor that each row comes from; the rows of a cursor are ascending
     before: dict[str, Any]  # the state of the partition before the first row
 
     def counts(self, n: int) -> list[int]:
-        """Return for each head how many of the first n rows are its."""
-        return np.bincount(self.order[:n], minlength=len(self.heads)).tolist()
+        """Return for each cursor how many of the first n rows are its."""
+        return np.bincount(self.order[:n], minlength=len(self.open_blocks)).tolist()
 
     def state(self, n: int) -> dict[str, Any]:
         """Return the state of the partition after the first n rows."""
-        return self.before | {"taken": self.before["taken"] + n, "heads": [head[:2] for head in self.left(n)]}
+        return self.before | {"taken": self.before["taken"] + n, "heads": [cursor[:2] for cursor in self.left(n)]}
 
     def left(self, n: int) -> list[list[Any]]:
-        """Return the heads after the first n rows; the one that the last row of a run exhausts is removed."""
-        heads = [[head[0], head[1] + taken, *head[2:]] for head, taken in zip(self.heads, self.counts(n), strict=True)]
-        ended = next((h for h, head in enumerate(heads) if head[1] == head[2]), None)
+        """Return the open blocks after the first n rows; the one that the last row of a run exhausts is removed."""
+        open_blocks = [
+            [cursor[0], cursor[1] + taken, *cursor[2:]]
+            for cursor, taken in zip(self.open_blocks, self.counts(n), strict=True)
+        ]
+        ended = next((h for h, cursor in enumerate(open_blocks) if cursor[1] == cursor[2]), None)
         if ended is not None:
-            heads[ended] = heads[-1]
-            heads.pop()
-        return heads
+            open_blocks[ended] = open_blocks[-1]
+            open_blocks.pop()
+        return open_blocks
 
 
 class Ranges(_Partition):
@@ -274,59 +277,59 @@ class Ranges(_Partition):
         self._epoch, self._taken, self._opened = epoch, 0, 0
         self._pieces = self._ordered.pieces(epoch, self._partition).tolist()
         # the open blocks: piece, next row, end, block, lines before it, file, number
-        self._heads: list[list[Any]] = []
+        self._open_blocks: list[list[Any]] = []
         self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._partition}")
 
     def __next__(self) -> RawRow:
-        heads, more = self._open_wanted()
-        h, n = 0, len(heads)
+        open_blocks, more = self._open_wanted()
+        h, n = 0, len(open_blocks)
         if n > 1:
             number = self._draw(self._taken)
             if more:
                 h = number % n
             else:
                 # no further block will be opened: draw in proportion to the rows left, so that all end at about once
-                number %= sum(head[2] - head[1] for head in heads)
-                while (number := number - heads[h][2] + heads[h][1]) >= 0:
+                number %= sum(cursor[2] - cursor[1] for cursor in open_blocks)
+                while (number := number - open_blocks[h][2] + open_blocks[h][1]) >= 0:
                     h += 1
-        head = heads[h]
-        row = head[1]
-        head[1] = row + 1
+        cursor = open_blocks[h]
+        row = cursor[1]
+        cursor[1] = row + 1
         self._taken += 1
-        if head[1] == head[2]:
-            heads[h] = heads[-1]
-            heads.pop()
-        return RawRow(head[3], row, self._reader.uris[head[5]], head[4], self._epoch, head[5], head[6])
+        if cursor[1] == cursor[2]:
+            open_blocks[h] = open_blocks[-1]
+            open_blocks.pop()
+        return RawRow(cursor[3], row, self._reader.uris[cursor[5]], cursor[4], self._epoch, cursor[5], cursor[6])
 
     def _open_wanted(self) -> tuple[list[list[Any]], bool]:
-        """Open blocks as needed; return the heads, at least one, and whether further blocks will be opened."""
-        if self._opened == len(self._pieces) and not self._heads:
+        """Open blocks as needed; return them, at least one, and whether further blocks will be opened."""
+        if self._opened == len(self._pieces) and not self._open_blocks:
             self._begin(next_with_rows(self._extent.total, self._partitions, self._epoch, self._partition))
-        heads = self._heads
-        if len(heads) < self._most:
-            while self._opened < len(self._pieces) and len(heads) < self._wanted():
-                heads.append(self._open(self._opened, None))
+        open_blocks = self._open_blocks
+        if len(open_blocks) < self._most:
+            while self._opened < len(self._pieces) and len(open_blocks) < self._wanted():
+                open_blocks.append(self._open(self._opened, None))
                 self._opened += 1
-        return heads, self._opened < len(self._pieces)
+        return open_blocks, self._opened < len(self._pieces)
 
     def run(self, most: int, ready: Callable[[Block], bool]) -> RowRun | None:
         """Return the next rows, at most `most`, as `__next__` would return them one by one.
 
         Return None, and take nothing, if an open block is not `ready`.
         """
-        heads, more = self._open_wanted()
-        if not all(ready(head[3]) for head in heads):
+        open_blocks, more = self._open_wanted()
+        if not all(ready(cursor[3]) for cursor in open_blocks):
             return None
-        if more and len(heads) < self._most:  # until the next block is opened beside them
-            most = min(most, self._window + GAP * (len(heads) - BEGIN + 1) - self._taken)
-        order = self._drawn(heads, most, more)
-        run = RowRun(self._epoch, heads, order, self.state_dict())
-        self._heads, self._taken = run.left(len(order)), self._taken + len(order)
+        if more and len(open_blocks) < self._most:  # until the next block is opened beside them
+            most = min(most, self._window + GAP * (len(open_blocks) - BEGIN + 1) - self._taken)
+        order = self._drawn(open_blocks, most, more)
+        run = RowRun(self._epoch, open_blocks, order, self.state_dict())
+        self._open_blocks, self._taken = run.left(len(order)), self._taken + len(order)
         return run
 
-    def _drawn(self, heads: list[list[Any]], most: int, more: bool) -> np.ndarray:
-        """Return the heads that the next rows come from, at most `most` rows, until a head is exhausted."""
-        n, left = len(heads), [head[2] - head[1] for head in heads]
+    def _drawn(self, open_blocks: list[list[Any]], most: int, more: bool) -> np.ndarray:
+        """Return the open blocks that the next rows come from, at most `most` rows, until a cursor is exhausted."""
+        n, left = len(open_blocks), [cursor[2] - cursor[1] for cursor in open_blocks]
         if n == 1:
             return np.zeros(min(most, left[0]), np.int64)
         numbers = self._draw.numbers(self._taken, most)
@@ -367,13 +370,13 @@ class Ranges(_Partition):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row."""
-        heads = [head[:2] for head in self._heads]
+        open_blocks = [cursor[:2] for cursor in self._open_blocks]
         return {
             "files": self._ordered.fingerprint,
             "epoch": self._epoch,
             "taken": self._taken,
             "opened": self._opened,
-            "heads": heads,
+            "heads": open_blocks,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -381,7 +384,7 @@ class Ranges(_Partition):
         self._check(state)
         self._begin(int(state["epoch"]))
         self._taken, self._opened = int(state["taken"]), int(state["opened"])
-        self._heads = [self._open(int(piece), int(row)) for piece, row in state["heads"]]
+        self._open_blocks = [self._open(int(piece), int(row)) for piece, row in state["heads"]]
 
 
 class RoundRobin(_Partition):

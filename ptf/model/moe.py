@@ -1,9 +1,9 @@
 """Mixture of experts: a router sends each token to a few gated MLPs, which run as one grouped matrix product over the
 tokens sorted by expert.
 
-Sorting gives each token `top_k` rows. It is undone by the inverse permutation, so tokens are copied to rows, and rows
-added to tokens, by reading alone, forward and backward: nothing is added in an order that a GPU chooses, and the host
-never waits for a number of rows.
+Sorting gives each token `top_k` rows. It is undone by the inverse permutation, so both directions
+are gathers, forward and backward: no atomic additions, whose order a GPU chooses, and no host sync for the number of
+tokens of an expert.
 
 The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is E · Σ over the E experts of f · P, where f
 is the number of times that the expert was chosen per token and P is its mean router probability. It is `top_k` if the

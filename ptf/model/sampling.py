@@ -1,9 +1,10 @@
 """From logits to the distribution that tokens are sampled from, for the engine that samples them and for the losses
 over sampled tokens.
 
-The engine and the trainer call the same functions, so the trainer's log-probs are those of the distribution that was
-sampled from. First, tokens that are not allowed are excluded; then the temperature is applied; then the distribution is
-restricted to the nucleus, the most likely tokens that together have probability `top_p` (Holtzman et al. 2020).
+The trainer and the native engine call the same functions, so the trainer's log-probs are those of the distribution
+that was sampled from; vLLM does the same by its own. First, tokens that are not allowed are excluded; then the
+temperature is applied; then the distribution is restricted to the nucleus, the most likely tokens that together have
+probability `top_p` (Holtzman et al. 2020).
 """
 
 from dataclasses import dataclass

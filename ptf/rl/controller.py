@@ -46,7 +46,7 @@ def rewards_differ(group: Group) -> bool:
 
 
 class Controller:
-    """The loop of an online recipe: rollouts, rewards, credit, updates, and weight sync."""
+    """The loop of an online recipe: rollouts, rewards, advantages, updates, and weight sync."""
 
     def __init__(
         self,

@@ -117,9 +117,9 @@ def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
     if rollout_config.environment:
         limits = (
             rollout_config.max_turns,
-            rollout_config.reward_env_processes,
-            rollout_config.reward_env_timeout_s,
-            rollout_config.reward_env_retries,
+            rollout_config.scoring_processes,
+            rollout_config.scoring_timeout_s,
+            rollout_config.scoring_retries,
         )
         raise_if_wrong_environment(rollout_config.environment)
         options["environment"] = EnvironmentSpec(rollout_config.environment, *limits)
@@ -205,8 +205,8 @@ def rewards_of(job: Job, reward: Plugin | None) -> RewardWorkers | None:
         return RewardWorkers(reward, within_s=within_s)
     return RewardWorkers(
         reward,
-        rollout_config.reward_env_timeout_s,
-        processes=rollout_config.reward_env_processes,
-        retries=rollout_config.reward_env_retries,
+        rollout_config.scoring_timeout_s,
+        processes=rollout_config.scoring_processes,
+        retries=rollout_config.scoring_retries,
         within_s=within_s,
     )

@@ -136,7 +136,7 @@ class Sampler:
         return (
             f"{left} of {len(episodes)} episodes{processes} did not end within {self.timeout_s:g} s "
             "(compute.timeout_s): a step has too many answers or they are too long"
-            f"{', or rollout.reward_env_processes is too low' if environments else ''}"
+            f"{', or rollout.scoring_processes is too low' if environments else ''}"
         )
 
     @broadcast

@@ -110,7 +110,7 @@ def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
         "prompts_per_step": PROMPTS,
         "group_size": GROUP,
         "max_new_tokens": 6,
-        "reward_env_timeout_s": DEADLINE_S,
+        "scoring_timeout_s": DEADLINE_S,
         "max_no_result_share": 0.5,
     }
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}

@@ -318,7 +318,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
         "prompts_per_step": 8,
         "group_size": 4,
         "max_new_tokens": 4,
-        "reward_env_processes": 2,
+        "scoring_processes": 2,
     }
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")

@@ -103,7 +103,7 @@ def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, re
         ),
         40,
     )
-    assert recipe.has_closed_form_gradient(batch)
+    assert recipe.can_fuse_policy_gradient(batch)
     found = []
     for way in (recipe.loss, lambda *a: other(recipe).loss(*a)):
         loss, metrics = way(model, batch, {})
@@ -128,7 +128,7 @@ def other(recipe: GRPO) -> GRPO:
 
 
 class NotForeseen(GRPO):
-    def has_closed_form_gradient(self, batch):
+    def can_fuse_policy_gradient(self, batch):
         return False
 
 

@@ -44,13 +44,13 @@ class RolloutConfig(Section):
     max_turns: Positive = 8
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
-    reward_env_processes: Positive = changeable(1)
+    scoring_processes: Positive = changeable(1)
     """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
     engine replica."""
-    reward_env_timeout_s: PositiveFloat = changeable(10.0)
+    scoring_timeout_s: PositiveFloat = changeable(10.0)
     """Time limit of one call of `reward`, or of an environment's `reset` or `step`; a process that exceeds it is
     killed."""
-    reward_env_retries: Count = changeable(1)
+    scoring_retries: Count = changeable(1)
     """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
     result."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"

@@ -122,11 +122,11 @@ class GRPO:
             dtype=torch.float64
         )
 
-    def has_closed_form_gradient(self, batch: Batch) -> bool:
-        """Return whether every ratio is 1 and the loss has no other term than the clipped objective.
+    def can_fuse_policy_gradient(self, batch: Batch) -> bool:
+        """Return whether the derivative of the loss with respect to each log-prob is known before the forward pass.
 
-        Then the derivative of the loss with respect to each log-prob, − advantage × coefficient, is known before the
-        forward pass. It is so in the only optimizer step from these rollouts.
+        It is − advantage × coefficient in the only optimizer step from these rollouts, where every ratio is 1, if the
+        loss has no TIS, entropy bonus or KL term.
         """
         return not (
             "old_logprobs" in batch.token_columns
@@ -136,7 +136,7 @@ class GRPO:
         )
 
     def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return what `loss` returns, for a batch with `has_closed_form_gradient`."""
+        """Return what `loss` returns, for a batch with `can_fuse_policy_gradient`."""
         coefficients = self.token_coefficients(batch)
         head_fn = partial(
             surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
@@ -178,7 +178,7 @@ class GRPO:
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
-        if self.has_closed_form_gradient(batch):
+        if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
         outputs = model(
             batch.tokens, batch.positions, batch.segments, partial(token_logprobs, **self.sampling_arguments(batch))
