@@ -244,3 +244,11 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
     with pytest.raises(Worse, match=r"worse than what training started from: greedy_reward/dev"):
         publish(job, artifact)
     assert published_versions.pointer(job.versions) is None
+
+
+def test_a_metric_of_all_rows_together_is_compared_without_an_interval():
+    metrics = {"starting_model/auc": 0.5, "auc": 0.75}
+    up, down = (gate._compared("auc", more, None, metrics) for more in (True, False))
+    assert (up.low, up.high) == (0.25, 0.25)
+    assert (down.low, down.high) == (-0.25, -0.25)
+    assert (up.is_worse(), down.is_worse(), down.is_worse(allowed=0.3)) == (False, True, False)

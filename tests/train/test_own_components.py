@@ -221,6 +221,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_stops_the_run(raw, tmp_path):
     larger.save(tmp_path / "larger")
     with pytest.raises(UserError, match=r"rows for 21 tokens.*model\.tokens"):
         run(job_of(raw, model__tokenizer=str(tmp_path / "larger")), "larger")
+    still_larger = job_of(raw, model__tokenizer=str(tmp_path / "larger"), model__tokens={"added": ["<y>"]})
+    with pytest.raises(UserError, match=r"rows for 21 tokens"):  # before further tokens get rows of their own
+        run(still_larger, "larger-still")
 
 
 def test_what_does_not_go_with_own_components_is_refused(raw):

@@ -1,0 +1,52 @@
+"""Forward passes over samples: values are the same however samples are packed and however many passes there are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ptf.compute.world import World
+from ptf.model import bridge
+from ptf.model.sampling import NO_LOGITS_PROCESSING
+from ptf.rl.forward_passes import packed_batches, per_document, per_token, sample_logprobs
+from tests import tiny
+
+
+@pytest.mark.parametrize("micro_batch_sequences", [1, 2, 3])
+def test_values_of_a_sample_are_its_own_in_any_batch(tmp_path: Path, micro_batch_sequences: int) -> None:
+    """The last pass has fewer sequences than the others, so that rows of its batch have no sample."""
+    model, family = bridge.build(tiny.checkpoint(tmp_path / "m", tied=False))
+    model.to_empty(device=torch.device("cpu"))
+    bridge.load_hf(model, tmp_path / "m", family)
+    samples = [tiny.sample(n, seed=n) for n in (14, 13, 12, 15, 11)]
+    options = {"seq_len": 16, "micro_batch_sequences": micro_batch_sequences, "processing": NO_LOGITS_PROCESSING}
+    found = sample_logprobs(model, samples, World(), **options)  # type: ignore[arg-type]
+    alone = sample_logprobs(model, samples, World(), **options | {"seq_len": 0})  # type: ignore[arg-type]
+    for sample, together, own in zip(samples, found, alone, strict=True):
+        assert np.abs(together - own).max() <= 1e-5
+        assert (own[sample.loss_weights == 0] == 0).all()
+        assert (own[1:][sample.loss_weights[1:] != 0] < 0).all()
+    lengths = per_document(
+        model,
+        samples,
+        World(),
+        lambda model, batch: torch.bincount(batch.segments[batch.segments >= 0]).float(),
+        seq_len=16,
+        micro_batch_sequences=micro_batch_sequences,
+    )
+    assert lengths == [14, 13, 12, 15, 11]
+    positions = per_token(
+        model, samples, World(), lambda x, head, batch: batch.positions.float(), seq_len=16, micro_batch_sequences=1
+    )
+    assert [p[1:].tolist() for p in positions] == [list(range(n - 1)) for n in (14, 13, 12, 15, 11)]
+
+
+def test_ranks_make_the_same_number_of_passes() -> None:
+    class Two(World):
+        def max(self, value: float) -> float:
+            return value + 2
+
+    passes = list(packed_batches([tiny.sample(9, 0)], Two(), seq_len=16, micro_batch_sequences=1))
+    assert [len(sequences) for sequences, _ in passes] == [1, 0, 0]
+    assert all(float(batch.loss_weights.sum()) == 0 for _, batch in passes[1:])
