@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,3 +171,19 @@ def test_every_size_of_a_model_is_narrowed() -> None:
         "vocab_size": 99,
     }
     assert SMALL["moe_intermediate_size"] == SMALL["shared_expert_intermediate_size"] == 64
+
+
+def test_a_gpu_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    seen = SimpleNamespace(name="a GPU", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: seen)
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: 2)
+    problems = []
+    for nccl in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda nccl=nccl: nccl)
+        problems.append({f.name: f.problem for f in doctor.findings()}["collectives"])
+    assert problems[0] == ""
+    assert "no nccl" in problems[1]

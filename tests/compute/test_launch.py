@@ -5,11 +5,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from ptf.compute import launch
 from ptf.compute.launch import needs_ray
 from ptf.config.sections.compute import ComputeConfig
 from tests.tiny import arithmetic
@@ -53,3 +55,23 @@ def test_one_worker_trains_and_is_evaluated_without_ray(tmp_path: Path) -> None:
 )
 def test_who_needs_ray(given: dict[str, Any], expected: bool) -> None:
     assert needs_ray(ComputeConfig(**given)) is expected
+
+
+def test_ranks_of_torchrun_are_told_their_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OMP_NUM_THREADS torchrun sets it to 1 for all ranks."""
+    started: list[dict[str, str]] = []
+
+    class Started(Exception):
+        pass
+
+    def start(module: str, arguments: object, environment: dict[str, str]) -> None:
+        assert module == "torch.distributed.run"
+        started.append(environment)
+        raise Started
+
+    monkeypatch.setattr(launch, "start", start)
+    with pytest.raises(Started):
+        launch._torchrun(SimpleNamespace(address="tcp://127.0.0.1:1"), [], 2, 3, 60.0)  # type: ignore[arg-type]
+    assert started[0]["OMP_NUM_THREADS"] == "3"
+    assert started[0][launch.LAUNCHED] == "1"
+    assert started[0][launch.ADDRESS] == "tcp://127.0.0.1:1"
