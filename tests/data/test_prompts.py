@@ -49,6 +49,14 @@ def test_prompts_resume_anywhere(sources: dict[str, SourceSpec], characters: Tok
     assert parts == whole
 
 
+def test_a_state_of_another_order_is_refused(sources: dict[str, SourceSpec], characters: Tokenizer) -> None:
+    stream = prompts_stream(sources, tokenizer=characters, seed=0, shuffle=7)
+    state = stream.state_dict()
+    stream.load_state_dict(state)
+    with pytest.raises(UserError, match="read the data in another order"):
+        stream.load_state_dict({**state, "order": "another"})
+
+
 def test_prompts_are_mixed_shuffled_numbered_and_whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> None:
     prompts = take(prompts_stream(sources, tokenizer=characters, seed=0, shuffle=1000), 40)
     assert Counter(source for _, _, source, _ in prompts) == {"a": 30, "b": 10}

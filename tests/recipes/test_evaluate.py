@@ -63,6 +63,11 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     }
     assert found.keys() - seen.keys() == beside | {f"starting_model/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
+    if "length_baseline_accuracy/held_out" in beside:  # one token is one character; equal lengths count half
+        pairs = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+        longer = [np.sign(len(pair["chosen"]) - len(pair["rejected"])) for pair in pairs]
+        assert min(longer) < 0
+        assert found["length_baseline_accuracy/held_out"] == pytest.approx((1 + np.mean(longer)) / 2)
     assert start.keys() == {*seen, *beside} - {"length_baseline_accuracy/held_out"}, (
         "the same of what training started from"
     )
