@@ -1,10 +1,12 @@
 """Activation checkpointing: how often attention runs, what stays the same, and what is freed."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model import attention
+from ptf.model import recompute as recompute_module
 from ptf.model.activation_memory import _attend, _attended
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.decoder import Decoder
@@ -174,3 +177,53 @@ def test_the_plan_counts_what_attention_keeps_beside_products(model_type, adapte
         )
     found = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in products.outputs)
     assert _attended(attn, config, 4) == found / tokens
+
+
+def test_a_copy_to_the_host_waits_for_what_computes_and_the_way_back_for_the_copy(monkeypatch) -> None:
+    """The order of a GPU's calls, on a pretended one."""
+    called: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            called.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: str) -> None:
+            called.append(f"{self.name} waits for {event}")
+
+        def record_event(self) -> str:
+            return "the copy"
+
+    class Pinned:
+        def copy_(self, x: object, non_blocking: bool) -> None:
+            called.append(f"copied on {on[-1]}, non_blocking={non_blocking}")
+
+        def to(self, device: object, non_blocking: bool) -> str:
+            called.append("copied back")
+            return "x"
+
+    @contextlib.contextmanager
+    def stream(of: Stream):
+        on.append(of.name)
+        yield
+        on.pop()
+
+    on, copies, computing = ["computing"], Stream("copies"), Stream("computing")
+    monkeypatch.setattr(recompute_module, "_copies", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: Pinned())
+    x = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        shape=(2,),
+        dtype=torch.float32,
+        detach=lambda: None,
+        record_stream=lambda of: called.append(f"kept for {of.name}"),
+    )
+    back = recompute_module.to_host(x)  # type: ignore[arg-type]
+    assert called == ["copies waits for computing", "copied on copies, non_blocking=True", "kept for copies"]
+    called.clear()
+    assert back() == "x"
+    assert called == ["computing waits for the copy", "copied back"]
