@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ptf.errors import Lost
 from ptf.rl.weights import streamed
 from ptf.rl.weights.streamed import Sender, Transfer, TransferStore
 from ptf.rl.weights.verification import Manifest, SyncError, check, checksum
@@ -280,3 +282,35 @@ def test_a_wait_looks_for_the_other_sides_failure_again_and_again():
     with pytest.raises(SyncError, match="out of memory"):
         sender.store.wait(7, "nothing", lambda: False)
     assert time.monotonic() - began < 30
+
+
+class Side:
+    """A role group whose call returns or raises what it is given."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+
+    def call(self, method: str, *arguments: object) -> object:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return method, self.result
+
+
+@pytest.mark.parametrize(
+    ("policy", "rollout", "expected"),
+    [
+        (ValueError("sent wrongly"), streamed.PeerFailed("the policy failed"), "sent wrongly"),
+        (streamed.PeerFailed("an engine failed"), ValueError("received wrongly"), "received wrongly"),
+        (Lost("the policy died"), ValueError("what came of it"), "the policy died"),
+        (None, ValueError("received wrongly"), "received wrongly"),
+        (ValueError("sent wrongly"), None, "sent wrongly"),
+    ],
+)
+def test_of_two_failures_the_cause_is_raised(policy, rollout, expected) -> None:
+    with pytest.raises(Exception, match=expected):
+        streamed.send_and_receive(Side(policy), Side(rollout), SimpleNamespace(version=3), None)  # type: ignore[arg-type]
+
+
+def test_what_the_engines_acknowledge_is_returned() -> None:
+    found = streamed.send_and_receive(Side(None), Side(7), SimpleNamespace(version=3), None)  # type: ignore[arg-type]
+    assert found == ("receive", 7)
