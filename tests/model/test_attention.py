@@ -105,6 +105,18 @@ def test_padding_to_a_bucket_changes_no_token(rows: int, length: int, monkeypatc
     assert [(s[0], s[2]) for s in shapes] == [(bucket(rows), 128 * bucket(-(-length // 128)))]
 
 
+def test_any_other_error_of_flex_attention_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: object) -> Tensor:
+        raise ValueError("of the kernel")
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: failing)
+    layer, heads = model_of("llama").layers[0].attn, model_of("llama").config
+    batch = packed([[8]], 8)
+    q, k, v = (torch.randn(1, 8, n, heads.head_dim) for n in (heads.heads, *[heads.kv_heads] * 2))
+    with pytest.raises(ValueError, match="of the kernel"):
+        Flex(batch.segments, batch.positions)(layer, q, k, v)
+
+
 def test_more_variants_than_the_limit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never the unfused attention, which torch would run without a word."""
     torch._dynamo.reset()
