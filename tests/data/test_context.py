@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ptf.data import context
 from ptf.data.chat import chat_samples
 from ptf.data.encode import encode_document, encode_prompt
 from ptf.data.rendering import Rendering
@@ -148,3 +149,10 @@ def test_the_arguments_of_a_row_are_its_own() -> None:
 def test_bad_arguments_of_a_row_are_refused(characters: Tokenizer, row: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what):
         encode_document({"messages": [said("user", "a"), said("assistant", "b")], **row}, characters)
+
+
+def test_a_text_is_certain_from_sixteen_characters_on():
+    assert context._certain("0123456789abcdef", "0123456789abcdef and more")
+    assert not context._certain("0123456789abcde", "0123456789abcdef and more")
+    assert not context._certain("0123456789<bcdef", "0123456789<bcdef")
+    assert not context._certain("0123456789abcdef", "0123456789abcdef 0123456789abcdef")

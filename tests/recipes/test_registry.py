@@ -21,6 +21,7 @@ from ptf.recipes.registry import (
     online_error,
 )
 from ptf.recipes.sft.recipe import SFT
+from tests.conftest import ROOT
 
 ONLINE = ("grpo", "ppo", "opd")
 
@@ -105,3 +106,11 @@ def test_a_recipe_with_a_former_name_of_a_method_is_refused_with_the_new_one(old
     job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
     with pytest.raises(UserError, match=f"Mine has `{old}`, which is not read: rename it `{RENAMED_METHODS[old]}`"):
         _raise_if_incomplete(made, job)
+
+
+def test_every_recipe_has_its_flow_and_its_keys():
+    assert list(RECIPES) == ["sft", "dpo", "kd", "rm", "grpo", "ppo", "opd"]
+    for name, entry in RECIPES.items():
+        assert (ROOT / "flows" / f"{name}_flow.py").exists()
+        assert entry.package == f"ptf.recipes.{name}"
+        assert issubclass(algo_config_of(name), AlgoConfig)

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ from ptf.rl.cluster import (
     unreplayable_broadcast,
 )
 from ptf.rl.ray_cluster import VerlCluster
-from ptf.rl.replicas import by_cost
+from ptf.rl.replicas import Replicas, by_cost
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
@@ -203,3 +204,21 @@ def test_in_this_process_the_results_come_in_order_too(tmp_path):
     )
     assert local.call("load", 3) == 3
     assert local.call("squares", ITEMS, "nothing") == [(i * i, 3) for i in ITEMS]
+
+
+def test_what_fails_after_the_end_has_no_successor():
+    replicas = Replicas.__new__(Replicas)
+    replicas.gangs, replicas.threads, replicas.closed, replicas.restarts = [None], ThreadPoolExecutor(1), False, 3
+    asked = []
+
+    def ask(gang):
+        asked.append(gang)
+        raise RuntimeError("the process died")
+
+    replicas._gang = lambda i: "a gang"
+    replicas.close()
+    with pytest.raises(RuntimeError, match="the process died"):
+        replicas._with_restarts(0, "a method", ask)
+    assert asked == ["a gang"]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        replicas.threads.submit(print)

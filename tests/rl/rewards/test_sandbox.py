@@ -1,14 +1,19 @@
 """Code that a model wrote, and the other rewards that come with ptf."""
 
+import asyncio
+import ctypes
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import tempfile
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,9 +21,9 @@ from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.functions import RewardWorkers, brevity, code, exact, mathematics, weighted
-from ptf.rl.rewards.sandbox import syscalls
+from ptf.rl.rewards.sandbox import remote, syscalls
 from ptf.rl.rewards.sandbox.cells import MODES
-from ptf.rl.rewards.sandbox.run_tests import find_mode, sandbox_line
+from ptf.rl.rewards.sandbox.run_tests import find_mode, run_tests, sandbox_line
 from tests.rl.as_user import in_mode, works
 from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
 
@@ -340,3 +345,71 @@ def test_numbers_of_system_calls_are_the_kernels(column, header):
         if numbers[column] is not None and name in kernel:
             assert numbers[column] == int(kernel[name]), name
     assert len((syscalls.NUMBERS | syscalls.ALONE).keys() & kernel.keys()) > 30
+
+
+def filtered(program: bytes, number: int, argument: int = 0, architecture: int = 0xC000003E) -> int:
+    """What the kernel does with a system call under a seccomp program (linux/filter.h, linux/seccomp.h)."""
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    at, value, data = 0, 0, {0: number, 4: architecture, 16: argument}
+    while True:
+        operation, taken, otherwise, k = instructions[at]
+        at += 1
+        match operation:
+            case 0x20:
+                value = data[k]
+            case 0x15:
+                at += taken if value == k else otherwise
+            case 0x35:
+                at += taken if value >= k else otherwise
+            case 0x45:
+                at += taken if value & k else otherwise
+            case 0x06:
+                return k
+            case _:
+                raise AssertionError(f"no operation {operation:#x}")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("machine", "column", "architecture"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
+def test_the_filter_of_system_calls_refuses_what_it_names_and_nothing_else(
+    monkeypatch, alone, machine, column, architecture
+):
+    given: list[bytes] = []
+
+    def prctl(option: int, *arguments: Any) -> int:
+        if option == 22:  # seccomp
+            length, address = struct.unpack("@HxxxxxxP", arguments[1])
+            given.append(ctypes.string_at(address, 8 * length))
+        return 0
+
+    monkeypatch.setattr(syscalls, "LIBC", SimpleNamespace(prctl=prctl))
+    monkeypatch.setattr(syscalls.os, "uname", lambda: SimpleNamespace(machine=machine))
+    syscalls.forbid(alone=alone)
+
+    def does(number: int, argument: int = 0, on: int = architecture) -> int:
+        return filtered(given[0], number, argument, on)
+
+    allowed, killed, refused, unknown = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+    named = {n[column] for n in [*syscalls.NUMBERS.values(), *(syscalls.ALONE.values() if alone else [])]} - {None}
+    clone, clone3, prlimit = {"x86_64": (56, 435, 302), "aarch64": (220, 435, 261)}[machine]
+    for number in range(600):
+        if number not in (clone, clone3, prlimit):
+            assert does(number) == (refused if number in named else allowed), number
+    assert does(clone3) == unknown
+    assert (does(prlimit, 0), does(prlimit, 17)) == (allowed, refused)
+    assert does(clone, 0x10000000) == refused, "a user namespace"
+    assert does(clone, 0x10000) == allowed, "a thread"
+    assert does(clone, 17) == (refused if alone else allowed), "a process"
+    assert does(1, on=0x40000003) == killed, "another architecture"
+    assert does(0x40000001) == (killed if machine == "x86_64" else allowed), "x32"
+
+
+def test_an_answer_that_ends_its_process_is_told_so_and_not_that_it_was_slow():
+    """A copy of its socket, in the process of another cell, would hide its end until the time is over."""
+    verdict = asyncio.run(run_tests("import os\ndef f(x): os._exit(0)", "assert f(3) == 9", seconds=15.0))
+    assert (verdict.value, verdict.why) == (0.0, "the answer's process ended")
+
+
+def test_what_the_tests_await_is_computed_by_the_answer(monkeypatch):
+    monkeypatch.setattr(remote, "_operate", lambda coroutine, what: (coroutine, what, 9))
+    assert asyncio.run(remote._later("a coroutine")) == ("a coroutine", "await", 9)
