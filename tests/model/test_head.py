@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptf.model import projection
 from ptf.model.head import Head
 from ptf.model.scalar import Scalar
 from tests.bounds import ROUNDINGS, excess, traced
@@ -74,3 +75,14 @@ def test_values_of_a_scalar_head_are_no_view() -> None:
     values = Scalar(weight).values(x)
     assert values._base is None
     assert torch.allclose(values, x @ weight[0], atol=1e-6)
+
+
+def test_a_sum_over_a_group_is_that_of_its_ranks_and_alone_the_value(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, group: asked.append(group) or value.mul_(2))
+    value = torch.ones(3)
+    assert projection.summed(value, None) is value
+    assert value.tolist() == [1, 1, 1]
+    assert projection.summed(value, "a group") is value  # type: ignore[arg-type]
+    assert value.tolist() == [2, 2, 2]
+    assert asked == ["a group"]

@@ -413,3 +413,13 @@ def test_an_answer_that_ends_its_process_is_told_so_and_not_that_it_was_slow():
 def test_what_the_tests_await_is_computed_by_the_answer(monkeypatch):
     monkeypatch.setattr(remote, "_operate", lambda coroutine, what: (coroutine, what, 9))
     assert asyncio.run(remote._later("a coroutine")) == ("a coroutine", "await", 9)
+
+
+def test_an_answer_may_write_in_its_own_directory():
+    answer = (
+        "import os, tempfile\ndef f(x):\n    open('here', 'w').write(str(x))\n"
+        "    with tempfile.NamedTemporaryFile('w+') as file:\n        file.write(open('here').read())\n"
+        "        file.seek(0)\n        return [file.read()]"
+    )
+    verdict = asyncio.run(run_tests(answer, "assert f(3)[0] == '3'", seconds=15.0))
+    assert (verdict.value, verdict.why) == (1.0, "")
