@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -222,3 +223,27 @@ def test_what_fails_after_the_end_has_no_successor():
     assert asked == ["a gang"]
     with pytest.raises(RuntimeError, match="after shutdown"):
         replicas.threads.submit(print)
+
+
+def test_a_successor_is_asked_for_the_rest_alone():
+    replicas = Replicas.__new__(Replicas)
+    replicas.spec = SimpleNamespace(name="a role")
+    asked = []
+
+    class Answering:
+        def stream(self, method, arguments, doing):
+            asked.append((arguments[1], arguments[2:], doing))
+            for which, item in enumerate(arguments[1]):
+                if len(asked) == 1 and which == 2:
+                    raise RuntimeError("the process died")
+                yield which, item * 10
+
+    def twice(i, method, ask, progress):
+        with pytest.raises(RuntimeError):
+            ask(Answering())
+        assert progress() == "; 1 of its 3 items are computed again"
+        ask(Answering())
+
+    replicas._with_restarts = twice
+    assert replicas._part(0, "squares", [5, 6, 7, 8], [3, 0, 2], ["shared"]) == {3: 80, 0: 50, 2: 70}
+    assert asked == [([8, 5, 7], ("shared",), "a role.squares"), ([7], ("shared",), "a role.squares")]
