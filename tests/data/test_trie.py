@@ -117,3 +117,10 @@ def test_what_cannot_be_answers_is_refused(wrong, repeat, said):
 def test_too_few_answers_to_be_distinct_are_refused():
     with pytest.raises(UserError, match="has 2 different lines; distinct: true with lines_per_answer: 3"):
         Trie.of([(3,), (4,)], STOP, 3, distinct=True)
+
+
+def test_only_answers_that_exclude_each_other_need_more_than_a_state():
+    lines = [[1, 2], [3]]
+    assert Trie.of(lines, [0], repeat=2).width == 1
+    assert len(Trie.of(lines, [0], repeat=2).under) == 0
+    assert Trie.of(lines, [0], repeat=2, distinct=True).width == 2

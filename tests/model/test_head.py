@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ptf.model import projection
 from ptf.model.head import Head
+from ptf.model.sampling import LogitsProcessing
 from ptf.model.scalar import Scalar
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
@@ -86,3 +87,11 @@ def test_a_sum_over_a_group_is_that_of_its_ranks_and_alone_the_value(monkeypatch
     assert projection.summed(value, "a group") is value  # type: ignore[arg-type]
     assert value.tolist() == [2, 2, 2]
     assert asked == ["a group"]
+
+
+def test_a_nucleus_needs_the_whole_vocabulary_and_nothing_else_does():
+    head = Head(torch.zeros(ROWS, DIM), VOCAB, group=object())  # type: ignore[arg-type]
+    x, chunks = torch.zeros(2, DIM), [slice(0, 2)]
+    assert projection.Projection(x, head, chunks).head is head
+    with pytest.raises(NotImplementedError, match=r"rollout\.top_p.*sharded over ranks"):
+        projection.Projection(x, head, chunks, LogitsProcessing(top_p=0.5))

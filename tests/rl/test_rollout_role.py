@@ -1,0 +1,29 @@
+"""What an engine is given, by its name."""
+
+import yaml
+
+from ptf.config import Job, loads
+from ptf.rl.rollout_role import _engine_options
+
+
+def job(**sections) -> Job:
+    raw = {
+        "recipe": "grpo",
+        "model": {"path": "m", **sections.pop("model", {})},
+        "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}},
+        "train": {"steps": 1, "lr": 1e-4},
+        "rollout": {"reward": {"use": "ptf.rl.rewards:exact"}, "cpu_kv_cache_gib": 3, "gpu_memory_utilization": 0.4},
+    }
+    return loads(yaml.safe_dump(raw | sections))
+
+
+def test_an_engine_is_given_what_it_takes_and_nothing_else():
+    lora = job(model={"lora": {"rank": 4}})
+    assert _engine_options(lora, "native", None, adapter=False, tensor=1) == {"spec": lora.model}
+    assert _engine_options(lora, "native", None, adapter=True, tensor=1) == {"spec": lora.model, "adapted": True}
+    found = _engine_options(lora, "vllm", None, adapter=True, tensor=2)
+    assert found.keys() & {"spec", "adapted"} == set()
+    assert found["lora_rank"] == 4
+    assert (found["cpu_kv_cache_gib"], found["gpu_share"]) == (3, 0.4)
+    assert "lora_rank" not in _engine_options(lora, "vllm", None, adapter=False, tensor=1)
+    assert "restricted" not in found
