@@ -1,5 +1,6 @@
 """What `ptf plan` says of an online job: every role, in every phase, on the devices of its pool."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ptf.config import Job, loads
 from ptf.errors import UserError
 from ptf.rl.online_budget import OnlineBudget, online_budget
 from ptf.rl.weights.stored import BUCKET_BYTES
-from ptf.train.budget import GIB
+from ptf.train.budget import GIB, budget
 from tests.train.test_budget import DENSE, directory
 
 LAYERS, KV_HEADS, HEAD = DENSE["num_hidden_layers"], DENSE["num_key_value_heads"], DENSE.get("head_dim", 64)
@@ -165,3 +166,13 @@ def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsy
     assert found["sync"]["transport"] == "ipc"
     with pytest.raises(UserError, match=r"a rollout engine of your own"):
         planned(tmp_path, rollout={"engine": {"use": "a.b:C"}})
+
+
+def test_a_plan_is_for_the_same_gpu_by_default_online_and_offline() -> None:
+    for plan in (budget, online_budget):
+        given = inspect.signature(plan).parameters
+        assert {name: given[name].default for name in ("room_gib", "mfu", "gpu")} == {
+            "room_gib": 80.0,
+            "mfu": 0.4,
+            "gpu": "H100",
+        }
