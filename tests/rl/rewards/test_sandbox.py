@@ -423,3 +423,24 @@ def test_an_answer_may_write_in_its_own_directory():
     )
     verdict = asyncio.run(run_tests(answer, "assert f(3)[0] == '3'", seconds=15.0))
     assert (verdict.value, verdict.why) == (1.0, "")
+
+
+def test_system_calls_since_linux_5_1_have_one_number_everywhere():
+    new = {name: both for name, both in (syscalls.NUMBERS | syscalls.ALONE).items() if max(filter(None, both)) >= 424}
+    assert len(new) >= 8
+    assert all(first == second for first, second in new.values()), new
+
+
+def test_two_of_the_answers_objects_are_added_by_the_answer_and_a_value_of_the_tests_here(monkeypatch):
+    monkeypatch.setattr(remote, "_operate", lambda first, name, second: (first, name, second))
+    monkeypatch.setattr(remote, "_plain", lambda value: 5)
+    one, other = (object.__new__(remote.Remote) for _ in range(2))
+    first, name, second = remote._arithmetic("sub", reflected=False)(one, other)
+    assert first is one
+    assert name == "sub"
+    assert second is other
+    first, _, second = remote._arithmetic("sub", reflected=True)(one, other)
+    assert first is other
+    assert second is one
+    assert remote._arithmetic("sub", reflected=False)(one, 3) == 2
+    assert remote._arithmetic("sub", reflected=True)(one, 3) == -2
