@@ -183,3 +183,10 @@ def test_attention_of_what_goes_on_from_another_document_is_counted(window: int 
 
     assert flops.step([30, 4, 9], 0, [0, 20, 3]) == seen(0, 30) + seen(20, 24) + seen(3, 12)
     assert flops.step([30, 4, 9], 0) < flops.step([30, 4, 9], 0, [0, 20, 3])
+
+
+def test_a_token_of_a_dense_decoder_costs_six_operations_a_weight_of_its_products() -> None:
+    """To the last operation: two forward, twice that backward (Kaplan et al. 2020, table 1)."""
+    model = made("llama")
+    weights = sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))
+    assert Flops.of(model).per_token == 6 * weights
