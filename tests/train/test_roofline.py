@@ -172,3 +172,19 @@ def test_what_is_not_counted_is_refused_by_its_key(change, what):
     job = loads(json.dumps(raw | {key: raw.get(key, {}) | value for key, value in change.items()}))
     with pytest.raises(UserError, match=f"does not count {what}$"):
         raise_if_uncounted(job, "H100")
+
+
+def test_a_head_over_few_positions_costs_the_bytes_that_it_moves():
+    """Weights and logits' gradients in bf16, logits in fp32; the weight's gradient is read and written in fp32."""
+    n, dim, vocab = 8, 1024, 151_936
+    costs = head_costs(GPU, n, dim, vocab, 1 << 30, True)
+    moved = {
+        "head: logits": 2 * n * dim + 2 * dim * vocab + 4 * n * vocab,
+        "head: softmax and loss": 4 * 4 * n * vocab,
+        "head: gradient of the logits": 4 * n * vocab + 2 * n * vocab,
+        "head: gradient of the input": 2 * n * vocab + 2 * dim * vocab + 2 * n * dim,
+        "head: gradient of the weight": 2 * n * vocab + 2 * n * dim + 2 * 4 * dim * vocab,
+    }
+    assert costs.seconds == pytest.approx({name: moved[name] / (4.8e12 * 0.85) for name in moved}, rel=1e-9)
+    frozen = head_costs(GPU, n, dim, vocab, 1 << 30, False)
+    assert frozen.seconds.keys() == moved.keys() - {"head: gradient of the weight"}
