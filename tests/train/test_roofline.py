@@ -176,7 +176,7 @@ def test_what_is_not_counted_is_refused_by_its_key(change, what):
 
 def test_a_head_over_few_positions_costs_the_bytes_that_it_moves():
     """Weights and logits' gradients in bf16, logits in fp32; the weight's gradient is read and written in fp32."""
-    n, dim, vocab = 8, 1024, 151_936
+    n, dim, vocab = 64, 1024, 151_936
     costs = head_costs(GPU, n, dim, vocab, 1 << 30, True)
     moved = {
         "head: logits": 2 * n * dim + 2 * dim * vocab + 4 * n * vocab,
