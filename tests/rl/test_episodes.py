@@ -414,3 +414,8 @@ def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeyp
         assert found.outcome in (Reward(0.0), Reward(1.0))
     finally:
         environments.close()
+
+
+def test_an_episode_begins_open_and_without_a_reward():
+    episode = Episode(None, None, None, lambda turn: 0)  # type: ignore[arg-type]
+    assert (episode.done, episode.complete, episode.failure, episode.reward) == (False, False, None, 0.0)
