@@ -245,7 +245,8 @@ class PostTrainFlow(FlowSpec):
             if stop.code and verb in ("run", "resume") and (run := current.get("run_id")):
                 again = ["python", sys.argv[0], *words.rest[: words.rest.index(verb)], "resume", "--origin-run-id", run]
                 print(
-                    "To continue with other values of free keys: `run` with --set KEY=VALUE and --continue RUN_NAME\n"
+                    "To continue with other values of keys that may change: `run` with --set KEY=VALUE and "
+                    "--continue RUN_NAME\n"
                     f"To try again from where it stopped, with the same config:\n    {shlex.join(again)}",
                     file=sys.stderr,
                 )

@@ -26,7 +26,7 @@ class Run:
     directory: Path
     """`{output}/{run_name}`: metrics.jsonl, checkpoints/, and, once training has ended, model/."""
     job: Job
-    """The resolved job that was trained, with the overrides of free keys that `at` was given."""
+    """The resolved job that was trained, with the overrides of changeable keys that `at` was given."""
     metrics: Mapping[str, float]
     """`train/…` of the last step; the evaluation's beside them, where the run was evaluated."""
     checkpoints: tuple[int, ...]
@@ -48,7 +48,7 @@ class Run:
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
-        """Read the metrics and checkpoints anew, and change free keys of this run's job."""
+        """Read the metrics and checkpoints anew, and apply other values of changeable keys to this run's job."""
         there = Run.at(self.directory)
         return replace(there, job=_overridden(dump(self.job), overrides) if overrides else self.job)
 
@@ -137,7 +137,7 @@ def _record(directory: Path, name: str, advice: str) -> dict:
 
 
 def _overridden(text: str, overrides: Sequence[str]) -> Job:
-    """Return the job of a text with free keys changed. Raises UserError for a key that may not change."""
+    """Return the job of a text with changeable keys changed. Raises UserError for a key that may not change."""
     job = loads(text, overrides)
     raise_if_fixed_keys_changed(text, job)
     return job

@@ -5,11 +5,11 @@ from ptf.errors import UserError
 
 
 def raise_if_fixed_keys_changed(saved: str, job: Job) -> None:
-    """Raise UserError naming every frozen key that differs from the checkpoint's job."""
+    """Raise UserError naming every fixed key that differs from the checkpoint's job."""
     changed = frozen_differences(loads(saved), job)
     if changed:
         raise UserError(
-            "this run's checkpoint was written with other values of keys that are frozen:\n  "
+            "this run's checkpoint was written with other values of keys that are fixed:\n  "
             + "\n  ".join(changed)
             + "\nrestore these keys, or begin a run with another name"
         )
