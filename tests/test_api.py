@@ -1,6 +1,5 @@
 """The public API: each stage from a config to a published model, by the names that `import ptf` offers."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -50,8 +49,6 @@ def test_every_stage_from_a_config_to_an_answer(tmp_path: Path) -> None:
     run = ptf.train(job, "first")
     assert (run.name, run.checkpoints, run.metrics["train/step"]) == ("first", (3,), 3)
     assert run == ptf.Run.at(run.directory)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        run.directory = tmp_path  # type: ignore[misc]
     metrics = ptf.evaluate(run)
     assert {"loss/held_out", "starting_model/loss/held_out"} <= metrics.keys()
     assert ptf.Run.at(run.directory).metrics == {**run.metrics, **metrics}

@@ -182,7 +182,7 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
 @pytest.mark.parametrize(
     ("algo", "message"),
     [
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +the gradient of k1 is 0 on average"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator +on policy, the gradient of k1 is 0 on average"),
         ({"baseline": "leave_one_out"}, r"algo\.scale_by_std +must be false with algo\.baseline: leave_one_out"),
         (
             {"overlong_buffer_tokens": 999},
