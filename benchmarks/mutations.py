@@ -13,6 +13,7 @@ and the next call goes on from there. `--jobs` is the number of processes. Needs
 """
 
 import argparse
+import ast
 import json
 import os
 import sys
@@ -57,18 +58,26 @@ def kept() -> list[dict[str, Any]]:
     return [json.loads(line) for line in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
 
 
+def runs_at_import(mutation: Mutation) -> bool:
+    """Whether a line is in no function's body: a table, a field, the default of a parameter."""
+    tree = ast.parse((ROOT / mutation.file).read_bytes())
+    bodies = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return not any(node.body[0].lineno <= mutation.line <= (node.end_lineno or 0) for node in bodies)
+
+
 def chosen(mutation: Mutation, tests: LineMap) -> tuple[str, list[str]]:
-    """How the tests of a mutation are chosen (a key of CHOICES), and the tests, the fastest first, for TESTS_S."""
+    """How the tests of a mutation are chosen (a key of CHOICES), and the tests, the fastest first, for TESTS_S. A line
+    that runs at the import is run by whichever test came first; so its tests are those of its module, too."""
     file, parts = mutation.file, mutation.file.removesuffix(".py").split("/")
     how, found = "line", tests.of(file, mutation.line, mutation.last_line)
-    if not found:
+    if not found or runs_at_import(mutation):
         named = [
             test
             for test in tests.times
             if Path(test.partition("::")[0]).stem
             in {f"test_{name}" for name in parts[-2:] if name not in ("ptf", "__init__")}
         ]
-        how, found = "module", tests.of(file, *mutation.scope) | tests.of(file, 1, sys.maxsize) | set(named)
+        how, found = "module", tests.of(file, *mutation.scope) | tests.of(file, 1, sys.maxsize) | set(named) | found
     if not found:
         how, found = "directory", tests.below(["/".join(["tests", *parts[1:-1], ""])] if len(parts) > 2 else [])
     order, total = list[str](), 0.0
