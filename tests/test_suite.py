@@ -26,7 +26,7 @@ def test_all_that_uses_ray_shares_a_process(request: pytest.FixtureRequest) -> N
 
 
 def test_all_that_uses_a_fixture_of_a_module_shares_a_process(request: pytest.FixtureRequest) -> None:
-    """Otherwise each process makes it: of those of tests/workflow, a whole story."""
+    """Otherwise each process makes it: for example the data of tests/data/test_loader.py."""
     shared = set[str]()
     for item in request.session.items:
         assert isinstance(item, pytest.Function)
@@ -38,7 +38,7 @@ def test_all_that_uses_a_fixture_of_a_module_shares_a_process(request: pytest.Fi
         elif scope(item.nodeid) != "ray":
             assert scope(item.nodeid) == item.nodeid
     if len(request.session.items) > 1000:  # the whole suite
-        assert "tests/workflow/test_story.py" in shared
+        assert "tests/data/test_loader.py" in shared
 
 
 def drawn(profile: str) -> list[int]:

@@ -104,6 +104,7 @@ def test_what_is_there_to_see_costs_no_render(monkeypatch: pytest.MonkeyPatch) -
 
     long = [*ASKED, said("user", "And what will it be like tomorrow?"), said("assistant", "It will rain, I am afraid.")]
     short = [*ASKED, said("user", "Why?"), said("assistant", "I do not know.")]
+    counted(long)  # a template that no test of this process has used is probed first
     assert counted(long) == counted(long, allow_unseen=True) == 4
     assert counted(short) == counted(short, allow_unseen=True) + 1
 
