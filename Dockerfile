@@ -12,6 +12,6 @@ COPY ptf ptf
 COPY steps steps
 COPY flows flows
 COPY configs configs
-RUN ./requirements/install.sh "$PINS" && (.venv/bin/python -m compileall -q -j 0 .venv/lib || true) && rm -rf /root/.cache && ln -s /opt/ptf/.venv/bin/{python,ray,ptf} /usr/local/sbin/
+RUN ./requirements/install.sh "$PINS" && rm -rf /root/.cache && ln -s /opt/ptf/.venv/bin/{python,ray,ptf} /usr/local/sbin/
 ENV PATH=/opt/ptf/.venv/bin:$PATH RAY_AUTH_MODE=token PYTHONUNBUFFERED=1
 CMD ["ptf", "doctor"]

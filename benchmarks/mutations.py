@@ -71,12 +71,10 @@ def chosen(mutation: Mutation, tests: LineMap) -> tuple[str, list[str]]:
     file, parts = mutation.file, mutation.file.removesuffix(".py").split("/")
     how, found = "line", tests.of(file, mutation.line, mutation.last_line)
     if not found or runs_at_import(mutation):
-        named = [
-            test
-            for test in tests.times
-            if Path(test.partition("::")[0]).stem
-            in {f"test_{name}" for name in parts[-2:] if name not in ("ptf", "__init__")}
-        ]
+        names = {f"test_{name}" for name in parts[-2:] if name not in ("ptf", "__init__")}
+        if "sections" in parts or parts[-1] == "config":  # keys: docs/config.md has their defaults
+            names.add("test_reference")
+        named = [test for test in tests.times if Path(test.partition("::")[0]).stem in names]
         how, found = "module", tests.of(file, *mutation.scope) | tests.of(file, 1, sys.maxsize) | set(named) | found
     if not found:
         how, found = "directory", tests.below(["/".join(["tests", *parts[1:-1], ""])] if len(parts) > 2 else [])
@@ -183,8 +181,9 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
     rows = standing(trials)
     counts, first = Counter(row["outcome"] for row in rows), Counter(row["first"] for row in rows)
     outcomes = ("caught", "survived", "no test", "equivalent")
-    seeds, hardware, dates, commits = (
-        ", ".join(sorted({str(row[key]) for row in trials})) for key in ("seed", "hardware", "date", "commit")
+    seeds, hardware, dates, commits, tests = (
+        ", ".join(sorted({str(row[key]) for row in trials if key in row}))
+        for key in ("seed", "hardware", "date", "commit", "tests_at")
     )
 
     def counted(key: str, names: Sequence[str]) -> str:
@@ -207,7 +206,8 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
         f"Command: `{command}` (`make mutations`)  \nHardware: {hardware}, other work on it; "
         f"{sum(row['cpu_s'] for row in trials):.0f} s of CPU in {sum(row['seconds'] for row in trials) / 60:.0f} "
         "minutes, without the map  \n"
-        f"Date: {dates}; commits {commits}; seed {seeds}  \nEach trial: [mutations.jsonl](mutations.jsonl)\n\n"
+        f"Date: {dates}; ptf/ at {commits}; tests at the same commits or, where the ledger says so, at {tests}; seed "
+        f"{seeds}  \nEach trial: [mutations.jsonl](mutations.jsonl)\n\n"
         f"{'**Only ' + str(len(rows)) + ' of 150 mutations are tried so far.** ' if len(rows) < 150 else ''}"
         f"**Of {len(rows)} drawn mutations {counts['caught']} are caught, {counts['equivalent']} are equivalent, "
         f"{counts['survived']} survive and {counts['no test']} have no test\nin process: {share(rows):.1%} of those "
@@ -254,7 +254,8 @@ def slow(report: Path | None) -> frozenset[str]:
 
 def play(seed: int, numbers: Sequence[int], drawing: Drawing, tests: LineMap, unsound: set[str], until: float) -> None:
     """Try these mutations until that time (monotonic), and add the trials to the ledger."""
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+    about = {"commit": commit(), "tests_at": git(ROOT, "log", "-1", "--format=%h", "--", "tests")}
+    about |= {"date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
     for number in numbers:
         if time.monotonic() > until:
             break

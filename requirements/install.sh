@@ -2,9 +2,7 @@
 # Make .venv from a file of pins: requirements/install.sh requirements/cpu.txt
 #
 # --no-deps, because the pins are complete and pip has no way to leave out torchvision, torchaudio and torchcodec, whose CUDA builds
-# break vLLM beside a CPU torch. --no-compile, because Python compiles what is imported when it is first imported, and most of this half
-# GB of source never is; an image, which keeps nothing that is written later, compiles all (Dockerfile). The CPU build of torch comes
-# from PyTorch's own index where the configured one has none.
+# break vLLM beside a CPU torch. The CPU build of torch comes from PyTorch's own index where the configured one has none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pins=$1
@@ -14,7 +12,7 @@ command -v "$python" >/dev/null || python=python3
 echo "setup: making .venv from $pins (about 2 minutes)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 rm -f .venv/ready
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile)
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps)
 torch=$(grep -E '^torch==' "$pins")
 if ! "${pip[@]}" "$torch" 2>.venv/pip-torch.log; then
   case $torch in

@@ -79,11 +79,15 @@ SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 def markdown() -> str:
     """Return the reference: the keys that most jobs set, then a table for each section, in the order of the schema."""
     titles: dict[tuple[type[Section], bool], list[str]] = {}
-    for title, section, changes in _sections(Job, "", False):
-        titles.setdefault((section, changes), []).append(title)
+    for title, section, may_change in _sections(Job, "", False):
+        titles.setdefault((section, may_change), []).append(title)
     most_set = _rows(MOST_SET_HEAD, [(key, field_at(key)) for key in MOST_SET])
     return "\n".join(
-        [INTRO, most_set, *(_table(", ".join(names), section, changes) for (section, changes), names in titles.items())]
+        [
+            INTRO,
+            most_set,
+            *(_table(", ".join(names), section, may_change) for (section, may_change), names in titles.items()),
+        ]
     )
 
 
@@ -91,11 +95,11 @@ def field_at(key: str) -> tuple[FieldInfo, bool]:
     """Return the field of a dotted key of a job, and whether the key or a section above it may change on resume.
     Raises KeyError where a job has no such key."""
     *above, name = key.split(".")
-    section, changes = Job, False
+    section, may_change = Job, False
     for step in above:
         field = section.model_fields[step]
-        section, changes = section_at(field.annotation, []) or Section, changes or _changeable(field)
-    return section.model_fields[name], changes
+        section, may_change = section_at(field.annotation, []) or Section, may_change or _changeable(field)
+    return section.model_fields[name], may_change
 
 
 def json_schema() -> dict[str, Any]:
@@ -123,9 +127,9 @@ def write(root: Path) -> None:
     (root / "configs/schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
 
 
-def _sections(section: type[Section], above: str, changes: bool) -> Iterator[tuple[str, type[Section], bool]]:
+def _sections(section: type[Section], above: str, may_change: bool) -> Iterator[tuple[str, type[Section], bool]]:
     """Title, section, and whether it lies below a key that may change."""
-    yield above.rstrip(".") or "Job", section, changes
+    yield above.rstrip(".") or "Job", section, may_change
     for name, field in section.model_fields.items():
         named = get_origin(core(field.annotation)) is dict
         inner = section_at(field.annotation, ["NAME"] if named else [])
@@ -133,17 +137,19 @@ def _sections(section: type[Section], above: str, changes: bool) -> Iterator[tup
             for recipe, job in jobs().items():
                 yield f"algo, recipe {recipe}", section_at(job, ["algo"]) or Section, False
         elif inner and inner is not Plugin:
-            yield from _sections(inner, f"{above}{name}." + ("NAME." if named else ""), changes or _changeable(field))
+            yield from _sections(
+                inner, f"{above}{name}." + ("NAME." if named else ""), may_change or _changeable(field)
+            )
     if section is Job:
         yield "a plugin", Plugin, False
 
 
-def _table(title: str, section: type[Section], changes: bool) -> str:
+def _table(title: str, section: type[Section], may_change: bool) -> str:
     head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
     return _rows(
-        head, [(name, (field, changes)) for name, field in section.model_fields.items()], section is not Plugin
+        head, [(name, (field, may_change)) for name, field in section.model_fields.items()], section is not Plugin
     )
 
 
@@ -154,10 +160,10 @@ def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: 
     nothing is said of resuming.
     """
     rows = []
-    for name, (field, changes) in fields:
+    for name, (field, may_change) in fields:
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
-        resume = "" if inner or not resumes else "may change" if changes or _changeable(field) else "fixed"
+        resume = "" if inner or not resumes else "may change" if may_change or _changeable(field) else "fixed"
         about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"

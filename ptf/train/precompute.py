@@ -135,7 +135,7 @@ def _digest(directory: Path) -> str:
 
 
 class _Precomputing:
-    """The annotation of one job's sources with its frozen models."""
+    """Computes what one job's frozen models contribute to its sources."""
 
     def __init__(
         self,

@@ -4,13 +4,6 @@ from dataclasses import MISSING, fields
 import pytest
 
 from ptf.recipes.registry import RECIPES, algo_config_of
-from tests.config.defaults import defaults, on_record
-
-
-def test_defaults_of_recipes_are_those_on_record():
-    found = {key: value for key, value in defaults().items() if ": algo." in key}
-    assert found == {key: value for key, value in on_record().items() if ": algo." in key}
-    assert found["dpo: algo.beta"] == "0.1"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,4 +23,5 @@ def test_a_recipe_without_arguments_is_that_of_a_job_without_keys(name):
         if field.default is not MISSING or field.default_factory is not MISSING
     }
     both = config.keys() & own.keys() - {"tis_cap"}  # auto depends on the precision
+    assert both or name == "sft", "it has no keys"
     assert {key: own[key] for key in both} == {key: config[key] for key in both}
