@@ -124,7 +124,7 @@ def job(directory: Path, changes: dict[str, Any]) -> dict[str, Any]:
         }
         raw["data"]["sources"]["sums"]["kind"] = "prompt"
     else:
-        raw["train"]["sequences"] = 2
+        raw["train"]["global_batch_sequences"] = 2
     return raw
 
 

@@ -36,11 +36,16 @@ RECORD = ROOT / "benchmarks" / "results" / "same_bits.json"
 Make = Callable[[Path], dict[str, Any]]
 
 
+def sft(directory: Path) -> dict[str, Any]:
+    """Twelve steps on 200 sums: as many rows as when the digests were recorded."""
+    return arithmetic(directory, rows=200) | {"checkpoint": {"every": 3, "keep": 2}}
+
+
 def changed(section: str, **keys: Any) -> Make:
     """SFT with other keys in a section."""
 
     def made(directory: Path) -> dict[str, Any]:
-        raw = jobs.job(directory)
+        raw = sft(directory)
         raw[section] = {**raw[section], **keys}
         return raw
 
@@ -48,7 +53,7 @@ def changed(section: str, **keys: Any) -> Make:
 
 
 def experts(directory: Path) -> dict[str, Any]:
-    raw = jobs.job(directory)
+    raw = sft(directory)
     file = directory / "model" / "config.json"
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1}
@@ -80,6 +85,7 @@ def events(form: str) -> Make:
 
 JOBS: dict[str, Make] = {
     **jobs.JOBS,
+    "SFT": sft,
     "SFT, LoRA": changed("model", lora={"rank": 4}),
     "SFT, experts": experts,
     "SFT, two ranks": changed("compute", workers=2, launcher="torchrun"),

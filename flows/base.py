@@ -77,7 +77,7 @@ class PostTrainFlow(FlowSpec):
         "continue",
         type=str,
         default=None,
-        help="The name of an earlier training run to continue; only config keys marked free may have changed.",
+        help="The name of an earlier training run to continue; docs/config.md marks the keys that may differ.",
     )
 
     def __init__(self, use_cli: bool = True):

@@ -198,7 +198,7 @@ def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
     elif launch.needs_ray(compute):
         with shutdown.passing_on(directory):
             launch.on_ray(
-                work,
+                train_rank,
                 (text, str(directory), lease.text),
                 workers=compute.workers,
                 device=compute.device,
@@ -213,7 +213,7 @@ def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
             command = [str(directory / JOB), "--run-name", run_name, "--lease", lease.text]
             launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
     else:
-        work(text, str(directory), lease.text)
+        train_rank(text, str(directory), lease.text)
 
 
 def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
@@ -291,7 +291,7 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 
-def work(text: str, directory: str, lease: str) -> None:
+def train_rank(text: str, directory: str, lease: str) -> None:
     """Train as one rank of an offline job; the process that started it holds the lease."""
     from ptf.train.loop import train_offline
 
@@ -305,7 +305,7 @@ def world_of(job: Job):
     from ptf.compute.world import joined
 
     compute = job.compute
-    threads = compute.threads or launch.default_threads(int(os.environ.get("WORLD_SIZE", 1)))
+    threads = compute.threads or launch.default_threads()
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor_parallel_size)
 
 

@@ -116,12 +116,12 @@ class Gang:
         self.members: list[Member] = []
         self._owned = pool is None
         self._group: RayWorkerGroup | None = None
-        threads = threads or max(1, (os.cpu_count() or 1) // workers)
+        self._monitor = Monitor(label, ray.util.get_node_ip_address())
+        self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
+        threads = threads or max(1, (os.cpu_count() or 1) // min(workers, max(self._pool.store)))
         # active waiting is 25 times slower on a busy CPU
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
-        self._monitor = Monitor(label, ray.util.get_node_ip_address())
         environment[ADDRESS] = self._monitor.address
-        self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
             self._group = RayWorkerGroup(
@@ -301,8 +301,9 @@ def layout(workers: int, slots: Sequence[int]) -> list[int]:
         if workers % nodes == 0 and sum(free >= workers // nodes for free in slots) >= nodes:
             return [workers // nodes] * nodes
     raise RuntimeError(
-        f"{workers} workers do not fit: the nodes have room for {sorted(slots, reverse=True)}; "
-        "lower compute.workers or join a larger cluster"
+        f"{workers} workers cannot be placed: every node that is used must hold the same number, and the nodes have "
+        f"{sorted(slots, reverse=True)} places in total, used ones included; change the number of workers or join a "
+        "larger cluster"
     )
 
 

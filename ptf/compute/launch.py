@@ -22,8 +22,15 @@ ENTRY = "ptf.entry"
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that another process of ptf started, which holds the run's lease
 
 
-def default_threads(workers: int) -> int:
-    """Return this machine's cores divided by the number of workers, at least 1."""
+# the number of ranks on this machine, by who started them: verl's worker groups, torchrun
+LOCAL_SIZE = ("RAY_LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def default_threads(workers: int | None = None) -> int:
+    """Return this machine's cores divided by the number of workers on it, by default of the ranks that were started
+    with this one; at least 1."""
+    if workers is None:
+        workers = next((int(os.environ[name]) for name in LOCAL_SIZE if name in os.environ), 1)
     return max(1, (os.cpu_count() or 1) // workers)
 
 
@@ -114,7 +121,7 @@ def on_ray(
             arguments,
             workers=workers,
             use_gpu=gpu,
-            threads=threads or default_threads(workers),
+            threads=threads,
             timeout_s=timeout_s,
             label=label,
         )

@@ -99,7 +99,8 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("num_generations", "num_return_sequences", "rollout_n", "n_samples_per_prompt"), GROUP),
     **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function"), at("rollout.reward")),
     "reward_model_path": at("rollout.reward_model.path"),
-    **dict.fromkeys(("use_vllm", "vllm_mode", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
+    **dict.fromkeys(("use_vllm", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
+    "vllm_mode": at("compute.pools"),
     "vllm_gpu_memory_utilization": at("rollout.gpu_memory_utilization"),
     **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), at("rollout.tensor_parallel_size")),
     # algorithms
@@ -108,7 +109,8 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("kl_penalty", "kl_loss_type"), at("algo.kl_estimator")),
     **dict.fromkeys(("use_kl_in_reward", "use_kl_loss"), KL_IN),
     **dict.fromkeys(
-        ("epsilon", "cliprange", "clip_ratio", "eps_clip"), at("algo.clip_low", "algo.clip_high", note="both")
+        ("epsilon", "cliprange", "clip_ratio", "eps_clip"),
+        at("algo.clip_low", "algo.clip_high", note="set algo.clip_high, too"),
     ),
     "clip_ratio_low": at("algo.clip_low"),
     **dict.fromkeys(("epsilon_high", "clip_ratio_high"), at("algo.clip_high")),
@@ -121,7 +123,14 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     "center_rewards_coefficient": at("algo.center_coef"),
     "precompute_ref_log_probs": at("algo.precompute"),
-    **dict.fromkeys(("ref_model", "reference_model", "ref_model_path"), at("algo.reference", "algo.kl_coef")),
+    **dict.fromkeys(
+        ("ref_model", "reference_model", "ref_model_path"),
+        at(
+            "algo.reference",
+            "algo.kl_coef",
+            note="online, the reference is the model that training starts from, and this is the weight of the KL to it",
+        ),
+    ),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), at("algo.teacher", "algo.teachers")),
     **dict.fromkeys(("adv_estimator", "algorithm", "stage", "rl"), RECIPE),
     # machines

@@ -18,8 +18,8 @@ class LogprobLimits(NamedTuple):
     """The permitted differences between the engine's and the trainer's log-probs of many tokens."""
 
     mean: float  # largest mean of the absolute differences
-    bound: float  # tokens that differ by more than this count in `share`
-    share: float  # largest share of the tokens that differ by more than `bound`
+    threshold: float  # tokens that differ by more than this count in `share`
+    share: float  # largest share of the tokens that differ by more than `threshold`
 
 
 # In bf16 no bound on the largest difference works: it grows with the number of tokens, by rounding alone.
@@ -31,10 +31,10 @@ def logprob_limits(job: Job) -> LogprobLimits:
     """Return the limits of a job with rollouts: its keys, or the defaults of its precision."""
     assert job.rollout is not None
     default = LOGPROB_LIMITS[job.train.precision]
-    mean, bound = job.rollout.max_logprob_diff_mean, job.rollout.logprob_diff_bound
+    mean, threshold = job.rollout.max_logprob_diff_mean, job.rollout.logprob_diff_threshold
     share = job.rollout.max_logprob_diff_share
     return LogprobLimits(
         default.mean if mean is None else mean,
-        default.bound if bound is None else bound,
+        default.threshold if threshold is None else threshold,
         default.share if share is None else share,
     )

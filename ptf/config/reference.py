@@ -21,7 +21,7 @@ from ptf.config.section import Plugin, Section
 
 INTRO = """# Config
 
-Written from `ptf/config/schema.py` by `python -m ptf.config.reference`; do not edit.
+Written from `ptf/config/sections/` and `ptf/recipes/*/config.py` by `python -m ptf.config.reference`; do not edit.
 
 * A config is one YAML file or several, merged left to right: `ptf train what.yaml where.yaml --set train.lr=1e-5`.
   Sections merge key by key, everything else replaces; a plugin that names another `use` replaces the whole plugin.

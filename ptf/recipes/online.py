@@ -43,16 +43,16 @@ class OnlineConfig(AlgoConfig):
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
         token."""
         assert job.rollout is not None
-        reason = "rollout.top_p: below 1 it samples from a nucleus of one policy; set"
-        excluded = self.excluded_by_top_p() if job.rollout.top_p < 1 else {}
-        return [f"{reason} {other}" for other, is_configured in excluded.items() if is_configured]
+        return self.excluded_by_top_p() if job.rollout.top_p < 1 else []
 
-    def excluded_by_top_p(self) -> dict[str, bool]:
-        """Return what `rollout.top_p` below 1 excludes, and whether it is configured."""
-        several = self.update_epochs * self.num_minibatches > 1
-        return {
-            "algo.update_epochs: 1 and algo.num_minibatches: 1, because further updates would have another": several
-        }
+    def excluded_by_top_p(self) -> list[str]:
+        """Return a line for each setting that `rollout.top_p` below 1 excludes."""
+        if self.update_epochs * self.num_minibatches == 1:
+            return []
+        return [
+            "rollout.top_p: below 1, a second optimizer step trains a policy whose nucleus may not contain a sampled "
+            "token; set algo.update_epochs: 1 and algo.num_minibatches: 1, or rollout.top_p: 1"
+        ]
 
 
 class RewardedConfig(OnlineConfig):
@@ -89,6 +89,10 @@ class RewardedConfig(OnlineConfig):
             )
         return errors
 
-    def excluded_by_top_p(self) -> dict[str, bool]:
+    def excluded_by_top_p(self) -> list[str]:
         """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""
-        return super().excluded_by_top_p() | {"algo.kl_coef: 0, because the reference has another": self.kl_coef > 0}
+        reference = (
+            "rollout.top_p: below 1, the reference's nucleus may not contain a sampled token; set algo.kl_coef: 0 or "
+            "rollout.top_p: 1"
+        )
+        return super().excluded_by_top_p() + [reference] * (self.kl_coef > 0)

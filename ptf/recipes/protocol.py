@@ -128,8 +128,8 @@ class OnlineRecipe(Recipe, Protocol):
         """Whether `compute_advantages` and `loss` need the column `old_logprobs`.
 
         If not, `loss` must return the metrics `logprob_diff_mean`, `logprob_diff_share` (of tokens beyond
-        `logprob_diff_bound`) and `logprob_diff_max`, as `GRPO.logprob_differences` computes them: the run compares them
-        with the limits of `rollout` before each optimizer step.
+        `logprob_diff_threshold`) and `logprob_diff_max`, as `GRPO.logprob_differences` computes them: the run compares
+        them with the limits of `rollout` before each optimizer step.
         """
         ...
 

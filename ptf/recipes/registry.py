@@ -34,7 +34,7 @@ RECIPES = {
 
 
 # Values of a job that recipes may request by a parameter's name; see `job_arguments`.
-JOB_ARGUMENTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_bound")
+JOB_ARGUMENTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_threshold")
 
 
 @cache
@@ -121,8 +121,8 @@ def job_arguments(job: "Job") -> dict[str, Any]:
 
     They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where
     there are rollouts, they are also `processing` (the distribution that tokens are drawn from),
-    `max_new_tokens` (the largest number of tokens of one answer) and `logprob_diff_bound` (tokens whose log-probs in
-    engine and trainer differ by more are counted).
+    `max_new_tokens` (the largest number of tokens of one answer) and `logprob_diff_threshold` (tokens whose log-probs
+    in engine and trainer differ by more are counted).
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
@@ -132,6 +132,6 @@ def job_arguments(job: "Job") -> dict[str, Any]:
         values |= {
             "processing": LogitsProcessing(job.rollout.temperature, job.rollout.top_p),
             "max_new_tokens": job.rollout.max_new_tokens,
-            "logprob_diff_bound": logprob_limits(job).bound,
+            "logprob_diff_threshold": logprob_limits(job).threshold,
         }
     return values

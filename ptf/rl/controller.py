@@ -144,7 +144,7 @@ class Controller:
             groups = score_groups(self.rewards, groups)
             reward_s += time.perf_counter() - began
             if self.reward_model:
-                with self.cluster.phase(self.reward_model.role, "reward model"):
+                with self.cluster.phase(self.reward_model.role, "reward_model"):
                     groups = self.reward_model.score(groups)
             sampled += groups
             usable += (
@@ -239,7 +239,7 @@ class Controller:
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, differences = self.add_token_column(groups, self.policy, "old_logprobs")
-            difference = LogprobDifference.of(differences, self.limits.bound)
+            difference = LogprobDifference.of(differences, self.limits.threshold)
             what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
             difference.raise_if_beyond(self.limits, what)
             metrics = difference.metrics()

@@ -4,7 +4,7 @@ an environment is an episode of one turn.
 Sampled tokens are never changed. The next context is the one that a server would send: the whole conversation, rendered
 again. If that text begins with the text of the last context and its answer, its ids are the ids of that context, the
 sampled ids, and the ids of the new text. If the template rewrites an earlier answer, the context is encoded from its
-text, and a new training sample begins there (`ptf.data.trajectory.merged`).
+text, and a new training sample begins there (`ptf.data.trajectory.group_into_documents`).
 """
 
 import asyncio

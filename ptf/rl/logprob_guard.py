@@ -1,7 +1,7 @@
 """The guard over the log-probs of an engine: how far they may be from the trainer's before a run stops.
 
 Engine and trainer round differently, and in bf16 the largest difference of many tokens grows with their number, so that
-no bound separates it from a fault. The mean and the share of tokens beyond a bound do not grow with it; the largest
+no bound separates it from a fault. The mean and the share of tokens beyond a threshold do not grow with it; the largest
 difference is only reported.
 """
 
@@ -22,15 +22,15 @@ class LogprobDifference:
     """The absolute differences between the engine's and the trainer's log-probs of many tokens."""
 
     mean: float
-    share: float  # of the tokens beyond the bound of the limits
+    share: float  # of the tokens beyond the threshold of the limits
     largest: float
     tokens: int
 
     @classmethod
-    def of(cls, differences: np.ndarray, bound: float) -> "LogprobDifference":
+    def of(cls, differences: np.ndarray, threshold: float) -> "LogprobDifference":
         """Return the mean and the largest of these differences [n], n at least 1, and the share of the tokens beyond
-        `bound`. A difference that is not a number is beyond every bound."""
-        beyond = ~(differences <= bound)
+        `threshold`. A difference that is not a number is beyond every threshold."""
+        beyond = ~(differences <= threshold)
         values = differences.astype(np.float64)
         return cls(float(values.mean()), float(beyond.mean()), float(values.max()), len(differences))
 
@@ -46,8 +46,8 @@ class LogprobDifference:
     def raise_if_beyond(self, limits: LogprobLimits, what: str) -> None:
         """Raise LogprobMismatch if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
 
-        The share may exceed its limit by three standard deviations of the count of tokens beyond the bound, so that a
-        single token of a short text does not stop a run.
+        The share may exceed its limit by three standard deviations of the count of tokens beyond the threshold, so that
+        a few tokens of a short text do not stop a run. With a limit of 0, the default in fp32, any token does.
         """
         if not self.mean <= limits.mean:
             raise LogprobMismatch(
@@ -56,7 +56,7 @@ class LogprobDifference:
             )
         if not self.share <= limits.share + 3 * math.sqrt(limits.share / self.tokens):
             raise LogprobMismatch(
-                f"{what} differ by more than {limits.bound:g} (rollout.logprob_diff_bound) for {self.share:.3%} of "
-                f"{self.tokens} tokens (rollout.max_logprob_diff_share is {limits.share:.3%}), by up to "
-                f"{self.largest:.3g}. {LIKELY_CAUSES}"
+                f"{what} differ by more than {limits.threshold:g} (rollout.logprob_diff_threshold) for "
+                f"{self.share:.3%} of {self.tokens} tokens (rollout.max_logprob_diff_share is {limits.share:.3%}), "
+                f"by up to {self.largest:.3g}. {LIKELY_CAUSES}"
             )

@@ -163,7 +163,7 @@ class Sampler:
         Raises SyncError if the differences exceed the limits.
         """
         differences = [np.abs(a - b) for a, b in zip(self.engine.prompt_logprobs(tokens), expected, strict=True)]
-        difference = LogprobDifference.of(np.concatenate(differences), limits.bound)
+        difference = LogprobDifference.of(np.concatenate(differences), limits.threshold)
         difference.raise_if_beyond(
             limits,
             f"after weight sync {self.engine.version} the engine's and the trainer's log-probs of fixed prompts "

@@ -119,7 +119,7 @@ def test_run_gang_returns_rank_0s_result_and_gives_its_places_back(ray_cluster):
 
 
 def test_workers_that_cannot_be_placed_are_refused_with_numbers(ray_cluster):
-    with pytest.raises(RuntimeError, match="99 workers do not fit: the nodes have room for"):
+    with pytest.raises(RuntimeError, match="99 workers cannot be placed: every node"):
         make_pool([1] * 99, use_gpu=False, timeout_s=5)
     taken = make_pool([1] * 5, use_gpu=False, timeout_s=120)
     try:
@@ -135,7 +135,7 @@ def test_layout_uses_few_nodes_and_puts_equally_many_on_each():
     assert layout(8, [8, 8]) == [8]
     assert layout(16, [8, 8, 4]) == [8, 8]
     assert layout(6, [4, 2, 2]) == [2, 2, 2]
-    with pytest.raises(RuntimeError, match="do not fit"):
+    with pytest.raises(RuntimeError, match="cannot be placed"):
         layout(5, [3, 3])
 
 

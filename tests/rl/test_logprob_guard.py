@@ -36,7 +36,7 @@ def rounding(tokens: int, scale: float) -> np.ndarray:
 
 def refused(differences: np.ndarray, limits) -> str | None:
     try:
-        LogprobDifference.of(differences, limits.bound).raise_if_beyond(limits, "log-probs")
+        LogprobDifference.of(differences, limits.threshold).raise_if_beyond(limits, "log-probs")
     except SyncError as error:
         return str(error)
     return None
@@ -53,8 +53,16 @@ def test_rounding_in_bf16_stops_nothing_whatever_the_number_of_tokens(tokens):
     ("differences", "limits", "said"),
     [
         (np.full(1000, 0.21), BF16, "0.21 on average over 1000 tokens (rollout.max_logprob_diff_mean is 0.2)"),
-        (np.where(np.arange(1000) < 100, 0.6, 0.0), BF16, "more than 0.5 (rollout.logprob_diff_bound) for 10.000% of"),
-        (np.where(np.arange(10**6) < 1, 2e-3, 0.0), FP32, "more than 0.001 (rollout.logprob_diff_bound) for 0.000%"),
+        (
+            np.where(np.arange(1000) < 100, 0.6, 0.0),
+            BF16,
+            "0.5 (rollout.logprob_diff_threshold) for 10.000% of",
+        ),
+        (
+            np.where(np.arange(10**6) < 1, 2e-3, 0.0),
+            FP32,
+            "0.001 (rollout.logprob_diff_threshold) for 0.000%",
+        ),
         (np.full(1000, 2e-4), FP32, "rollout.max_logprob_diff_mean is 0.0001"),
         (np.where(np.arange(1000) < 1, np.nan, 0.0), BF16, "differ by nan on average"),
     ],
@@ -76,7 +84,7 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
 
     assert limits() == default
     assert limits(max_logprob_diff_share=0.0) == default._replace(share=0.0)
-    assert limits(logprob_diff_bound=0.3) == default._replace(bound=0.3)
+    assert limits(logprob_diff_threshold=0.3) == default._replace(threshold=0.3)
     assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
 
 
@@ -84,7 +92,7 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
-    recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_bound=0.25)
+    recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_threshold=0.25)
     engine = torch.zeros_like(batch.loss_weights)
     batch.token_columns["rollout_logprobs"] = engine
     off = torch.where(batch.loss_weights != 0, 0.25, 0.0)
@@ -114,7 +122,7 @@ def test_importance_weights_are_used_in_bf16_unless_a_job_says_otherwise(recipe,
     )
     built = registry.build(job)
     assert built.tis_cap == used
-    assert built.logprob_diff_bound == LOGPROB_LIMITS[precision].bound
+    assert built.logprob_diff_threshold == LOGPROB_LIMITS[precision].threshold
 
 
 def test_a_run_in_fp32_that_began_without_importance_weights_is_resumed():
@@ -127,6 +135,6 @@ def test_a_run_in_fp32_that_began_without_importance_weights_is_resumed():
 
 def test_the_key_that_bounded_the_largest_difference_is_refused_with_the_new_one_and_translated_in_stored_jobs():
     old = yaml.safe_dump({**JOB, "rollout": {**JOB["rollout"], "max_logprob_diff": 0.3}})
-    with pytest.raises(ConfigError, match=r"rollout.max_logprob_diff  is now rollout.logprob_diff_bound"):
+    with pytest.raises(ConfigError, match=r"rollout.max_logprob_diff  is now rollout.logprob_diff_threshold"):
         loads(yaml.safe_dump(JOB), ["rollout.max_logprob_diff=0.3"])
-    assert loads(old).rollout.logprob_diff_bound == 0.3
+    assert loads(old).rollout.logprob_diff_threshold == 0.3

@@ -46,15 +46,16 @@ class ComputeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = changeable("auto")
     """`auto` uses the GPU if there is one, and prints which device it uses."""
     threads: Positive | None = changeable(None)
-    """CPU threads of each worker; default: the machine's cores divided by the workers."""
+    """CPU threads of each worker; default: the cores of its machine divided by the workers of its role on it."""
     address: str | None = changeable(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
     to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
     run's name. By default a cluster is started for the run and stopped after it. If the cluster requires a
     token, the token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is used."""
     timeout_s: PositiveFloat = changeable(1800.0)
-    """Deadline of every single wait: a collective, a phase of a step, the start of a worker. If Ray does not start or
-    does not answer, it is tried again until this deadline."""
+    """Deadline of a collective, of one call of a role, and of the start of Ray or of a worker. If Ray does not start or
+    does not answer, it is tried again until this deadline. A rollout engine that sends no heartbeat for 60 s is
+    replaced, and a job's server that does not answer for 300 s is given up, whatever this is."""
     restarts: Count = changeable(2)
     """Online recipes on Ray: how often failed processes are restarted before the run ends. It limits two counts. A
     rollout engine that fails is replaced at most this often in one rollout; its successor gets the newest weights and

@@ -74,7 +74,8 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
     log-probs over the same tokens. Another policy has another nucleus; therefore values below 1 are refused unless
-    `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` is 0."""
+    `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` and `algo.critic_warmup` are 0; with recipe
+    `opd` and with `compute.mesh.tensor_parallel_size` above 1 they are always refused."""
     constrained_decoding: ConstrainedDecodingConfig | None = None
     """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
@@ -97,13 +98,13 @@ class RolloutConfig(Section):
     max_logprob_diff_mean: PositiveFloat | None = changeable(None)
     """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
     tokens; above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
-    logprob_diff_bound: PositiveFloat | None = changeable(None)
+    logprob_diff_threshold: PositiveFloat | None = changeable(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
     max_logprob_diff_share: Fraction | None = changeable(None)
-    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_bound`. The run stops before
-    the update if the share is above it by more than three standard deviations of that count, which allows more for few
-    tokens. Default: 0 in fp32, 0.05 in bf16."""
+    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_threshold`. The run stops
+    before the update if the share is above it by more than three standard deviations of that count, which allows more
+    for few tokens. Default: 0 in fp32, 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
     """Largest permitted share of answers without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)

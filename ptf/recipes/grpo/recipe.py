@@ -62,7 +62,7 @@ class GRPO:
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
     max_new_tokens: int = 1  # the largest number of tokens of an answer
     # tokens whose log-probs in engine and trainer differ by more are counted
-    logprob_diff_bound: float = LOGPROB_LIMITS["fp32"].bound
+    logprob_diff_threshold: float = LOGPROB_LIMITS["fp32"].threshold
     online: ClassVar[bool] = GRPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
@@ -172,7 +172,7 @@ class GRPO:
         ).clamp(min=0) * (batch.loss_weights != 0)
         return {
             "logprob_diff_mean": (difference * coefficients).sum(),
-            "logprob_diff_share": ((difference > self.logprob_diff_bound) * coefficients).sum(),
+            "logprob_diff_share": ((difference > self.logprob_diff_threshold) * coefficients).sum(),
             "logprob_diff_max": difference.max(),
         }
 

@@ -31,7 +31,6 @@ class OPDConfig(OnlineConfig):
             )
         return errors
 
-    def excluded_by_top_p(self) -> dict[str, bool]:
+    def excluded_by_top_p(self) -> list[str]:
         """Exclude `rollout.top_p` below 1 always, because the teacher has another nucleus."""
-        other = "recipe opd, whose teacher has another nucleus; set rollout.top_p: 1"
-        return super().excluded_by_top_p() | {other: True}
+        return ["rollout.top_p must be 1 with recipe opd: the teacher's nucleus may not contain a sampled token"]

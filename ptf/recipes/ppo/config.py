@@ -38,6 +38,9 @@ class PPOConfig(RewardedConfig):
             )
         return errors
 
-    def excluded_by_top_p(self) -> dict[str, bool]:
+    def excluded_by_top_p(self) -> list[str]:
         """Add the critic's warm-up to what `rollout.top_p` below 1 excludes."""
-        return super().excluded_by_top_p() | {"algo.critic_warmup; give 0": self.critic_warmup > 0}
+        warmup = (
+            "rollout.top_p must be 1 while the critic is trained alone; set algo.critic_warmup: 0 or rollout.top_p: 1"
+        )
+        return super().excluded_by_top_p() + [warmup] * (self.critic_warmup > 0)

@@ -109,7 +109,7 @@ def test_a_policy_learns_what_it_likes(raw, liked):
     made = train({**raw, "evaluate": {}})
     rows = read_metrics(made / "metrics.jsonl")
     assert np.mean([row["reward"] for row in rows[-5:]]) > rows[0]["reward"] + 0.5
-    assert {"seconds/reward model", "peak_memory_gib/reward"} <= rows[0].keys()
+    assert {"seconds/reward_model", "peak_memory_gib/reward"} <= rows[0].keys()
 
 
 def test_held_out_answers_need_a_reward_that_was_not_trained_on(raw, liked):
