@@ -237,15 +237,16 @@ def quantised_weights(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `model.quantization`."""
     if job.model.quantization is None:
         return []
+    exact, trains = job.model.quantization == "mxfp4", bool(job.model.trainable)
     rules = {
-        "model.quantization needs model.lora, which trains adapters beside the rounded weights": job.model.lora
+        "model.quantization needs model.lora, which trains adapters beside weights in four bits": job.model.lora
         is not None,
         "model.quantization needs compute.mesh.tensor_parallel_size: 1": job.compute.mesh.tensor_parallel_size == 1,
         "model.quantization does not work with model.replace": not job.model.replace,
-        "model.quantization works with model.trainable in recipes sft, kd and rm only (the reference of others would "
-        "have weights that are not rounded)": not job.model.trainable or job.recipe in ("sft", "kd", "rm"),
-        "model.quantization needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights that "
-        "are not rounded)": job.rollout is None or job.rollout.lora_sync == "merged",
+        "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
+        "would have weights that are not rounded)": exact or not trains or job.recipe in ("sft", "kd", "rm"),
+        "model.quantization: nf4 needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights "
+        "that are not rounded)": exact or job.rollout is None or job.rollout.lora_sync == "merged",
     }
     return [error for error, kept in rules.items() if not kept]
 

@@ -41,7 +41,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, raise_if_unmatched_targets
-from ptf.model.quantised_weights import quantise, quantised_weights, weight_shapes
+from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, weight_map
 
@@ -150,6 +150,11 @@ def build(
             raise_if_unmatched_targets(
                 model, factory.lora, Decoder(config, replace(factory, lora=Lora(targets=("*",))))
             )
+    if factory is not None and factory.quantised is not None and not quantised_weights(model):
+        raise UserError(
+            f"model.quantization: the model in {directory} has no weight that it holds in four bits (mxfp4 holds "
+            "experts only), or all of them train; set model.quantization: nf4, or leave it out"
+        )
     return model, family
 
 
@@ -184,7 +189,7 @@ def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
             parameter.copy_(read(tuple(slice(0, n) for n in parameter.shape)))
 
 
-def fill_quantised(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
+def fill_quantised(weight: QuantisedWeight, codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
     """Fill the parts of a quantised weight with what `read` returns for whole rows of the weight.
 
     A process quantises only the rows of which it owns a part, once where both parts are sharded alike.
@@ -196,7 +201,7 @@ def fill_quantised(codes: Tensor, scales: Tensor, read: Callable[[Slices], Tenso
         rows = part[:-1]
         if rows != last[0]:
             whole = read((*rows, slice(0, 2 * codes.shape[-1])))
-            last = (rows, quantise(whole.to(codes.device, torch.float32)))
+            last = (rows, weight.quantise(whole.to(codes.device, torch.float32)))
         return last[1][which][..., part[-1]]
 
     fill(codes, partial(part_of, 0))
@@ -209,7 +214,8 @@ def weight_filler(model: Decoder) -> Callable[[str, Callable[[Slices], Tensor]],
 
     def fill_weight(name: str, read: Callable[[Slices], Tensor]) -> None:
         if name in quantised:
-            fill_quantised(parameters[quantised[name].codes], parameters[quantised[name].scales], read)
+            weight = quantised[name]
+            fill_quantised(weight, parameters[weight.codes], parameters[weight.scales], read)
         else:
             fill(parameters[name], read)
 

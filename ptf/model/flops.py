@@ -141,7 +141,7 @@ class _Tally:
         """Count a weight with its adapter, of which each token uses this share."""
         weight, quantised = module._parameters.get(name), getattr(module, "quantised", {})
         trains = weight is not None and weight.requires_grad
-        size = quantised[name].numel() if weight is None else weight.numel()
+        size = quantised[name].shape.numel() if weight is None else weight.numel()
         self.tokens += 2 * share * size * (1 + upstream + trains)
         needs = upstream or trains
         if (adapter := getattr(module, "adapters", {}).get(name)) is not None:

@@ -28,14 +28,14 @@ class LayerFactory:
     # path of each component that was replaced → a function that constructs it again
     constructors: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     lora: Lora | None = None
-    # whether a weight of this unified name is held in four bits (quantised_weights.py)
-    quantised: Callable[[str], bool] = lambda name: False
+    # the form of four bits in which a weight of this unified name is held (quantised_weights.py), if any
+    quantised: Callable[[str], str | None] | None = None
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
         if self.lora is not None and self.lora.adapts(path):
             linear: nn.Linear = LoraLinear(d_in, d_out, bias, self.lora)
-        elif self.quantised(f"{path}.weight"):
+        elif self.quantised is not None and self.quantised(f"{path}.weight"):
             linear = QuantisedLinear(d_in, d_out, bias)
         else:
             linear = nn.Linear(d_in, d_out, bias)
@@ -44,8 +44,8 @@ class LayerFactory:
 
     def quantise_weight(self, module: nn.Module, weight: str, name: str) -> None:
         """Hold a weight of a module in four bits, if the weight of this unified name is to be held so."""
-        if self.quantised(name):
-            quantise_weight(module, weight, name)
+        if self.quantised is not None and (form := self.quantised(name)):
+            quantise_weight(module, weight, name, form)
 
     def component(self, path: str, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
         """Construct an attention, MLP, mixture of experts or head: `kind`, or what replaces it at this path."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model.quantised_weights import dequantise, linear, quantised_weights, weight_shapes
+from ptf.model.quantised_weights import linear, quantised_weights, weight_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Merged(Mapping[str, Tensor]):
         if self.original is not None:
             return self.original(name).to(self.tensors[quantised.codes].device)
         codes, scales = whole(self.tensors[quantised.codes]), whole(self.tensors[quantised.scales])
-        return dequantise(codes, scales, torch.float32)
+        return quantised.dequantise(codes, scales, torch.float32)
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weight(name)

@@ -1,9 +1,8 @@
 """The tensors of a checkpoint directory, read slice by slice from safetensors, one file or many; MXFP4 tensors are
 dequantised as they are read.
 
-MXFP4 (OCP Microscaling Formats, 2023): blocks of 32 values of 4 bits (1 sign, 2 exponent, 1 mantissa) share a power of
-two. GPT-OSS stores a matrix `NAME` [.., in, out] as `NAME_blocks` [.., out, in / 32, 16] (two values a byte, the low
-half first) and `NAME_scales` [.., out, in / 32].
+GPT-OSS stores a matrix `NAME` [.., in, out] in MXFP4 (`mxfp4.py`): its codes as `NAME_blocks` [.., out, in / 32, 16],
+its scales as `NAME_scales` [.., out, in / 32].
 """
 
 import contextlib
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Slices
-
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK = 32
+from ptf.model.mxfp4 import BLOCK, dequantise
 
 
 class TensorFiles:
@@ -96,7 +93,8 @@ class TensorFiles:
         blocks = self._slice(f"{name}_blocks")[(*outer, columns, inside, slice(None))]
         scales = self._slice(f"{name}_scales")[(*outer, columns, inside)]
         first = rows.start - inside.start * BLOCK
-        return dequantise(blocks, scales)[..., first : first + rows.stop - rows.start].transpose(-2, -1)
+        values = dequantise(blocks.flatten(-2), scales, torch.bfloat16)
+        return values[..., first : first + rows.stop - rows.start].transpose(-2, -1)
 
     def __enter__(self) -> Self:
         return self
@@ -119,13 +117,3 @@ def weight_map(index: Path) -> dict[str, str]:
     ]:
         raise UserError(f"model.path: {index} names a file that does not lie beside it: {others[0]!r}")
     return files
-
-
-def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the bfloat16 values [.., 32 · blocks] of MXFP4 blocks, exactly.
-
-    `blocks` is [.., blocks, 16] uint8, `scales` [.., blocks] uint8, the exponents biased by 127.
-    """
-    table = torch.tensor([*FP4, *(-v for v in FP4)], dtype=torch.bfloat16)
-    values = table[torch.stack((blocks & 15, blocks >> 4), -1).int()].flatten(-2)  # [.., blocks, 32]
-    return torch.ldexp(values, scales[..., None].int() - 127).to(torch.bfloat16).flatten(-2)

@@ -27,15 +27,19 @@ def layer_factory_of(spec: ModelConfig, *, adapted: bool = False) -> LayerFactor
         return LayerFactory(replace)
     if spec.quantization is None:
         return LayerFactory(replace, lora=lora_of(spec))
-    return LayerFactory(replace, lora=lora_of(spec), quantised=partial(_quantised, tuple(spec.trainable or ())))
+    form = partial(_form, spec.quantization, tuple(spec.trainable or ()))
+    return LayerFactory(replace, lora=lora_of(spec), quantised=form)
 
 
-def _quantised(trained: Sequence[str], name: str) -> bool:
-    """Return whether `model.quantization` holds the weight of this name in four bits: the projections of the layers
-    that no pattern of `model.trainable` matches, but no router, whose rounding would send tokens to other experts."""
-    return (
-        name.startswith("layers.") and ".router." not in name and not any(matches(name, pattern) for pattern in trained)
-    )
+def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:
+    """Return the form of four bits in which `model.quantization` holds the weight of this name, or None.
+
+    NF4 holds the projections of the layers that no pattern of `model.trainable` matches, but no router, whose rounding
+    would send tokens to other experts; MXFP4 those of them that checkpoints store so, the experts'.
+    """
+    held = ".experts." in name if quantization == "mxfp4" else ".router." not in name
+    trains = any(matches(name, pattern) for pattern in trained)
+    return quantization if name.startswith("layers.") and held and not trains else None
 
 
 def lora_of(spec: ModelConfig) -> Lora | None:

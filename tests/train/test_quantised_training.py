@@ -1,6 +1,7 @@
 """Runs whose base is held in four bits: what they resume to, send and leave behind."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ptf.compute.world import World, joined
 from ptf.config import loads
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import Merged
@@ -25,6 +27,7 @@ from ptf.train.adapter import difference_of
 from ptf.train.precompute import _start
 from ptf.train.trainer import load_model
 from tests import tiny
+from tests.model.published import mxfp4_checkpoint
 from tests.model.test_quantised_weights import WIDTHS
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, same, stopped, train, weights
@@ -66,6 +69,27 @@ def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the
     assert export_difference(whole / "model", probe["tokens"], probe["logprobs"]) < 1e-5
     assert "model has the adapter and the weights of the checkpoint; beside the nf4 weights of training" in said
     assert "adapter (PEFT) was loaded again" in said
+
+
+def test_a_published_gpt_oss_trains_beside_its_experts_as_they_are_stored(raw, tmp_path, monkeypatch, capsys):
+    oss = tmp_path / "oss"
+    stored = mxfp4_checkpoint(oss)
+    Tokenizer.load(raw["model"]["path"]).save(oss)
+    raw["model"] = {"path": str(oss), "lora": {**LORA, "targets": ["layers.*.attn.*_proj"]}, "quantization": "mxfp4"}
+    raw["train"]["steps"] = 6
+    raw["checkpoint"] = {"every": 2, "keep": 2}
+    whole = train(raw, "whole")
+    said = capsys.readouterr().out
+    stopped(monkeypatch, 4, lambda: train(raw, "stopped"))
+    assert same(weights(whole), weights(train(raw, "stopped")))
+    merged = load_file(whole / "model" / "model.safetensors")
+    assert merged.keys() == stored.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], stored[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") and "self_attn" in name for name in changed), "experts are not rounded"
+    assert "adapter (PEFT) was loaded again" in said
+    difference = float(re.search(r"its log-probs differ by up to (\S+)", said)[1])
+    assert difference < 0.05, "beside what bf16 rounds in the merged weights"
 
 
 def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path) -> None:
