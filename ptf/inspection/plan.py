@@ -64,6 +64,7 @@ def why_not(trial: Trial) -> str:
 def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
     memory = {name: getattr(step.memory, name) / GIB for name in step.memory.__slots__}
     found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / GIB}}}
+    found |= {"host_gib_per_worker": step.host / GIB}
     found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
     if bound is not None:
         operators = [
@@ -165,6 +166,8 @@ def _budget_table(step: Budget) -> Table:
         table.add_row(name, gib(value))
     table.add_section()
     table.add_row("total", f"{gib(memory.total)} of {gib(step.room)}", style=None if step.fits else "red")
+    if step.host:
+        table.add_row("host memory of what is offloaded, each worker", gib(step.host))
     return table
 
 

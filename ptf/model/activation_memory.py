@@ -32,6 +32,9 @@ class ActivationBytes:
     everything: float  # with `none`
     products: float  # with `selective`: the outputs of matrix products, and what attention keeps
     input: float  # with `block`: the layer's input; with `offload` it is in host memory
+    # what the feed-forward part holds for a moment beside what is saved, in its forward and in its backward pass
+    in_forward: float = 0.0
+    in_backward: float = 0.0
 
     def of(self, mode: Recompute) -> float:
         """Return the bytes per token on the device under a mode of activation checkpointing."""
@@ -110,7 +113,22 @@ def activation_bytes(
     size = c.dim * x.element_size()
     attended = _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention) else 0
     everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
-    return ActivationBytes(everything, sum(i[1] for i in inside) + attended, size / ranks)
+    products = sum(i[1] for i in inside) + attended
+    return ActivationBytes(everything, products, size / ranks, *_passing(block, local, x.element_size()))
+
+
+def _passing(block: Block, c: DecoderConfig, element: int) -> tuple[float, float]:
+    """Return the bytes per token that a layer's MLP or mixture of experts holds beside what it saves, at most, in its
+    forward and in its backward pass."""
+    if block.moe is None:  # the gradients of the gate's output, and of one of its inputs
+        return 0.0, 2 * c.intermediate_size * element
+    if not isinstance(block.moe, MixtureOfExperts) or not isinstance(block.moe.experts, Experts):
+        return 0.0, 0.0
+    assert c.moe is not None
+    outputs = c.moe.top_k * c.dim * element
+    # forward: the outputs with their share; with a bias, the products and the biases of their rows. Backward: the
+    # gradients of each row's output with its share, without, and of its share before they are summed.
+    return (2 if c.moe.bias else 1) * outputs, 3 * outputs
 
 
 def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:

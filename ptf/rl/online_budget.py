@@ -110,8 +110,8 @@ def online_budget(
     host = max(_offloaded(job, pool, roles, engine) for pool in shared)
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
-    moments = 2 * sum(of.memory.gradients for of in trained) if job.train.optimizer_offload else 0.0
-    return OnlineBudget(pools, update, engine, transport, sync, host + moments + sync.host, room, problems)
+    host += sum(of.host for of in trained) + sync.host
+    return OnlineBudget(pools, update, engine, transport, sync, host, room, problems)
 
 
 def _trained(planned: Budget, workers: int, update: str, forward: str | None) -> RoleMemory:

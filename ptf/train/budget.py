@@ -82,6 +82,8 @@ class Budget:
     tokens: int  # of a global step
     seconds: float
     room: float  # bytes
+    # bytes of host memory for each worker: the optimizer's averages and the inputs of layers that are offloaded
+    host: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -120,12 +122,16 @@ class _Run:
     frozen_model_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
     offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
+    shards: int = 1  # ranks that the model is sharded over: more than one gather into buffers that they free late
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory at the fullest moment of a pass."""
         moments = [
+            self._gathering_layer(sizes, layers),
+            self._in_experts(sizes, layers),
             self._at_head(sizes, layers, dim),
             self._in_layer(sizes, layers),
+            self._in_earlier_layer(sizes, layers),
             self._reducing_layer(sizes, layers),
             self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
         ]
@@ -140,6 +146,11 @@ class _Run:
         logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
         optimizer = 0.0 if self.offloaded else 8.0 * sizes.trained
         return replace(self._held(sizes, gathered, activations, logits), gradients=0.0, optimizer=optimizer)
+
+    def host(self, sizes: _Sizes, layers: list[ActivationBytes]) -> float:
+        """Return the bytes of host memory that offloading takes."""
+        inputs = sum(layer.input for layer in layers) if self.recomputed == "offload" else 0.0
+        return 8.0 * sizes.trained * self.offloaded + self._tokens * inputs
 
     def _held(self, sizes: _Sizes, gathered: float, activations: float, logits: float) -> Memory:
         """Return a moment's memory: what is held all the time, and these parts."""
@@ -163,18 +174,49 @@ class _Run:
         gradient = (4 + self.element) * self._head_trained(sizes)
         saved = tokens * self._saved(layers)
         # FSDP frees the last layer that it gathered when it gathers the next
-        gathered = self.element * (sizes.root + sizes.block) + sizes.block_quantised
+        late = self.shards > 1
+        gathered = self.element * (sizes.root + late * sizes.block) + late * sizes.block_quantised
         return self._held(sizes, gathered, saved, logits + gradient)
+
+    def _gathering_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
+        """Return the memory in the forward pass before the last layer: its weights are copied out of the buffer that
+        they were gathered into, and the buffer of the layer before is not yet free."""
+        blocks = 3 if self.shards > 1 else 1
+        gathered = self.element * (sizes.root + blocks * sizes.block) + blocks * sizes.block_quantised
+        return self._held(sizes, gathered, self._tokens * self._saved(layers[:-1]), 0.0)
+
+    def _in_experts(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
+        """Return the memory in the forward pass of the last layer's experts."""
+        blocks = 2 if self.shards > 1 else 1
+        gathered = self.element * (sizes.root + blocks * sizes.block + sizes.dequantised)
+        activations = self._saved(layers) + max(layer.in_forward for layer in layers)
+        return self._held(sizes, gathered + blocks * sizes.block_quantised, self._tokens * activations, 0.0)
 
     def _in_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory in the backward pass of the last layer: its gradients are computed, the next layer is
         gathered, and the head's gradient waits for the embedding's."""
+        activations = self._saved(layers) + self._recomputed(layers)
+        return self._held(sizes, self._in_backward(sizes, sizes.block_trained), self._tokens * activations, 0.0)
+
+    def _in_earlier_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
+        """Return the memory in the backward pass of an earlier layer's MLP or experts: the gradients of the layer after
+        it are reduced, in fp32, and its own weights have none yet."""
+        most = max(layer.in_backward for layer in layers)
+        activations = self._saved(layers[:-1]) + self._recomputed(layers) + most
+        gathered = self._in_backward(sizes, 0) + 4.0 * sizes.block_trained
+        return self._held(sizes, gathered, self._tokens * activations, 0.0)
+
+    def _in_backward(self, sizes: _Sizes, gradients: int) -> float:
+        """Return the bytes of weights and gradients that a layer's backward pass holds beside the shards: the layer
+        and, where there are several shards, the next, `gradients` elements of its gradients, embedding and head."""
+        blocks = 2 if self.shards > 1 else 1
+        elements = blocks * sizes.block + gradients + sizes.root + self._head_trained(sizes) + sizes.dequantised
+        return self.element * elements + blocks * sizes.block_quantised
+
+    def _recomputed(self, layers: list[ActivationBytes]) -> float:
+        """Return the bytes per token that a layer's backward pass computes again."""
         again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
-        recomputed = again.get(self.recomputed, max(of.everything for of in layers))
-        saved = self._saved(layers)
-        elements = 2 * sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes) + sizes.dequantised
-        gathered = self.element * elements + 2.0 * sizes.block_quantised
-        return self._held(sizes, gathered, self._tokens * (saved + recomputed), 0.0)
+        return again.get(self.recomputed, max(of.everything for of in layers))
 
     def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
         """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
@@ -185,8 +227,8 @@ class _Run:
 
     def _saved(self, layers: list[ActivationBytes]) -> float:
         """Return the bytes per token on the device that these layers keep for the backward pass."""
-        if self.recomputed == "offload":  # the input of a layer, beside that of the layer before, which is copied
-            return 2 * max((layer.input for layer in layers), default=0.0)
+        if self.recomputed == "offload":  # of the layer before: it is copied while a layer computes with its own
+            return max((layer.input for layer in layers), default=0.0)
         return sum(layer.of(self.recomputed) for layer in layers)
 
     def _chunk(self, sizes: _Sizes, dim: int) -> int:
@@ -253,6 +295,7 @@ def budget(
         gathered,
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer_offload,
+        shards=data // job.compute.mesh.replicate,
     )
     in_step *= getattr(recipe, "update_epochs", 1) if job.rollout else 1
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
@@ -263,7 +306,8 @@ def budget(
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     seconds = work / (gpus * peak * mfu)
-    return Budget(str(directory), gpus, shape, *counts, memory, forward_alone, sequences, work, tokens, seconds, room)
+    cost = memory, forward_alone, sequences, work, tokens, seconds, room, run.host(sizes, layers)
+    return Budget(str(directory), gpus, shape, *counts, *cost)
 
 
 def _sequences_of_step(job: Job, ranks: int) -> int:

@@ -29,10 +29,11 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample
-from ptf.model import attention, bridge, chunked, decoder, projection, recompute
+from ptf.model import attention, bridge, chunked, decoder, moe, projection, recompute
 from ptf.model.sharding import parallelize
 from ptf.recipes import registry
 from ptf.train.components import layer_factory_of
+from ptf.train.frozen_models import needs_weights
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.train.trainer import Trainer
 from tests.gpu_rehearsal.host_syncs import HostSyncs
@@ -104,6 +105,8 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(recompute, "to_host", lambda x: partial(torch.empty, x.shape, dtype=x.dtype))
         patch.setattr(decoder, "backend", lambda device: attention.Flex)
         patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
+        # a CPU pads the rows of experts, whose number it must know
+        patch.setattr(moe, "_filled_up", lambda x, ends, expert: (x, ends, expert, None))
         patch.setattr(projection, "BLOCK_BYTES", projection.CUDA_BLOCK_BYTES)
         yield
 
@@ -120,7 +123,10 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
             parallelize(model, mesh, config.precision, recomputed=config.activation_checkpointing)
             model.to_empty(device=torch.device("cpu"))
-            frozen_models = {role: _frozen(directory, mesh, config.precision) for role in recipe.frozen_models}
+            frozen_models = {
+                role: _frozen(directory, mesh, config.precision) if needs_weights(of, job.model) else model
+                for role, of in recipe.frozen_models.items()
+            }
             trainer = Trainer(model, World(rank=0, size=ranks, mesh=mesh), config, frozen_models)
             units = _units(job)
             passes = config.global_batch_sequences // ranks // config.micro_batch_sequences

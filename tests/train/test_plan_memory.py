@@ -38,7 +38,41 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4},
         {"seq_len": 4096, "sequences": 1, "model": {"lora": {"rank": 16}, "quantization": "nf4"}},
     ),
-    "experts": ("Qwen3-30B-A3B", 8, {"num_hidden_layers": 2}, {"seq_len": 4096, "sequences": 1}),
+    "LoRA of MXFP4": (
+        "gpt-oss-20b",
+        1,
+        {"num_hidden_layers": 3},
+        {"seq_len": 4096, "sequences": 1, "model": {"lora": {"rank": 16}, "quantization": "mxfp4"}},
+    ),
+    "DPO of NF4": (
+        "Qwen3-4B",
+        2,
+        {"num_hidden_layers": 4},
+        {
+            "seq_len": 4096,
+            "sequences": 1,
+            "recipe": "dpo",
+            "model": {"lora": {"rank": 16}, "quantization": "nf4"},
+        },
+    ),
+    "in an MLP, blocks": (
+        "Qwen3-8B",
+        64,
+        {"num_hidden_layers": 4, "vocab_size": 8192},
+        {"seq_len": 8192, "sequences": 1, "train": {"activation_checkpointing": "block"}},
+    ),
+    "experts, blocks": (
+        "Qwen3-30B-A3B",
+        8,
+        {"num_hidden_layers": 3},
+        {"seq_len": 8192, "sequences": 2, "train": {"activation_checkpointing": "block"}},
+    ),
+    "LoRA beside experts": (
+        "gpt-oss-20b",
+        2,
+        {"num_hidden_layers": 3},
+        {"seq_len": 4096, "sequences": 1, "model": {"lora": {"rank": 16, "targets": ["layers.*.attn.*_proj"]}}},
+    ),
     "DPO": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "dpo"}),
     "reward model": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "rm"}),
 }
@@ -64,3 +98,35 @@ def test_inputs_of_layers_in_host_memory_save_what_was_planned() -> None:
     (counted, planned), (counted_offloaded, planned_offloaded) = found
     assert planned - planned_offloaded == pytest.approx(counted - counted_offloaded, rel=0.15)
     assert counted - counted_offloaded > 0.05 * counted
+
+
+def test_adapters_beside_the_experts_of_gpt_oss_20b_fit_20_gb() -> None:
+    changes = {"lora": {"rank": 16, "targets": ["layers.*.attn.*_proj"]}, "quantization": "mxfp4"}
+    with published("gpt-oss-20b") as directory:
+        raw = raw_job(directory, 1, seq_len=4096, sequences=1, model=changes)
+        raw["train"]["activation_checkpointing"] = "block"
+        found = budget(loads(yaml.safe_dump(raw)), directory, 1, room_gib=24.0)
+    # 32 experts of 3 matrices of 2,880 × 2,880 in each of 24 layers, at 4.25 bits
+    experts = 24 * 32 * 3 * 2880**2
+    others = found.parameters - found.trained - experts
+    assert found.memory.weights == pytest.approx(4.25 / 8 * experts + 2 * others + 4 * found.trained, rel=1e-3)
+    assert found.memory.total <= 20e9
+    assert found.fits
+    plain = raw | {"model": {key: value for key, value in raw["model"].items() if key != "quantization"}}
+    with published("gpt-oss-20b") as directory:
+        plain["model"]["path"] = str(directory)
+        whole = budget(loads(yaml.safe_dump(plain)), directory, 1, room_gib=24.0)
+    assert whole.memory.total > 40e9, "negative control"
+
+
+def test_the_host_holds_what_is_offloaded() -> None:
+    with published("Qwen3-0.6B", num_hidden_layers=4) as directory:
+        raw = raw_job(directory, 2, seq_len=2048, sequences=3)
+        plain = budget(loads(yaml.safe_dump(raw)), directory, 2)
+        offload = {"optimizer_offload": True, "activation_checkpointing": "offload"}
+        raw["train"] |= offload
+        found = budget(loads(yaml.safe_dump(raw)), directory, 2)
+    assert plain.host == 0
+    inputs = 4 * 3 * 2048 * 1024 * 2  # of four layers, in bf16
+    assert found.host == plain.memory.optimizer + inputs
+    assert found.memory.optimizer < plain.memory.optimizer
