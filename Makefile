@@ -95,6 +95,9 @@ bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ra
 bench-roofline: setup                    ## upper bounds of MFU at published shapes (ptf plan --roofline); writes benchmarks/results/roofline.md
 	$(PY) benchmarks/roofline.py
 
+bench-plans: setup                       ## memory of whole published models: the plan beside bytes counted on fake tensors; writes benchmarks/results/plans.md
+	$(PY) benchmarks/plans.py
+
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
 

@@ -1,0 +1,118 @@
+"""What `ptf plan` says of whole published models, beside the bytes that a step on fake tensors holds at once (counted by
+storage, by code that the plan does not use), and the arithmetic of its largest part. Writes results/plans.md.
+
+    python benchmarks/plans.py
+
+Exits 1 if a plan is not within 5 % of the count. Nothing is measured on a GPU, and nothing needs one.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import yaml  # noqa: E402
+
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from ptf.config import loads  # noqa: E402
+from ptf.train.budget import Budget, budget  # noqa: E402
+from tests.train.live_bytes import peak_of_a_step, published, raw_job  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "plans.md"
+GIB = 2**30
+BOUND = 0.05
+ADAPTERS = {"rank": 16, "targets": ["layers.*.attn.*_proj"]}
+
+
+class Case(NamedTuple):
+    """A job: a published shape, its GPUs and their memory in GiB, and settings."""
+
+    shape: str
+    gpus: int
+    room: float
+    seq_len: int
+    checkpointing: str
+    model: dict[str, Any] = {}
+    recipe: str = "sft"
+
+
+CASES = [
+    Case("Qwen3-0.6B", 1, 80, 8192, "none"),
+    Case("Qwen3-4B", 1, 141, 8192, "selective"),
+    Case("Qwen3-8B", 8, 80, 8192, "selective"),
+    Case("Qwen3-8B", 1, 80, 8192, "block", {"lora": ADAPTERS}),
+    Case("Qwen3-8B", 1, 24, 4096, "block", {"lora": ADAPTERS, "quantization": "nf4"}),
+    Case("Qwen3-8B", 8, 80, 8192, "block", {"lora": ADAPTERS}, "dpo"),
+    Case("Qwen3-32B", 8, 141, 8192, "block"),
+    Case("Qwen3-30B-A3B", 8, 141, 8192, "block"),
+    Case("Qwen3-235B-A22B", 256, 141, 8192, "block"),
+    Case("gpt-oss-20b", 1, 24, 4096, "block", {"lora": ADAPTERS, "quantization": "mxfp4"}),
+    Case("gpt-oss-20b", 8, 80, 8192, "block"),
+    Case("Gemma-3-4B", 1, 141, 8192, "selective"),
+]
+
+
+def measure(case: Case) -> tuple[Budget, int]:
+    """Return a job's plan, and the most bytes that a step of it holds."""
+    changes = {"model": case.model, "train": {"activation_checkpointing": case.checkpointing}, "recipe": case.recipe}
+    with published(case.shape) as directory:
+        raw = raw_job(directory, case.gpus, seq_len=case.seq_len, sequences=1, **changes)
+        job = loads(yaml.safe_dump(raw))
+        return budget(job, directory, case.gpus, room_gib=case.room), peak_of_a_step(job, directory, case.gpus)
+
+
+def arithmetic(case: Case, plan: Budget) -> str:
+    """Return what weights, gradients and averages on one GPU are made of."""
+    frozen = plan.parameters - plan.trained
+    trained = f"16 B × {plan.trained / 1e9:.3g} G trained"
+    if not frozen:
+        return f"({trained}) / {case.gpus}"
+    bits = {"nf4": 4.5, "mxfp4": 4.25}.get(case.model.get("quantization", ""))
+    held = "2 B" if bits is None else f"{bits} bits (2 B for what is not in four bits)"
+    return f"({trained} + {held} × {frozen / 1e9:.3g} G frozen) / {case.gpus}"
+
+
+def main() -> int:
+    lines, missed = [], 0
+    for case in CASES:
+        began = time.monotonic()
+        plan, counted = measure(case)
+        memory, off = plan.memory, plan.memory.total / counted - 1
+        missed += abs(off) > BOUND
+        job = ", ".join([case.recipe, *(["LoRA"] if case.model else []), case.model.get("quantization", "")]).strip(", ")
+        held = memory.weights + memory.gradients + memory.optimizer
+        parts = (held, memory.gathered, memory.activations, memory.logits, memory.total, counted)
+        sizes = " | ".join(f"{part / GIB:.2f}" for part in parts)
+        each = memory.total * case.gpus / plan.parameters
+        fits = "fits" if plan.fits else "does not fit"
+        setting = f"{case.shape} | {job} | {case.gpus} × {case.room:g} | {case.seq_len:,} | {case.checkpointing}"
+        lines.append(f"| {setting} | {sizes} | {off:+.1%} | {each:.3g} | {fits} | {arithmetic(case, plan)} |")
+        print(lines[-1], f"{time.monotonic() - began:.0f} s", flush=True)
+    RESULTS.write_text(page(lines))
+    print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} beyond {BOUND:.0%}")
+    return 1 if missed else 0
+
+
+def page(lines: list[str]) -> str:
+    """Return the results page of these rows."""
+    return f"""# Memory of whole published models
+
+Command: `python benchmarks/plans.py` (`make bench-plans`)  
+Counted on fake tensors ({cpu()}, commit {commit()}, {time.strftime("%Y-%m-%d")}); nothing here was measured on a GPU.
+
+Two passes of one packed sequence each, in bf16. GiB on one GPU at the fullest moment of a step. *Held*: weights,
+gradients and AdamW's averages, whose arithmetic is in the last column: 4 bytes of weight, 4 of gradient and 8 of
+averages for a parameter that trains. *Gathered*: what FSDP gathers and reduces. *Counted*: the most bytes that a step
+of the real Trainer holds, by storage. *B a parameter*: of all GPUs together.
+
+| model | job | GPUs × GiB | tokens | checkpointing | held | gathered | activations | head | plan | counted | plan is off by | B a parameter | it | held is |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+{chr(10).join(lines)}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

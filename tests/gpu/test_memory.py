@@ -1,0 +1,50 @@
+"""The memory of a GPU while it trains, beside what `ptf plan` says of the job."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from ptf.config import loads
+from ptf.run import run
+from ptf.train.budget import budget
+from tests.tiny import arithmetic
+
+GIB = 2**30
+# a hundred million parameters; on a CPU, where only the test itself is tried, a few
+LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 32_000}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+CHANGES = {
+    "whole": {},
+    "LoRA": {"model": {"lora": {"rank": 16}}},
+    "selective": {"train": {"activation_checkpointing": "selective"}},
+    "offload": {"train": {"activation_checkpointing": "offload", "optimizer_offload": True}},
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, case: str) -> None:
+    raw = arithmetic(tmp_path)
+    file = Path(raw["model"]["path"]) / "config.json"
+    sizes = LARGE if device == "cuda" else SMALL
+    width = {"max_position_embeddings": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | width))
+    train = {"steps": 3, "precision": "bf16", "micro_batch_sequences": 2, "validate_every": 0}
+    changes = CHANGES[case]
+    raw["data"] = {**raw["data"], "seq_len": 2048 if device == "cuda" else 64, "validation": {}}
+    raw["train"] = {**raw["train"], **train, **changes.get("train", {})}
+    raw["model"] = {**raw["model"], **changes.get("model", {})}
+    raw["compute"]["device"] = device
+    job = loads(yaml.safe_dump(raw))
+    planned = budget(job, file.parent, 1).memory.total / GIB
+    rows = read_metrics(run(job, "a") / "metrics.jsonl")
+    peak = max(row["peak_memory_gib"] for row in rows[1:])
+    assert planned > 0
+    if device == "cuda":  # the memory of a process on a CPU is another thing
+        # not all positions are trained, and cuBLAS has a workspace
+        assert peak <= 1.05 * planned + 0.1
+        assert peak >= 0.7 * planned
+        assert torch.cuda.max_memory_allocated() > 0
