@@ -1,5 +1,5 @@
-"""What `ptf plan` says of whole published models, beside the bytes that a step on fake tensors holds at once (counted by
-storage, by code that the plan does not use), and the arithmetic of its largest part. Writes results/plans.md.
+"""What `ptf plan` says of whole published models, beside the bytes that a step on fake tensors holds at once, and the
+arithmetic of what is held all the time; what a sync to the engines moves. Writes results/plans.md.
 
     python benchmarks/plans.py
 
@@ -18,12 +18,20 @@ import yaml  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.config import loads  # noqa: E402
+from ptf.config.sections.model import LoraConfig, ModelConfig  # noqa: E402
+from ptf.model import bridge  # noqa: E402
+from ptf.rl.online_budget import sync_traffic  # noqa: E402
 from ptf.train.budget import Budget, budget  # noqa: E402
+from ptf.train.components import layer_factory_of  # noqa: E402
 from tests.train.live_bytes import peak_of_a_step, published, raw_job  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "plans.md"
 GIB = 2**30
 BOUND = 0.05
+COLUMNS = (
+    *("model", "job", "GPUs × GiB", "tokens", "checkpointing", "held", "gathered", "activations", "head", "plan"),
+    *("counted", "plan is off by", "B a parameter", "it", "held is"),
+)
 ADAPTERS = {"rank": 16, "targets": ["layers.*.attn.*_proj"]}
 
 
@@ -75,6 +83,24 @@ def arithmetic(case: Case, plan: Budget) -> str:
     return f"({trained} + {held} × {frozen / 1e9:.3g} G frozen) / {case.gpus}"
 
 
+def syncs() -> list[str]:
+    """Return a row for each model and way to send it to the engines, in bf16: its bytes, and the least seconds."""
+    lines = []
+    for shape in ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
+        with published(shape) as directory:
+            whole = sum(p.numel() for p in bridge.build(directory)[0].parameters())
+            adapted = layer_factory_of(ModelConfig(path=str(directory), lora=LoraConfig(**ADAPTERS)), adapted=True)
+            adapter = sum(p.numel() for p in bridge.build(directory, factory=adapted)[0].parameters()) - whole
+        for what, parameters, transports in (
+            ("whole", whole, ("ipc", "nccl", "files", "object_store")),
+            ("adapter", adapter, ("files", "object_store")),
+        ):
+            for transport in transports:
+                found = sync_traffic(parameters, "bf16", transport)
+                lines.append(f"| {shape} | {what} | {transport} | {found.sent / GIB:.3g} | {found.seconds:.2g} |")
+    return lines
+
+
 def main() -> int:
     lines, missed = [], 0
     for case in CASES:
@@ -82,7 +108,8 @@ def main() -> int:
         plan, counted = measure(case)
         memory, off = plan.memory, plan.memory.total / counted - 1
         missed += abs(off) > BOUND
-        job = ", ".join([case.recipe, *(["LoRA"] if case.model else []), case.model.get("quantization", "")]).strip(", ")
+        words = (case.recipe, "LoRA" if case.model else "", case.model.get("quantization", ""))
+        job = ", ".join(word for word in words if word)
         held = memory.weights + memory.gradients + memory.optimizer
         parts = (held, memory.gathered, memory.activations, memory.logits, memory.total, counted)
         sizes = " | ".join(f"{part / GIB:.2f}" for part in parts)
@@ -108,9 +135,18 @@ gradients and AdamW's averages, whose arithmetic is in the last column: 4 bytes 
 averages for a parameter that trains. *Gathered*: what FSDP gathers and reduces. *Counted*: the most bytes that a step
 of the real Trainer holds, by storage. *B a parameter*: of all GPUs together.
 
-| model | job | GPUs × GiB | tokens | checkpointing | held | gathered | activations | head | plan | counted | plan is off by | B a parameter | it | held is |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| {" | ".join(COLUMNS)} |
+|{"---|" * len(COLUMNS)}
 {chr(10).join(lines)}
+
+## Weights to the engines, each step
+
+The bytes of a sync in bf16, and the time that its slowest link takes at least (`ptf plan` of an online job). *Adapter*:
+LoRA of rank {ADAPTERS["rank"]} on the projections of attention, `rollout.lora_sync: adapter`.
+
+| model | what | transport | GiB | seconds, at least |
+|---|---|---|---|---|
+{chr(10).join(syncs())}
 """
 
 
