@@ -131,7 +131,8 @@ class _Run:
             self._in_experts(sizes, layers),
             self._at_head(sizes, layers, dim),
             self._in_layer(sizes, layers),
-            self._in_earlier_layer(sizes, layers),
+            self._in_earlier_layer(sizes, layers, 0, max(layer.in_backward for layer in layers)),
+            self._in_earlier_layer(sizes, layers, sizes.block_trained, 0.0),
             self._reducing_layer(sizes, layers),
             self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
         ]
@@ -196,20 +197,24 @@ class _Run:
         """Return the memory in the backward pass of the last layer: its gradients are computed, the next layer is
         gathered, and the head's gradient waits for the embedding's."""
         activations = self._saved(layers) + self._recomputed(layers)
-        return self._held(sizes, self._in_backward(sizes, sizes.block_trained), self._tokens * activations, 0.0)
-
-    def _in_earlier_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
-        """Return the memory in the backward pass of an earlier layer's MLP or experts: the gradients of the layer after
-        it are reduced, in fp32, and its own weights have none yet."""
-        most = max(layer.in_backward for layer in layers)
-        activations = self._saved(layers[:-1]) + self._recomputed(layers) + most
-        gathered = self._in_backward(sizes, 0) + 4.0 * sizes.block_trained
+        gathered = self._in_backward(sizes, sizes.block_trained, len(layers) > 1)
         return self._held(sizes, gathered, self._tokens * activations, 0.0)
 
-    def _in_backward(self, sizes: _Sizes, gradients: int) -> float:
+    def _in_earlier_layer(self, sizes: _Sizes, layers: list[ActivationBytes], gradients: int, passing: float) -> Memory:
+        """Return the memory in the backward pass of an earlier layer, while the gradients of the layer after it are
+        reduced, in fp32.
+
+        `gradients`: the elements of its own weights' gradients; `passing`: bytes per token that its MLP or its experts
+        hold beside what is saved. An MLP's backward pass begins with the most of the latter, and ends with the former.
+        """
+        activations = self._saved(layers[:-1]) + self._recomputed(layers) + passing
+        gathered = self._in_backward(sizes, gradients, len(layers) > 2) + 4.0 * sizes.block_trained
+        return self._held(sizes, gathered, self._tokens * activations, 0.0)
+
+    def _in_backward(self, sizes: _Sizes, gradients: int, has_next: bool) -> float:
         """Return the bytes of weights and gradients that a layer's backward pass holds beside the shards: the layer
-        and, where there are several shards, the next, `gradients` elements of its gradients, embedding and head."""
-        blocks = 2 if self.shards > 1 else 1
+        and, where it is gathered ahead, the next, `gradients` elements of its gradients, embedding and head."""
+        blocks = 2 if has_next and self.shards > 1 else 1
         elements = blocks * sizes.block + gradients + sizes.root + self._head_trained(sizes) + sizes.dequantised
         return self.element * elements + blocks * sizes.block_quantised
 
