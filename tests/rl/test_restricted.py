@@ -107,8 +107,8 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("algo", "said"),
     [
-        ({"num_minibatches": 2}, "further updates"),
-        ({"update_epochs": 2}, "further updates"),
+        ({"num_minibatches": 2}, "a second optimizer step"),
+        ({"update_epochs": 2}, "a second optimizer step"),
         ({"kl_coef": 0.1}, "algo.kl_coef"),
         ({}, None),
     ],
