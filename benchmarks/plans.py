@@ -20,6 +20,7 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.config.sections.model import LoraConfig, ModelConfig  # noqa: E402
 from ptf.model import bridge  # noqa: E402
+from ptf.model.quantised_weights import FORMS, quantised_weights  # noqa: E402
 from ptf.rl.online_budget import sync_traffic  # noqa: E402
 from ptf.train.budget import Budget, budget  # noqa: E402
 from ptf.train.components import layer_factory_of  # noqa: E402
@@ -78,9 +79,19 @@ def arithmetic(case: Case, plan: Budget) -> str:
     trained = f"16 B × {plan.trained / 1e9:.3g} G trained"
     if not frozen:
         return f"({trained}) / {case.gpus}"
-    bits = {"nf4": 4.5, "mxfp4": 4.25}.get(case.model.get("quantization", ""))
-    held = "2 B" if bits is None else f"{bits} bits (2 B for what is not in four bits)"
-    return f"({trained} + {held} × {frozen / 1e9:.3g} G frozen) / {case.gpus}"
+    packed, bits = in_four_bits(case)
+    four = f" + {bits:g} bits × {packed / 1e9:.3g} G in four bits" if packed else ""
+    return f"({trained}{four} + 2 B × {(frozen - packed) / 1e9:.3g} G frozen) / {case.gpus}"
+
+
+def in_four_bits(case: Case) -> tuple[int, float]:
+    """Return the number of weights that a job holds in four bits, and the bits of each with its scale."""
+    with published(case.shape) as directory:
+        factory = layer_factory_of(ModelConfig(path=str(directory), **case.model), adapted=True)
+        model, _ = bridge.build(directory, factory=factory)
+    weights = quantised_weights(model).values()
+    bits = [4 + 8 * FORMS[weight.form].SCALE_BYTES / FORMS[weight.form].BLOCK for weight in weights]
+    return sum(weight.shape.numel() for weight in weights), max(bits, default=0.0)
 
 
 def syncs() -> list[str]:

@@ -40,6 +40,7 @@ with large_imports():
     )
 
 from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
+from ptf.compute.launch import default_threads
 from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
@@ -118,7 +119,7 @@ class Gang:
         self._group: RayWorkerGroup | None = None
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
-        threads = threads or max(1, (os.cpu_count() or 1) // min(workers, max(self._pool.store)))
+        threads = threads or default_threads(min(workers, max(self._pool.store)))
         # active waiting is 25 times slower on a busy CPU
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
         environment[ADDRESS] = self._monitor.address

@@ -22,8 +22,8 @@ ENTRY = "ptf.entry"
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that another process of ptf started, which holds the run's lease
 
 
-# the number of ranks on this machine, by who started them: verl's worker groups, torchrun
-LOCAL_SIZE = ("RAY_LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# the number of ranks on this machine, by who started them: verl's worker groups, torchrun; of all, where neither did
+LOCAL_SIZE = ("RAY_LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
 def default_threads(workers: int | None = None) -> int:

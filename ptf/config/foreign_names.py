@@ -128,7 +128,7 @@ FOREIGN: dict[str, Here] = {
         at(
             "algo.reference",
             "algo.kl_coef",
-            note="online, the reference is the model that training starts from, and this is the weight of the KL to it",
+            note="in online recipes the reference is the model that training starts from, and algo.kl_coef its weight",
         ),
     ),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), at("algo.teacher", "algo.teachers")),

@@ -92,6 +92,7 @@ RENAMED_METHODS = {
     "epochs": "update_epochs",
     "minibatches": "num_minibatches",
     "is_probability": "scores_are_logits",
+    "logprob_diff_bound": "logprob_diff_threshold",
     "needs_old": "needs_old_logprobs",
     "precomputed": "precompute",
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
+from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
 from ptf.rl.cluster import Pool, PoolSchedule, RoleSpec, split
@@ -93,7 +94,8 @@ class VerlRoleGroup:
 class VerlCluster(PoolSchedule):
     """Roles as Ray actors.
 
-    `threads` is the number of threads of each process, by default the machine's cores divided by the role's workers.
+    `threads` is the number of threads of each process, by default this machine's cores divided by the role's workers
+    on a node.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class VerlCluster(PoolSchedule):
         return VerlRoleGroup(spec, gang, self.device)
 
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
-        threads = self.threads or max(1, (os.cpu_count() or 1) // spec.workers)
         count = spec.workers // spec.tensor_parallel_size
         slots = [self._shared(pool, spec.tensor_parallel_size, i * spec.tensor_parallel_size) for i in range(count)]
+        threads = self.threads or default_threads(min(spec.workers, max(self._slots[pool.name].store)))
 
         def start_replica(i: int) -> Gang:
             return Gang(

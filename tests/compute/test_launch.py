@@ -75,3 +75,17 @@ def test_ranks_of_torchrun_are_told_their_threads(tmp_path: Path, monkeypatch: p
     assert started[0]["OMP_NUM_THREADS"] == "3"
     assert started[0][launch.LAUNCHED] == "1"
     assert started[0][launch.ADDRESS] == "tcp://127.0.0.1:1"
+
+
+def test_threads_are_the_cores_of_a_machine_divided_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    for name in launch.LOCAL_SIZE:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.default_threads() == 64
+    monkeypatch.setenv("WORLD_SIZE", "32")  # on four nodes
+    assert launch.default_threads() == 2, "nobody says how many of them are here"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert launch.default_threads() == 8
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "16")
+    assert launch.default_threads() == 4
+    assert launch.default_threads(100) == 1

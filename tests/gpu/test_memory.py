@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from ptf.compute.tracking import read_metrics
@@ -47,4 +46,3 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
         # not all positions are trained, and cuBLAS has a workspace
         assert peak <= 1.05 * planned + 0.1
         assert peak >= 0.7 * planned
-        assert torch.cuda.max_memory_allocated() > 0

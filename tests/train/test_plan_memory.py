@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4, "vocab_size": 8192},
         {"seq_len": 8192, "sequences": 1, "train": {"activation_checkpointing": "block"}},
     ),
+    "experts": ("Qwen3-30B-A3B", 8, {"num_hidden_layers": 2}, {"seq_len": 4096, "sequences": 1}),
     "experts, blocks": (
         "Qwen3-30B-A3B",
         8,

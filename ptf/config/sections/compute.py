@@ -46,7 +46,8 @@ class ComputeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = changeable("auto")
     """`auto` uses the GPU if there is one, and prints which device it uses."""
     threads: Positive | None = changeable(None)
-    """CPU threads of each worker; default: the cores of its machine divided by the workers of its role on it."""
+    """CPU threads of each worker; default: cores divided by the workers of a role on one machine. The cores are
+    those of the worker's machine, in online recipes those of the machine that starts the run."""
     address: str | None = changeable(None)
     """A running Ray cluster: `host:port` to join it from here (`auto`: the one in RAY_ADDRESS), or `http://host:8265`
     to submit the run as a job of the cluster. Such a job continues if this process dies, and is found again by the
