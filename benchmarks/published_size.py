@@ -52,7 +52,8 @@ model, family = load_model(shape, World(), ModelConfig(path="", init="random"), 
 bridge.save_hf(bridge.hf_tensors(model, family), shape, directory, writes=True)
 """
 # in the process that is measured: what it has after its imports, the plan, and the most that it had while it trained;
-# the export, which loads the model again, comes after that
+# what comes after that is in host memory on a GPU machine too: the checkpoint's copy, and the export, which loads the
+# model again
 MEASURED = """
 import json, resource, sys
 from pathlib import Path
@@ -70,11 +71,12 @@ else:
     plan = online.update.memory.total + online.engine.weights
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 imported, peaks = peak(), []
-def exporting(kind, name):
-    export = getattr(kind, name)
-    setattr(kind, name, lambda *args: (peaks.append(peak()), export(*args))[1])
-exporting(loop.OfflineAttempt, "export")
-exporting(roles.Learner, "export")
+def before(kind, name):
+    own = getattr(kind, name)
+    setattr(kind, name, lambda *args: (peaks.append(peak()), own(*args))[1])
+for kind in (loop.OfflineAttempt, roles.Learner):
+    before(kind, "save")
+    before(kind, "export")
 made = run(job, "run")
 rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
 print("MEASURED", json.dumps({"imported": imported, "peak": peaks[0], "plan": plan, "loss": [r["loss"] for r in rows]}))
@@ -189,8 +191,10 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         "# A model of published size on a CPU\n\n"
         f"Command: `python benchmarks/published_size.py`\n\n{SHAPE}'s shape ({parameters}, 151,936 vocabulary rows), "
         "random weights, bf16, one process. The plan is that of a GPU, whose loss head has larger\nchunks; for GRPO it "
-        "is that of the policy's update and the engine's weights. The memory of a process is the\nmost that was resident "
-        "until it exports, above what it has after its imports.\n\n" + "\n".join(lines) + "\n"
+        "is that of the policy's update and the engine's weights. The memory of a process is the\nmost that was "
+        "resident until the checkpoint of the last step, above what it has after its imports.\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
     print(f"wrote {RESULTS.name}" + (f"; missed: {', '.join(missed)}" if missed else ""))
     return 1 if missed else 0
