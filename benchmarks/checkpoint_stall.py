@@ -24,6 +24,7 @@ from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.compute.checkpoint import Checkpoints, copied, tensors_of  # noqa: E402
 from ptf.compute.saver import Saver  # noqa: E402
 from ptf.compute.world import joined  # noqa: E402
+from ptf.config.sections.train import TrainConfig  # noqa: E402
 from ptf.model import bridge  # noqa: E402
 from ptf.train.optim import adamw, groups  # noqa: E402
 
@@ -56,7 +57,7 @@ def main() -> None:
         model, _ = bridge.build(source)
         bridge.materialize(model, world.device)
         bridge.random_init(model, 0)
-        optimizer = adamw(groups(model, 0.0, {}), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = adamw(groups(model, 0.0, {}), TrainConfig(lr=1e-3))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()

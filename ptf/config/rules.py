@@ -251,6 +251,12 @@ def quantised_weights(job: Job) -> list[str]:
     return [error for error, kept in rules.items() if not kept]
 
 
+def optimizer(job: Job) -> list[str]:
+    """Return a problem if moments in 8 bits were to be in host memory."""
+    both = job.train.optimizer == "adamw_8bit" and job.train.optimizer_offload
+    return ["train.optimizer: adamw_8bit needs train.optimizer_offload: false; offload fp32 moments instead"] * both
+
+
 def deterministic(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
@@ -331,6 +337,7 @@ RULES: tuple[Callable[[Job], list[str]], ...] = (
     length,
     places,
     schedule_of,
+    optimizer,
     deterministic,
     watched,
     own_components,

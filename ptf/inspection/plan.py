@@ -64,7 +64,7 @@ def why_not(trial: Trial) -> str:
 def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
     memory = {name: getattr(step.memory, name) / GIB for name in step.memory.__slots__}
     found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / GIB}}}
-    found |= {"host_gib_per_worker": step.host / GIB}
+    found |= {"host_gib_per_worker": step.host / GIB, "checkpoint_host_gib_per_worker": step.copied / GIB}
     found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
     if bound is not None:
         operators = [
@@ -168,6 +168,7 @@ def _budget_table(step: Budget) -> Table:
     table.add_row("total", f"{gib(memory.total)} of {gib(step.room)}", style=None if step.fits else "red")
     if step.host:
         table.add_row("host memory of what is offloaded, each worker", gib(step.host))
+    table.add_row("host memory while a checkpoint is written, each worker", gib(step.copied))
     return table
 
 

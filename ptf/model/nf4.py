@@ -4,29 +4,19 @@ quantiles of the normal distribution; 4.5 bits for each value.
 bitsandbytes converts, so that its 4-bit models and ours have the same values.
 """
 
-import functools
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptf.errors import UserError
+from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 
 BLOCK = 64  # values that share a scale
 SCALE_BYTES = 4
 
 
-@functools.cache
 def _bitsandbytes() -> Any:
-    """Return bitsandbytes' functions. Raises UserError if it is not installed."""
-    # it warns of kernels for the CPU that it would download, and that nothing here calls
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    try:
-        import bitsandbytes.functional as functions
-    except ImportError as error:
-        raise UserError("model.quantization: nf4 needs bitsandbytes: pip install 'ptf[nf4]'") from error
-    return functions
+    return bitsandbytes_functions("model.quantization: nf4")
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.train.components import layer_factory_of
 from ptf.train.frozen_models import forward_flops, needs_weights
+from ptf.train.optimizer_8bit import moment_bytes
 from ptf.train.optimizer_offload import BUCKET_BYTES
 from ptf.train.trainable import freeze, frozen_dtype
 
@@ -84,6 +85,7 @@ class Budget:
     room: float  # bytes
     # bytes of host memory for each worker: the optimizer's averages and the inputs of layers that are offloaded
     host: float = 0.0
+    copied: float = 0.0  # bytes of host memory for each worker of an offline job, while it writes a checkpoint
 
     @property
     def fits(self) -> bool:
@@ -103,6 +105,7 @@ class _Sizes:
     root_trained: int
     head: int  # vocabulary × hidden size
     largest: int  # the largest parameter that trains
+    moments: float  # bytes of AdamW's two averages
     # weights in four bits, which are not among the elements above:
     quantised: int = 0  # bytes on this rank
     block_quantised: int = 0  # bytes of the block with most, whole
@@ -122,6 +125,7 @@ class _Run:
     frozen_model_gathered: int = 0  # gathered elements of the largest of them: two blocks, embedding and head
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
     offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
+    eight_bit: bool = False  # whether the optimizer's averages are in 8 bits but for a bucket
     shards: int = 1  # ranks that the model is sharded over: more than one gather into buffers that they free late
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
@@ -137,7 +141,10 @@ class _Run:
             self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
         ]
         if self.offloaded:  # to save or to resume, when nothing is gathered
-            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=8.0 * sizes.trained))
+            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=sizes.moments))
+        if self.eight_bit:  # in the optimizer's step, which has a bucket of them in fp32 beside those in 8 bits
+            in_step = sizes.moments + self._bucket(sizes)
+            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=in_step))
         return max(moments, key=lambda memory: memory.total)
 
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
@@ -145,13 +152,13 @@ class _Run:
         gathered = self.element * (2 * sizes.block + sizes.root + sizes.dequantised) + 2.0 * sizes.block_quantised
         activations = self._tokens * max(layer.everything for layer in layers)  # of one layer; its parts are freed
         logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
-        optimizer = 0.0 if self.offloaded else 8.0 * sizes.trained
+        optimizer = 0.0 if self.offloaded else sizes.moments
         return replace(self._held(sizes, gathered, activations, logits), gradients=0.0, optimizer=optimizer)
 
     def host(self, sizes: _Sizes, layers: list[ActivationBytes]) -> float:
         """Return the bytes of host memory that offloading takes."""
         inputs = sum(layer.input for layer in layers) if self.recomputed == "offload" else 0.0
-        return 8.0 * sizes.trained * self.offloaded + self._tokens * inputs
+        return sizes.moments * self.offloaded + self._tokens * inputs
 
     def _held(self, sizes: _Sizes, gathered: float, activations: float, logits: float) -> Memory:
         """Return a moment's memory: what is held all the time, and these parts."""
@@ -161,11 +168,16 @@ class _Run:
             + sizes.quantised
             + self.element * sizes.here * self.frozen_models,
             4.0 * sizes.trained,
-            min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest)) if self.offloaded else 8.0 * sizes.trained,
+            self._bucket(sizes) if self.offloaded else sizes.moments,
             gathered + self.element * self.frozen_model_gathered,
             activations,
             logits,
         )
+
+    @staticmethod
+    def _bucket(sizes: _Sizes) -> float:
+        """Return the most bytes of fp32 averages that the optimizer's step has at once, if it goes by bucket."""
+        return min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest))
 
     def _at_head(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory while the loss of a chunk of logits is computed, with all activations saved."""
@@ -286,7 +298,7 @@ def budget(
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor)
         parallelize(model, mesh, precision)
-        sizes = _sizes(model)
+        sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
         frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
     sequences = min(job.train.micro_batch_sequences, -(-in_step // data))
     held = frozen_dtype(directory, precision, exported=True).itemsize
@@ -300,6 +312,7 @@ def budget(
         gathered,
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer_offload,
+        eight_bit=job.train.optimizer == "adamw_8bit",
         shards=data // job.compute.mesh.replicate,
     )
     in_step *= getattr(recipe, "update_epochs", 1) if job.rollout else 1
@@ -311,7 +324,8 @@ def budget(
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     seconds = work / (gpus * peak * mfu)
-    cost = memory, forward_alone, sequences, work, tokens, seconds, room, run.host(sizes, layers)
+    copied = 4.0 * sizes.trained + sizes.moments
+    cost = memory, forward_alone, sequences, work, tokens, seconds, room, run.host(sizes, layers), copied
     return Budget(str(directory), gpus, shape, *counts, *cost)
 
 
@@ -439,7 +453,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     return measured
 
 
-def _sizes(model: Decoder) -> _Sizes:
+def _sizes(model: Decoder, *, eight_bit: bool = False) -> _Sizes:
     def here(p: torch.Tensor) -> int:
         return (p.to_local() if isinstance(p, DTensor) else p).numel()
 
@@ -455,15 +469,17 @@ def _sizes(model: Decoder) -> _Sizes:
     inside = {id(p) for block in model.layers for p in block.parameters()}
     root = [p for p in model.parameters() if id(p) not in inside]
     parameters = weights_of(model)
+    trained = [p for p in parameters if p.requires_grad]
     return _Sizes(
         sum(map(here, parameters)),
-        sum(here(p) for p in parameters if p.requires_grad),
+        sum(map(here, trained)),
         max(gathered(b, False) for b in model.layers),
         max(gathered(b, True) for b in model.layers),
         sum(map(_of_group, root)),
         sum(_of_group(p) for p in root if p.requires_grad),
         _of_group(getattr(model.head, "_parameters", {}).get("weight")),
-        max((here(p) for p in parameters if p.requires_grad), default=0),
+        max(map(here, trained), default=0),
+        sum(map(moment_bytes, trained)) if eight_bit else 8.0 * sum(map(here, trained)),
         sum(map(here, quantised_in(model))),
         max(sum(map(_of_group, quantised_in(b))) for b in model.layers),
         max((weight.shape.numel() for weight in quantised_weights(model).values()), default=0),

@@ -72,7 +72,7 @@ def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) 
     return [ParameterGroup(*key, params) for key, params in by_key.items()]
 
 
-def adamw(groups: list[ParameterGroup], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+def adamw(groups: list[ParameterGroup], config: TrainConfig) -> torch.optim.AdamW:
     """Build fused AdamW (on a CPU 4.5 times as fast as foreach), with one of its groups for each of `groups`."""
     param_groups = [{"params": g.params, "weight_decay": g.weight_decay} for g in groups]
-    return torch.optim.AdamW(param_groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -27,7 +27,7 @@ class OffloadedMoments:
         self.buckets: list[tuple[int, list[nn.Parameter], OffloadedTensors]] = []
         pinned, first = PinnedMemory(), 0
         for number, group in enumerate(optimizer.param_groups):
-            for parameters in _buckets(group["params"], limit):
+            for parameters in buckets(group["params"], limit):
                 self.buckets.append((number, parameters, OffloadedTensors(None, pinned, first)))
                 first += sum(map(_bytes_of_averages, parameters))
 
@@ -62,7 +62,7 @@ class OffloadedMoments:
         return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
-def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters in lists whose moments take at most `limit` bytes; a larger parameter is a list of one."""
     bucket: list[nn.Parameter] = []
     size = 0
@@ -78,5 +78,10 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn
 
 
 def _bytes_of_averages(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return 2 * local.numel() * local.element_size()
+    shard = local(parameter)
+    return 2 * shard.numel() * shard.element_size()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -281,11 +281,13 @@ def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int,
     return costs
 
 
-def optimizer_costs(gpu: Gpu, parameters: float) -> Costs:
+def optimizer_costs(gpu: Gpu, parameters: float, optimizer: Literal["adamw", "adamw_8bit"] = "adamw") -> Costs:
     """Return the costs of clipping and AdamW over the fp32 shards of one rank."""
     costs = Costs(gpu)
     costs.add("clipping", bytes_=12 * parameters)
     costs.add("AdamW", bytes_=28 * parameters)
+    if optimizer == "adamw_8bit":  # both moments from 8 bits to fp32 and back
+        costs.add("conversion of moments", bytes_=2 * 2 * (1 + 4) * parameters)
     return costs
 
 
@@ -342,7 +344,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     exposed = passes * max(0.0, collective_seconds(speeds, data, parameters, trained) - step.total)
     whole = Costs(speeds)
     whole.merge(step, passes)
-    whole.merge(optimizer_costs(speeds, trained / data))
+    whole.merge(optimizer_costs(speeds, trained / data, job.train.optimizer))
     seconds = whole.total + exposed
     work = passes * Flops.of(model).step(lengths, tokens)
     operators = dict(sorted(whole.seconds.items(), key=lambda item: -item[1]))

@@ -26,6 +26,7 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.components import layer_factory_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
+from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 
@@ -156,11 +157,15 @@ class Trainer:
         self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
         self.groups = groups(model, config.weight_decay, config.lr_multipliers)
-        self.optimizer = adamw(self.groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        self.moments = OffloadedMoments(self.optimizer) if config.optimizer_offload else None
+        self.optimizer = adamw(self.groups, config)
+        self.moments: OffloadedMoments | QuantisedMoments | None = None
+        if config.optimizer_offload:
+            self.moments = OffloadedMoments(self.optimizer)
+        elif config.optimizer == "adamw_8bit":
+            self.moments = QuantisedMoments(self.optimizer)
 
     def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the optimizer's state is on the device, to store or to load it."""
+        """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
         return self.moments.whole() if self.moments else contextlib.nullcontext()
 
     def raise_if_large(self, sequences: int) -> None:

@@ -26,6 +26,18 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4, "vocab_size": 8192},
         {"seq_len": 4096, "sequences": 2, "train": {"activation_checkpointing": "selective"}},
     ),
+    "moments in 8 bits": (
+        "Qwen3-0.6B",
+        2,
+        {"num_hidden_layers": 4},
+        {"seq_len": 2048, "sequences": 1, "train": {"optimizer": "adamw_8bit"}},
+    ),
+    "moments in 8 bits, in the step": (
+        "Qwen3-4B",
+        8,
+        {"num_hidden_layers": 6, "vocab_size": 1024},
+        {"seq_len": 256, "sequences": 1, "train": {"optimizer": "adamw_8bit"}},
+    ),
     "LoRA": (
         "Qwen3-4B",
         2,

@@ -75,11 +75,11 @@ class ModelConfig(Section):
     added in fp32 to the weight as the checkpoint stores it, and the sum is rounded once, to the checkpoint's dtype."""
     quantization: Literal["nf4", "mxfp4"] | None = None
     """Hold projections of the layers that do not train in four bits (QLoRA), which needs `lora` and makes steps longer.
-    `nf4`: all of them, in 4.5 bits a weight instead of 16; it needs bitsandbytes (`pip install 'ptf[nf4]'`). Adapters
-    learn beside the rounded weights, and the merged model has them added to the unrounded weights of the checkpoint, so
-    it differs slightly from the model that was trained. `publish.what` says which of adapter and merged model is
-    published. `mxfp4`: the experts of a checkpoint that stores them in MXFP4 (published GPT-OSS), in 4.25 bits as they
-    are there; nothing is rounded."""
+    `nf4`: all of them, in 4.5 bits a weight instead of 16; it needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`).
+    Adapters learn beside the rounded weights, and the merged model has them added to the unrounded weights of the
+    checkpoint, so it differs slightly from the model that was trained. `publish.what` says which of adapter and merged
+    model is published. `mxfp4`: the experts of a checkpoint that stores them in MXFP4 (published GPT-OSS), in 4.25 bits
+    as they are there; nothing is rounded."""
     trainable: Patterns | None = None
     """What trains, as patterns of ptf's parameter names or of the modules above them (`embed`, `layers.*.attn`).
     Default: everything. With `lora` the adapters always train, and these patterns add to them."""

@@ -1,0 +1,149 @@
+"""AdamW's moments in 8 bits (`train.optimizer: adamw_8bit`; Dettmers et al. 2022, arXiv 2110.02861): blocks of up to
+256 values along a row share a scale in fp32, and each value is one of 256 numbers whose distances grow with their size.
+
+Between steps, `optimizer.state` has codes and scales in place of the moments. For each bucket of parameters, a step
+dequantises the moments, updates the parameters in fp32, and quantises the new moments; bitsandbytes converts. No block
+is longer than a row of one rank's shard, so codes and scales are sharded like their parameter: a checkpoint of any
+number of ranks has the same codes.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ptf.model.bitsandbytes_functions import bitsandbytes_functions
+from ptf.train.optimizer_offload import BUCKET_BYTES, buckets, local
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # names in torch's AdamW; whether the moment has negative values
+BLOCKS = (256, 128, 64)
+FEWEST = 4096  # values; the moments of smaller parameters are kept in fp32
+
+
+def block_size(parameter: Tensor) -> int | None:
+    """Return how many values share a scale; None for a parameter whose moments are kept in fp32: a vector, a small
+    matrix, or one whose rows are not a multiple of 64."""
+    if parameter.dim() < 2 or parameter.numel() < FEWEST:
+        return None
+    return next((size for size in BLOCKS if local(parameter).shape[-1] % size == 0), None)
+
+
+def moment_bytes(parameter: Tensor) -> float:
+    """Return the bytes of both moments of this rank's shard, between steps."""
+    size, count = block_size(parameter), local(parameter).numel()
+    return 2.0 * count * (4 if size is None else 1 + 4 / size)
+
+
+@dataclass(frozen=True, slots=True)
+class _AsItIs:
+    """A tensor that torch's optimizer does not convert to the dtype of its parameter while it loads a state."""
+
+    tensor: Tensor
+
+
+def _wrap_codes(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    def wrapped(value: Any) -> Any:
+        return _AsItIs(value) if isinstance(value, Tensor) and value.dtype == torch.uint8 else value
+
+    states = {key: {name: wrapped(v) for name, v in state.items()} for key, state in loaded["state"].items()}
+    return {**loaded, "state": states}
+
+
+def _unwrap_codes(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.update({name: value.tensor for name, value in state.items() if isinstance(value, _AsItIs)})
+
+
+class QuantisedMoments:
+    """The state of an optimizer, whose large moments are in 8 bits except while their bucket is updated."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, limit: int = BUCKET_BYTES) -> None:
+        bitsandbytes_functions("train.optimizer: adamw_8bit")  # raises here, not in the first step
+        self.optimizer = optimizer
+        optimizer.register_load_state_dict_pre_hook(_wrap_codes)
+        optimizer.register_load_state_dict_post_hook(_unwrap_codes)
+        # with the number of the group, not the group, because loading a state replaces the groups
+        self.buckets = [
+            (number, parameters)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameters in buckets(group["params"], limit)
+        ]
+
+    def step(self) -> None:
+        """Make one step of the optimizer, bucket by bucket."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        try:
+            for number, parameters in self.buckets:
+                for parameter in parameters:
+                    _dequantise(state[parameter], parameter)
+                self.optimizer.param_groups = [{**groups[number], "params": parameters}]
+                self.optimizer.step()
+                for parameter in parameters:
+                    _quantise(state[parameter], parameter)
+        finally:
+            self.optimizer.param_groups = groups
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run a block that saves or loads the state."""
+        for parameter in (p for _, parameters in self.buckets for p in parameters):
+            if not self.optimizer.state[parameter]:  # loading compares with what is there
+                zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in SIGNED}
+                step = torch.zeros((), device=local(parameter).device)
+                self.optimizer.state[parameter] = {"step": step, **zeros}
+                _quantise(self.optimizer.state[parameter], parameter)
+        yield
+
+
+@functools.cache
+def _values(signed: bool, device: torch.device) -> Tensor:
+    """Return the 256 numbers, from −1 or 0 to 1."""
+    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
+    return functions.create_dynamic_map(signed=signed).to(device)
+
+
+def _quantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Put codes and scales in the place of the moments."""
+    if (size := block_size(parameter)) is None:
+        return
+    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
+    for name, signed in SIGNED.items():
+        moment = local(state.pop(name)).contiguous()
+        values = _values(signed, moment.device)
+        codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=size)
+        scales = found.absmax.view(*moment.shape[:-1], moment.shape[-1] // size)
+        state[f"{name}_codes"] = _like(parameter, codes.view(moment.shape), parameter.shape[-1])
+        state[f"{name}_scales"] = _like(parameter, scales, parameter.shape[-1] // size)
+
+
+def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Put moments in the place of codes and scales, if there are any: before the first step there are none."""
+    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
+    for name, signed in SIGNED.items():
+        if f"{name}_codes" not in state:
+            continue
+        codes, scales = local(state.pop(f"{name}_codes")), local(state.pop(f"{name}_scales"))
+        moment = functions.dequantize_blockwise(
+            codes.reshape(-1),
+            absmax=scales.reshape(-1),
+            code=_values(signed, codes.device),
+            blocksize=codes.shape[-1] // scales.shape[-1],
+        )
+        state[name] = _like(parameter, moment.view(codes.shape), parameter.shape[-1])
+
+
+def _like(parameter: nn.Parameter, shard: Tensor, width: int) -> Tensor:
+    """Return a shard as a tensor that is sharded as the parameter is, and has `width` columns."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    shape = (*parameter.shape[:-1], width)
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
