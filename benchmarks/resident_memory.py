@@ -12,6 +12,7 @@ Exits 1 if a job fails, or is not within 15 % of its plan (published size: needs
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -77,15 +78,13 @@ shape, directory = Path(sys.argv[1]), Path(sys.argv[2])
 model, family = load_model(shape, World(), ModelConfig(path="", init="random"), seed=0, precision="fp32")
 bridge.save_hf(bridge.hf_tensors(model, family), shape, directory, writes=True)
 """
-# A module that every process of a job imports when it starts. In one that trains, it writes what the process has once
-# everything is imported, and the most that it has had when its first checkpoint begins: that, and the export, take
-# memory of the host on a GPU machine too.
+# A module that every process of a job imports when it starts. In one that trains, it makes a file when everything is
+# imported, and another when its first checkpoint begins: that, and the export, take host memory on a GPU machine too.
 HOOK = """
-import importlib.abc, importlib.machinery, json, os, resource, sys
+import importlib.abc, importlib.machinery, os, pathlib, sys, time
 TRAINERS = {"ptf.train.loop": "OfflineAttempt", "ptf.rl.roles": "Learner"}
-def resident():
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * resource.getpagesize()
+def reached(moment):
+    pathlib.Path(os.environ["PTF_MEASURED"], f"{os.getpid()}.{moment}").touch()
 class Loader(importlib.abc.Loader):
     def __init__(self, own):
         self.own = own
@@ -96,16 +95,14 @@ class Loader(importlib.abc.Loader):
         import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
         import tokenizers, bitsandbytes
         kind = getattr(module, TRAINERS[module.__name__])
-        imported, save = resident(), kind.save
+        save = kind.save
         def measured(*args, **kwargs):
-            path = os.path.join(os.environ["PTF_MEASURED"], f"{os.getpid()}.json")
-            if not os.path.exists(path):
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                with open(path, "w") as stream:
-                    json.dump({"imported": imported, "peak": peak}, stream)
+            reached("saved")
             return save(*args, **kwargs)
         measured.__dict__.update(save.__dict__)
         kind.save = measured
+        reached("imported")
+        time.sleep(0.5)  # until that was seen
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name not in TRAINERS:
@@ -132,6 +129,32 @@ else:
     plan = found.memory.total + (online.engine.weights if ranks == 1 else 0.0)
 print(json.dumps({"plan": plan, "parameters": found.parameters}))
 """
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """Return the bytes of a process that are resident, and those of them that are no pages of files."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    size = {name: 1024 * int(lines[name].split()[0]) for name in ("VmRSS", "RssAnon", "RssShmem")}
+    return size["VmRSS"], size["RssAnon"] + size["RssShmem"]
+
+
+def watch(moments: Path, process: subprocess.Popen) -> list[tuple[int, int]]:
+    """Return, of each process that trains, the most memory until its first checkpoint, above what it had after its
+    imports: resident, and without the pages of files."""
+    imported: dict[int, tuple[int, int]] = {}
+    most: dict[int, tuple[int, int]] = {}
+    while process.poll() is None:
+        for path in moments.glob("*.imported"):
+            pid = int(path.stem)
+            if not path.with_suffix(".saved").exists():
+                with contextlib.suppress(OSError, KeyError):
+                    now = memory(pid)
+                    imported.setdefault(pid, now)
+                    before = most.get(pid, now)
+                    most[pid] = max(now[0], before[0]), max(now[1], before[1])
+        time.sleep(0.005)
+    trained = [pid for pid in most if (moments / f"{pid}.saved").exists()]
+    return [(most[pid][0] - imported[pid][0], most[pid][1] - imported[pid][1]) for pid in trained]
 
 
 def write_model(directory: Path, changes: dict[str, Any]) -> None:
@@ -215,19 +238,15 @@ def measure(name: str, seq_len: int) -> dict[str, Any]:
         plan = [sys.executable, "-c", PLAN, str(config), str(directory / "model"), str(case.ranks)]
         planned = json.loads(subprocess.run(plan, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE).stdout)
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "ptf.cli", "train", str(config)],
-            cwd=ROOT,
-            env={**environment, "PTF_MEASURED": str(measured)},
-            check=False,
-        )
+        command = [sys.executable, "-m", "ptf.cli", "train", str(config)]
+        with subprocess.Popen(command, cwd=ROOT, env={**environment, "PTF_MEASURED": str(measured)}) as process:
+            ranks = watch(measured, process)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ranks = [json.loads(path.read_text()) for path in measured.glob("*.json")]
-    if done.returncode or len(ranks) != case.ranks:
-        sys.exit(f"{name} ended with status {done.returncode}, and {len(ranks)} of {case.ranks} ranks were measured")
+    if process.returncode or len(ranks) != case.ranks:
+        sys.exit(f"{name} ended with status {process.returncode}, and {len(ranks)} of {case.ranks} ranks were measured")
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    used = max(rank["peak"] - rank["imported"] for rank in ranks)
-    return {**planned, "used": used, "ranks": ranks, "cpu_s": spent, "clock_s": time.monotonic() - began}
+    resident, used = (max(each) for each in zip(*ranks, strict=True))
+    return {**planned, "resident": resident, "used": used, "cpu_s": spent, "clock_s": time.monotonic() - began}
 
 
 def main() -> int:
@@ -248,7 +267,7 @@ def main() -> int:
 def write(kept: dict[str, dict[str, Any]]) -> int:
     """Write the page; return 1 if a job is too far from its plan, or is not there."""
     lines = [
-        "| job | parameters | sequence, tokens | resident, GiB | plan, GiB | resident / plan | clock, s | where |",
+        "| job | parameters | tokens | resident, GiB | without files, GiB | plan, GiB | share of the plan | where |",
         "|---|---|---|---|---|---|---|---|",
     ]
     missed = [name for name in CASES if name not in kept]
@@ -257,17 +276,20 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         if share > 1 + DIFFERENCE or (CASES[name].shape and share < 1 - DIFFERENCE):
             missed.append(name)
         sizes = f"{found['parameters'] / 1e6:.0f} M | {found['seq_len']}"
-        memory = f"{found['used'] / GIB:.2f} | {found['plan'] / GIB:.2f} | {share:.2f}"
+        gib = " | ".join(f"{found[key] / GIB:.2f}" for key in ("resident", "used", "plan"))
         where = f"{found['date']}, {found['commit']}, {found['machine']}"
-        lines.append(f"| {name} | {sizes} | {memory} | {found['clock_s']:.0f} | {where} |")
+        lines.append(f"| {name} | {sizes} | {gib} | {share:.2f} | {where} |")
     RESULTS.write_text(
         "# Resident memory beside the plan\n\n"
         "Command: `python benchmarks/resident_memory.py`\n\n"
         "Each job is run by `ptf train` on a CPU: Qwen3-0.6B's published shape in bf16 in one process, and 12 of its\n"
-        "layers with a vocabulary of 8,192 in fp32 on two ranks. Weights are random. Resident memory is the most that\n"
-        "the fullest rank had until its first checkpoint began, above what it had once everything was imported. The\n"
-        "plan is that of `ptf plan` for as many GPUs, whose loss head has larger chunks; of GRPO it is the policy's\n"
-        "update, and in one process the engine's weights too.\n\n" + "\n".join(lines) + "\n"
+        "layers with a vocabulary of 8,192 in fp32 on two ranks. Weights are random. Memory is the most that the\n"
+        "fullest rank had until its first checkpoint began, above what it had once everything was imported: resident,\n"
+        "and without the pages of mapped files (the checkpoint's, while it is read), which the system drops where it\n"
+        "needs room. The plan, with which the latter is compared, is that of `ptf plan` for as many GPUs, whose loss\n"
+        "head has larger chunks; of GRPO it is the policy's update, and in one process the engine's weights too.\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
     print(f"wrote {RESULTS.name}" + (f"; missed: {', '.join(missed)}" if missed else ""))
     return 1 if missed else 0
