@@ -46,7 +46,7 @@ def packed_batches(
         if seq_len
         else shard_sequences_singly(sequences, alone(world))[0]
     )
-    idle = deal([], alone(world), 1, seq_len)[0]
+    idle = deal([], alone(world), each, seq_len)[0]  # on a GPU with the shape of the others
     for i in range(int(world.max(len(batches)))):
         yield sequences[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
 

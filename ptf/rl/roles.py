@@ -42,6 +42,7 @@ from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.trainer import forget_forwards, load_model
+from ptf.train.warm_up import warm_up
 
 
 def device_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -103,6 +104,7 @@ class FrozenModelRole:
             compiled=compiled,
             frozen=True,
         )
+        warm_up(self.model, world, seq_len, scored={micro_batch_sequences})
 
     @broadcast
     def offload(self) -> None:
@@ -183,6 +185,8 @@ class Learner:
         if world.leads:
             print(f"{recipe.head} head, {train.precision}: {compilation(train.compile, world.device)}", flush=True)
         self.trainer = trainer_of(train, self.model, world)
+        most = {train.micro_batch_sequences}
+        warm_up(self.model, model_world, seq_len, trained=most, scored=most)
         self.sender: Sender | None = None
 
     @broadcast

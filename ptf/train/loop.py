@@ -41,6 +41,7 @@ from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics
+from ptf.train.warm_up import in_passes, warm_up
 
 
 def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
@@ -143,8 +144,22 @@ class OfflineAttempt:
         self.end_at(ends)
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
+        self._warm_up()
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
+
+    def _warm_up(self) -> None:
+        """Compile for the batches of the run before the first step."""
+        job, world = self.job, self.world
+        most = job.train.micro_batch_sequences
+        trained = in_passes(job.train.global_batch_sequences // world.data_parallel_size, most)
+        validated = {most} if job.train.validate_every and job.data.validation else set[int]()
+        frozen_models = list(self.frozen_models.values())
+        scored = validated | (trained if self.model in frozen_models else set())  # without its adapters
+        warm_up(self.model, world, job.data.seq_len, trained=trained, scored=scored)
+        for frozen_model in frozen_models:
+            if frozen_model is not self.model:
+                warm_up(frozen_model, world, job.data.seq_len, scored=validated | trained)
 
     def load_by_role(self, by_role: Mapping[str, FrozenModelSpec]) -> dict[str, Decoder]:
         """Load frozen models by role."""

@@ -25,6 +25,7 @@ from ptf.recipes.protocol import Recipe
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer
+from ptf.train.warm_up import warm_up
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 from tests.tiny import sample
 
@@ -93,6 +94,35 @@ def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
     if model.config.tied:
         model.head._parameters["weight"] = model.embed._parameters["weight"]
     return model
+
+
+def variants(shape: str, name: str) -> list[list[str]]:
+    """The kinds of calls of FlexAttention that a run's warm-up makes, and those of a step and a validation after it."""
+    recipe, kinds = RECIPES[name], set[str]()
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+        grads = [torch.is_grad_enabled() and t.requires_grad for t in (q, k, v)]
+        kinds.add(f"{tuple(q.shape)} {[t.stride() for t in (q, k, v)]} {q.dtype} {grads} {mask.shape} {scale}")
+        return fused_attention(q, k, v, mask, scale)
+
+    attention._compiled_flex = lambda: recorded
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = decoder(shape, recipe.head)
+        frozen_models = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.frozen_models}
+        world = World(device=GPU)
+        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), frozen_models)
+        warm_up(model, world, SEQ_LEN, trained={1}, scored={1})
+        for frozen_model in frozen_models.values():
+            warm_up(frozen_model, world, SEQ_LEN, scored={1})
+        assert all(parameter.grad is None for parameter in model.parameters())
+        warmed = sorted(kinds)
+        kinds.clear()
+        batches = micro(recipe)
+        with HostSyncs():
+            trainer.step(batches, recipe, 0)
+        with torch.no_grad():
+            recipe.loss(model, batches[0].to(GPU), frozen_models)
+    return [warmed, sorted(kinds)]
 
 
 def host_syncs(shape: str, name: str) -> dict[str, int]:

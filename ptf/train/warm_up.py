@@ -1,0 +1,48 @@
+"""Compilation before the first step. On a GPU, attention is compiled for each shape of a batch, with gradients and
+without; so are norms, gates and rotary embeddings (`train.compile`). A pass over documents of token 0 compiles what the
+run needs, so no step and no validation is longer than the others, and a shape that cannot be compiled ends the run at
+its start.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ptf.compute.world import World
+from ptf.model.decoder import Decoder
+from ptf.train.trainer import discard_gradients, forget_forwards
+
+
+def in_passes(sequences: int, micro_batch_sequences: int) -> set[int]:
+    """Return the numbers of sequences that the passes of a step with `sequences` of them have."""
+    return {min(sequences, micro_batch_sequences), sequences % micro_batch_sequences} - {0}
+
+
+def warm_up(
+    model: Decoder, world: World, seq_len: int, *, trained: Iterable[int] = (), scored: Iterable[int] = ()
+) -> None:
+    """Run a pass for each shape of batch of a run, on a GPU; on a CPU, attention is not compiled.
+
+    `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. Weights,
+    gradients and random states are as before.
+    """
+    if world.device.type == "cuda":
+        began = time.perf_counter()
+        for sequences in trained:
+            _forward(model, world, sequences, seq_len).backward()
+            discard_gradients(model)
+        with torch.no_grad():
+            for sequences in scored:
+                _forward(model, world, sequences, seq_len)
+        forget_forwards(model)
+        if world.leads:
+            print(f"compiled for sequences of {seq_len} tokens in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def _forward(model: Decoder, world: World, sequences: int, seq_len: int) -> Tensor:
+    """Return a number that depends on all layers, in sequences that hold one document each."""
+    tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=world.device)
+    positions = torch.arange(seq_len, device=world.device).expand_as(tokens).contiguous()
+    return model(tokens, positions, tokens, lambda hidden, _: hidden.float().sum())
