@@ -175,7 +175,7 @@ def job(directory: Path, case: Case, seq_len: int) -> dict[str, Any]:
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in sums]
     rows: dict[str, list[dict[str, Any]]] = {
         "chat": [{"messages": c} for c in chats],
-        "preference": [{"prompt": c[:1], "chosen": c[1:], "rejected": chats[0][1:]} for c in chats],
+        "preference": [{"prompt": c[:1], "chosen": c[1:], "rejected": [{**c[1], "content": "0"}]} for c in chats],
         "prompt": [{"messages": c[:1], "answer": c[1]["content"]} for c in chats],
     }
     kind = {"grpo": "prompt", "dpo": "preference"}.get(case.recipe, "chat")
