@@ -43,12 +43,13 @@ class Batch:
         return lay_out(Documents.of(sequences), seq_len, max(1, len(sequences)))[0]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on a device."""
+        """Return the batch with its tensors on a device; a GPU copies from page-locked memory, while the host goes on."""
         if device.type == "cpu":
             return self
 
-        def move(t):
-            return t.to(device, non_blocking=True)
+        def move(t: Tensor) -> Tensor:
+            pinned = t.pin_memory() if device.type == "cuda" and not t.is_pinned() else t
+            return pinned.to(device, non_blocking=True)
 
         return Batch(
             move(self.tokens),

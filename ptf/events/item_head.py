@@ -102,7 +102,8 @@ class NextItem(nn.Module):
         place = cast("Tensor", self.place)
         classes, weight = place[batch.targets], self.items.weight
         if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
-            loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.loss_weights)
+            head = Head(weight, self.end + 1)
+            loss = cross_entropy(x, head, classes, batch.loss_weights, batch.trained_positions)
         else:
             loss = self._sampled_loss(x, weight, classes, batch, self.sampled)
         if self.set_wise:
@@ -115,19 +116,19 @@ class NextItem(nn.Module):
 
         The items are the same for all positions; the seed is computed from the batch's tokens.
         """
-        trained = batch.loss_weights != 0
+        trained = batch.trained_positions
         flat = batch.tokens.flatten().cpu()
         # Different sequences, or the same sequences in a different order, give a different seed.
         generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
         drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
-        x, targets = x[trained], classes[trained]
+        x, targets = x.flatten(0, 1)[trained], classes.flatten()[trained]
         own = (x * weight[targets]).sum(-1, keepdim=True).float()
         candidates = torch.cat([drawn, drawn.new_tensor([self.end])])
         others = (x @ weight[candidates].t()).float()
         correction = others.new_full((len(candidates),), math.log(self.end / sampled))
         correction[-1] = 0.0  # the end is always a candidate
         others = (others + correction).masked_fill(candidates == targets[:, None], -torch.inf)
-        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.loss_weights[trained]).sum()
+        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.loss_weights.flatten()[trained]).sum()
 
     def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return Σ ½ (prediction − log(1 + value))² over the positions before a basket that has a value."""

@@ -153,7 +153,8 @@ class Controller:
                 else [group for group in groups if rewards_differ(group)]
             )
             if len(usable) == rollout_config.prompts_per_step:
-                self.rollout.call("expect_weights")
+                if number < rounds - 1:
+                    self.rollout.call("expect_weights")
                 break
         metrics = self.outcome_metrics(sampled) | {"rewards_retried": self.take_retries()}
         if not usable:

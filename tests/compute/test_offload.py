@@ -19,6 +19,24 @@ def offloaded(request, tmp_path, monkeypatch) -> OffloadedTensors:
     return OffloadedTensors(own_file(str(tmp_path / "offloaded" / "policy"), 3) if request.param == "file" else None)
 
 
+def test_memory_for_a_gpu_is_page_locked(monkeypatch):
+    asked = list[dict]()
+    monkeypatch.setattr(offload.torch, "empty", lambda *sizes, **options: asked.append(options))
+    PinnedMemory.allocate(MIB)
+    assert [options["pin_memory"] for options in asked] == [True]
+
+
+def test_what_a_gpu_holds_goes_to_page_locked_memory_unless_it_goes_to_a_file(tmp_path):
+    class Storage:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    on_gpu, on_cpu = [Storage("cpu"), Storage("cuda")], [Storage("cpu")]
+    assert OffloadedTensors(None).uses_pinned_memory(on_gpu)  # type: ignore[arg-type]
+    assert not OffloadedTensors(None).uses_pinned_memory(on_cpu)  # type: ignore[arg-type]
+    assert not OffloadedTensors(tmp_path / "file").uses_pinned_memory(on_gpu)  # type: ignore[arg-type]
+
+
 def resident() -> int:
     return psutil.Process().memory_info().rss
 

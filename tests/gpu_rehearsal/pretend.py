@@ -67,6 +67,7 @@ def _load(library: str) -> None:
     import torch
 
     torch.cuda._lazy_init = lambda: None  # it refuses a build without CUDA
+    torch.Tensor.pin_memory = lambda tensor: tensor  # fake tensors have no page-locked memory
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

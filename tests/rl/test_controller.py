@@ -98,6 +98,24 @@ def test_it_runs_and_agrees_with_its_engine(raw):
     } <= rows[0].keys()
 
 
+def test_an_engine_is_told_before_it_sleeps_that_new_weights_come(raw, monkeypatch):
+    """So that vLLM discards the old ones, instead of keeping them in host memory until they are replaced."""
+    calls = list[str]()
+    call = LocalRoleGroup.call
+
+    def noted(self, name, *args):
+        if self.spec.name == "rollout":
+            calls.append(name)
+        return call(self, name, *args)
+
+    monkeypatch.setattr(LocalRoleGroup, "call", noted)
+    raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
+    train({**raw, "evaluate": {}})
+    order = [name for name in calls if name in ("rollout", "expect_weights", "load")]
+    assert order[:1] == ["load"]
+    assert order[1:] == ["rollout", "expect_weights", "load"] * 3
+
+
 def test_it_learns_what_the_reward_asks_for(raw):
     raw = {**raw, "train": {**raw["train"], "steps": 30, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}}
     raw["checkpoint"] = {"every": 30}
