@@ -43,7 +43,7 @@ class Batch:
         return lay_out(Documents.of(sequences), seq_len, max(1, len(sequences)))[0]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on a device; a GPU copies from page-locked memory, while the host goes on."""
+        """Return the batch on a device. A GPU copies from page-locked memory while the host goes on."""
         if device.type == "cpu":
             return self
 
