@@ -32,6 +32,7 @@ from ptf.rl.prompts import held_out_prompts, training_prompts
 from ptf.rl.rewards.model import RewardModel, RewardModelClient, raise_if_without_score
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import raise_if_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
+from ptf.rl.weights.transports import advice
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
 from ptf.train.frozen_models import located, raise_if_other_tokenizer
@@ -131,6 +132,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             lease=lease,
         )
         print(f"weights: transport={controller.transport} dtype={job.train.precision}", flush=True)
+        for line in advice(job, cluster.gpu):
+            print(line, flush=True)
         try:
             controller.run()
             with cluster.phase(policy, "export"):

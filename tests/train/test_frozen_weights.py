@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ptf.train.trainer import load_model
 from tests.model.test_lora import checkpoint
 from tests.tiny import arithmetic
 from tests.train.test_loop import same, stopped, train, weights
+from tests.train.test_preferences import preferences
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -127,3 +129,35 @@ def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, mo
     assert same(adapter_of(narrow), adapter_of(masters))
     assert same(weights(narrow), weights(masters))
     assert not same(adapter_of(narrow), adapter_of(rounded))
+
+
+def test_frozen_models_of_a_run_are_loaded_as_such(tmp_path: Path, monkeypatch) -> None:
+    """So that a reference is held in the dtype of the computation (`_hold`), with no parameter that trains."""
+    from ptf.train import frozen_models
+
+    asked = list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options["frozen"])
+        return load_model(*args, **options)
+
+    monkeypatch.setattr(frozen_models, "load_model", noted)
+    raw = preferences(tmp_path, "dpo")
+    raw["train"] = {**raw["train"], "steps": 1}
+    train(raw, "a")
+    assert asked == [True]
+
+
+def test_a_model_on_a_gpu_is_compiled_as_the_job_says(tmp_path: Path, monkeypatch) -> None:
+    class Seen(Exception):
+        pass
+
+    def noted(*_: Any, compiled: bool, **__: Any) -> None:
+        raise Seen(compiled)
+
+    monkeypatch.setattr(trainer, "parallelize", noted)
+    directory = checkpoint("qwen3", tmp_path)
+    for device, setting, compiled in (("cuda", "auto", True), ("cpu", "auto", False), ("cuda", False, False)):
+        world, spec = World(device=torch.device(device)), ModelConfig(path=str(directory))
+        with pytest.raises(Seen, match=str(compiled)):
+            load_model(directory, world, spec, seed=0, precision="fp32", compiled=setting)

@@ -158,3 +158,15 @@ def config_errors(job: "Job") -> list[str]:
     if name == "auto":
         return []
     return [f"rollout.transport: {name}: {problem}" for problem in TRANSPORTS[name].errors(job)]
+
+
+def advice(job: "Job", gpu: bool) -> list[str]:
+    """Return a line that says how `auto` could choose a faster transport than `files`, if one key prevents it."""
+    assert job.rollout is not None
+    rollout, workers = job.rollout, job.compute.workers
+    if rollout.transport != "auto" or resolve_transport(job, gpu) != "files" or workers % rollout.tensor_parallel_size:
+        return []
+    replicas = workers // rollout.tensor_parallel_size
+    other = job.model_copy(update={"rollout": rollout.model_copy(update={"replicas": replicas})})
+    name = resolve_transport(other, gpu)
+    return [] if name == "files" else [f"weights: with rollout.replicas: {replicas} they would go by {name}"]

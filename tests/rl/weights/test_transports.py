@@ -11,7 +11,7 @@ import yaml
 from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.rl.weights.traffic import Rates
-from ptf.rl.weights.transports import TRANSPORTS, Streaming, config_errors, resolve_transport
+from ptf.rl.weights.transports import TRANSPORTS, Streaming, advice, config_errors, resolve_transport
 
 
 def test_a_config_can_name_each_transport_and_no_other():
@@ -34,19 +34,33 @@ def test_a_config_is_checked_without_torch():
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def job(*, pools: dict[str, Any] | None = None, launcher: str = "ray", **rollout: Any) -> Job:
+def job(*, pools: dict[str, Any] | None = None, launcher: str = "ray", ranks: int = 1, **rollout: Any) -> Job:
     raw = {
         "recipe": "grpo",
         "model": {"path": "m", "lora": {"rank": 4}},
         "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 64},
         "rollout": {"engine": "native", "reward": {"use": "a:b"}, "max_new_tokens": 8, **rollout},
         "train": {"steps": 2, "lr": 1e-4},
-        "compute": {"launcher": launcher, "pools": pools or {}},
+        "compute": {"launcher": launcher, "pools": pools or {}, "workers": ranks},
     }
     return loads(yaml.safe_dump(raw))
 
 
 APART = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu", "lines"),
+    [
+        ({"ranks": 2}, True, ["weights: with rollout.replicas: 2 they would go by ipc"]),
+        ({"ranks": 2, "replicas": 2}, True, []),
+        ({"ranks": 2}, False, []),
+        ({"ranks": 2, "transport": "files"}, True, []),
+        ({"ranks": 2, "engine": {"use": "a:b"}}, True, []),
+    ],
+)
+def test_what_keeps_weights_from_the_fastest_is_said(keys, gpu, lines):
+    assert advice(job(**keys), gpu) == lines
 
 
 @pytest.mark.parametrize(
