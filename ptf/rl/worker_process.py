@@ -1,44 +1,37 @@
-"""A process for users' code: rewards and environments. If the code raises, hangs, stops or dies, the caller gets a
-`Fault` with the reason.
+"""A process for users' code, rewards and environments: many calls at once. If a call raises, hangs, or ends its
+process, the caller gets a `Fault` with the reason, and no other call does.
 
-Every reply has a deadline and the number of its question. A process that misses the deadline, or whose reply cannot be
-read or has a wrong number, is killed with all processes that it has started; the next question starts a new process.
-The process ends with the thread that started it, so that thread must live as long as the process is used. Run as a
-program (by ptf.entry), this module is the process: it answers pickled questions from a pipe until the pipe closes.
+Each call has its own time limit, from the moment when the process begins it. A process that does not keep to it, or
+whose messages cannot be read, is killed with all processes that it has started. If several calls were in flight then,
+each is made again with nothing beside it, so that the one at fault is known.
+
+The process ends with the thread that started it (ptf.compute.launch.start): that of its `WorkerProcess`, which sends,
+receives, and watches the limits.
 """
 
-import asyncio
 import contextlib
-import itertools
 import math
 import multiprocessing.connection as mpc
 import os
-import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.compute.launch import start
 from ptf.config import Plugin, plugin
-from ptf.config.plugin_checks import environment_fault
-from ptf.data.trajectory import MAX_REWARD, is_reward
 from ptf.errors import UserError
-from ptf.rl.rewards import concurrent
+from ptf.rl.worker_messages import READY, REPLY, STARTED, Fault, Lost
 
 STARTS_WITHIN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """The reason why a question has no reply."""
-
-    reason: str
-    fatal: bool = False  # True: the process has ended, and its state is lost
+GRACE_S = 2.0  # beyond its limit, for a call that the process ends itself
+AHEAD = 8  # calls that a process has received and not begun, if others take from its queue
+IDLE_S = 600.0  # longest wait of the thread for something to happen
 
 
 class Deadline:
@@ -73,203 +66,251 @@ class Deadline:
         self.closed.set()
 
 
-class WorkerProcess:
-    """One process that serves a plugin as `kind`: "reward" or "environment". It starts with the first question."""
+@dataclass(eq=False)
+class Call:
+    """A question and the future of its reply."""
 
-    def __init__(self, kind: str, what: Plugin, timeout_s: float) -> None:
+    question: Any
+    alone: bool = False  # whether no other call may be in flight with it
+    future: "Future[Any]" = field(default_factory=Future)
+    unheard: int = 0  # how often its process ended before it began the call
+
+    def resolve(self, reply: Any) -> None:
+        """Set the reply, unless the caller waits no longer."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(reply)
+
+
+class CallQueue:
+    """Calls that wait for a process. Several processes may take from one queue."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls: deque[Call] = deque()
+        self.takers: list[WorkerProcess] = []
+
+    def put(self, call: Call, *, first: bool = False) -> None:
+        """Add a call, and wake the processes that take from the queue."""
+        with self.lock:
+            (self.calls.appendleft if first else self.calls.append)(call)
+        for taker in self.takers:
+            taker.wake()
+
+    def take(self, *, alone: bool | None = None) -> Call | None:
+        """Return the first call that is still wanted; with `alone`, only if it is such a call, or is not."""
+        with self.lock:
+            while self.calls and self.calls[0].future.cancelled():
+                self.calls.popleft()
+            if self.calls and alone in (None, self.calls[0].alone):
+                return self.calls.popleft()
+        return None
+
+
+class WorkerProcess:
+    """One process that serves a plugin as `kind`, "reward" or "environment", from a queue. It starts with the first
+    question, and the next one after it died.
+
+    A call of a reward that its process lost is made again. The state of environments is lost with their process, so
+    such a call has the result `Lost`.
+    """
+
+    def __init__(self, kind: str, what: Plugin, timeout_s: float, calls: CallQueue | None = None) -> None:
         plugin.bind(what)  # raises here, in this process, if the name cannot be resolved
         self.kind, self.what, self.timeout_s = kind, what, timeout_s
-        self.question_count = 0  # questions that were sent to the current process
+        self.queue = calls or CallQueue()
+        self.queue.takers.append(self)
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
+        self.deadline: Deadline | None = None
+        self.number = 0
+        self.sent = dict[int, Call]()  # not begun
+        self.begun = dict[int, tuple[Call, float]]()  # with the end of its time
+        self.heard = 0.0  # when the last message came, or the first call was sent
+        self.grace_s = 0.0
+        self.closing = False
+        self.thread: threading.Thread | None = None
+        self.waker, self.woken = mpc.Pipe(duplex=False)
+        self.is_woken = False  # whether `waker` has something to read
 
-    def _start(self) -> mpc.Connection:
+    def ask(self, question: Any, *, alone: bool = False) -> "Future[Any]":
+        """Ask a question; the result is the reply, a Fault, or Lost."""
+        call = Call(question, alone)
+        self.queue.put(call)
+        return call.future
+
+    def wake(self) -> None:
+        """Let the thread look at the queue; the first call starts it."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, daemon=True, name=f"ptf-{self.kind}")
+            self.thread.start()
+        if not self.is_woken:
+            self.is_woken = True
+            self.woken.send_bytes(b"")
+
+    def close(self) -> None:
+        """End the process and its thread."""
+        self.closing = True
+        if self.thread is not None:
+            self.wake()
+            self.thread.join(10)
+
+    def _work(self) -> None:
+        """Send, receive and watch, until `close`."""
+        try:
+            while not self.closing:
+                self._watch_limits()  # first, because calls of a process that was killed may be sent again
+                self._send()
+                pipes = [self.waker] if self.pipe is None else [self.waker, self.pipe]
+                ready = mpc.wait(pipes, self._next_moment())
+                if self.waker in ready:
+                    self.waker.recv_bytes()
+                    self.is_woken = False  # before the queue is looked at
+                if self.pipe is not None and self.pipe in ready:
+                    self._receive()
+        finally:
+            self._kill()
+
+    def _next_moment(self) -> float:
+        """Return the seconds until something must be done."""
+        ends = [end for _, end in self.begun.values()]
+        if self.sent and not self.begun:
+            ends.append(self.heard + self.timeout_s)
+        return max(0.0, min([end - time.monotonic() for end in ends], default=IDLE_S))
+
+    def _send(self) -> None:
+        """Send calls of the queue, as many as the process takes."""
+        while not self.closing and not any(call.alone for call in self._unfinished()):
+            free = not self._unfinished()
+            if not free and len(self.sent) >= AHEAD and len(self.queue.takers) > 1:
+                return
+            # a call that must be alone waits until no other is in flight
+            if (call := self.queue.take(alone=None if free else False)) is None:
+                return
+            if self.pipe is None and not self._start(call):
+                continue
+            self.number += 1
+            self.sent[self.number] = call
+            self._write((self.number, call.question))
+
+    def _unfinished(self) -> list[Call]:
+        return [*self.sent.values(), *(call for call, _ in self.begun.values())]
+
+    def _write(self, message: Any) -> None:
+        assert self.pipe is not None
+        assert self.deadline is not None
+        if not self._unfinished() or (len(self.sent) == 1 and not self.begun):
+            self.heard = time.monotonic()
+        try:
+            with self.deadline.set():
+                self.pipe.send(message)
+        except OSError:  # it died, or was killed because it did not read
+            self._end("did not listen for" if self.deadline.passed else "")
+        except Exception as error:  # what is asked cannot be pickled
+            self._finish(self.number, Fault(f"it cannot be asked: {type(error).__name__}: {error}"))
+
+    def _start(self, call: Call) -> bool:
+        """Start the process for a call; if it does not start, the call raises UserError. Return whether it runs."""
         ours, theirs = mpc.Pipe()
         with theirs:
             number = theirs.fileno()
             environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
             self.process = start(
-                "ptf.rl.worker_process", [str(number)], environment, pass_fds=[number], start_new_session=True
+                "ptf.rl.worker_server", [str(number)], environment, pass_fds=[number], start_new_session=True
             )
-        self.pipe, self.question_count = ours, 0
-        try:
-            ours.send((self.kind, self.what.model_dump()))
-            ready = ours.poll(STARTS_WITHIN_S) and ours.recv() == "ready"
-        except (EOFError, OSError):
-            ready = False
-        if not ready:
-            self.close()
-            raise UserError(
-                f"the process for the {self.kind} {self.what.use} died or did not start in {STARTS_WITHIN_S:g} s; "
-                "see its output above"
+        self.pipe = ours
+        # a process may stop in the middle of a message
+        self.deadline = Deadline(self.timeout_s, self._end_process)
+        kind, ends_in_time = "", False
+        with contextlib.suppress(EOFError, OSError):
+            ours.send((self.kind, self.what.model_dump(), self.timeout_s))
+            if ours.poll(STARTS_WITHIN_S):
+                kind, _, ends_in_time = ours.recv()
+        if kind == READY:
+            self.grace_s = GRACE_S if ends_in_time else 0.0
+            return True
+        self._kill()
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_exception(
+                UserError(
+                    f"the process for the {self.kind} {self.what.use} died or did not start in "
+                    f"{STARTS_WITHIN_S:g} s; see its output above"
+                )
             )
-        return ours
+        return False
 
-    def replies(self, questions: Sequence[Any]) -> Iterator[Any]:
-        """Yield the reply to each question, in order; a fatal Fault is the last reply.
-
-        All questions are sent at once, so the process never waits for the next one.
-        """
-        # A process that died before it read anything is replaced, and the new one gets the same questions. A process of
-        # environments is not replaced, because the questions refer to its state.
-        for is_last_attempt in (self.pipe is None or self.kind == "environment", True):
-            pipe, answered, doing = self.pipe or self._start(), 0, "did not listen for"
-            first = self.question_count
-            self.question_count += len(questions)
-            deadline = Deadline(self.timeout_s, self._kill)  # killing the process ends the calls that wait for it
+    def _receive(self) -> None:
+        """Read the messages that have arrived."""
+        assert self.deadline is not None
+        while self.pipe is not None and self.pipe.poll():
             try:
-                with deadline.set():
-                    pipe.send(list(questions))
-                doing = "took longer than"
-                while answered < len(questions):
-                    if not pipe.poll(self.timeout_s):
-                        yield self._fatal(f"{doing} {self.timeout_s:g} s")
-                        return
-                    with deadline.set():  # the process may stop in the middle of a reply
-                        number, reply = pipe.recv()
-                    if number != first + answered:
-                        yield self._fatal(f"answered question {number} instead of {first + answered} (does it fork?)")
-                        return
-                    answered += 1
-                    yield reply
-                return
+                with self.deadline.set():
+                    kind, number, value = self.pipe.recv()
             except (EOFError, OSError):
-                self.close()
-                if is_last_attempt or answered or deadline.passed:
-                    yield self._fatal(
-                        f"{doing} {self.timeout_s:g} s" if deadline.passed else f"the {self.kind}'s process died"
-                    )
-                    return
-            except Exception as error:  # unpickling may raise anything
-                yield self._fatal(f"its reply cannot be read: {type(error).__name__}: {error}")
+                self._end("took longer than" if self.deadline.passed else "")
                 return
-            finally:
-                deadline.close()
+            except Exception as error:  # unpickling may raise anything
+                self._end(f"its reply cannot be read: {type(error).__name__}: {error}")
+                return
+            self.heard = time.monotonic()
+            if kind == STARTED and number in (self.sent.keys() | self.begun.keys()):
+                call = self.sent.pop(number) if number in self.sent else self.begun[number][0]
+                self.begun[number] = call, time.monotonic() + self.timeout_s + self.grace_s
+            elif kind == REPLY and number in (self.sent.keys() | self.begun.keys()):
+                self._finish(number, value)
+            else:
+                said = f"answered question {number} twice (does it fork?)"
+                print(f"the process of the {self.kind} {self.what.use} {said}; it is replaced", flush=True)
+                self._end(said, blames=False)
 
-    def _fatal(self, reason: str) -> Fault:
-        self.close()
-        return Fault(reason, fatal=True)
+    def _finish(self, number: int, reply: Any) -> None:
+        call = self.sent.pop(number, None)
+        if call is None:
+            call, _ = self.begun.pop(number)
+        call.resolve(reply)
 
-    def ask(self, question: Any) -> Any:
-        """Return the reply to one question, or a Fault."""
-        return next(self.replies([question]))
+    def _watch_limits(self) -> None:
+        """Kill the process if a call is beyond its limit, or if it does not begin one."""
+        now = time.monotonic()
+        if any(end <= now for _, end in self.begun.values()):
+            self._end("took longer than")
+        elif self.sent and not self.begun and now >= self.heard + self.timeout_s:
+            self._end("did not listen for")
 
-    def _kill(self) -> None:
+    def _end(self, reason: str, *, blames: bool = True) -> None:
+        """Kill the process; a call that was alone in it is at fault, and others are lost or made again.
+
+        `reason` is empty for a process that died; `blames`: whether a call that is in flight can be at fault.
+        """
+        if reason.endswith(("than", "for")):
+            reason = f"{reason} {self.timeout_s:g} s"
+        begun, sent = [call for call, _ in self.begun.values()], list(self.sent.values())
+        self._kill()
+        fault = Fault(reason or f"the {self.kind}'s process died", fatal=True)
+        if blames and len(begun) == 1:
+            begun.pop().resolve(fault)
+        for call in reversed([*begun, *sent]):
+            suspect = blames and call in begun
+            if self.kind == "environment":
+                call.resolve(Lost(suspect))
+            elif call in sent and len(sent) == 1 and not begun and call.unheard:
+                call.resolve(fault)
+            else:
+                call.alone, call.unheard = call.alone or suspect, call.unheard + (call in sent)
+                self.queue.put(call, first=True)
+
+    def _end_process(self) -> None:
         if self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # also kills the processes that it has started
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         """End the process, if there is one; the next question starts a new one."""
+        if self.deadline:
+            self.deadline.close()
         if self.pipe:
             self.pipe.close()
         if self.process:
-            self._kill()
+            self._end_process()
             self.process.wait(10)
-        self.pipe = self.process = None
-
-
-def reward_of(what: Plugin) -> Callable[[Any], Any]:
-    """Return a function that maps a question, (row, text), to the reward, a number, or to a Fault.
-
-    It is a coroutine function if the reward is one.
-    """
-    function = concurrent.asynchronous(what)
-    # the reward's checks of this machine run now, because the first question has a deadline
-    concurrent.first_lines(what)
-
-    def checked(value: Any) -> float | Fault:
-        if isinstance(value, str | bytes | bytearray):  # float() would accept some of them
-            return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
-        value = float(value)
-        if not is_reward(value):
-            return Fault(f"the reward is {value}, not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
-        return value
-
-    async def answer_later(question: tuple[Mapping[str, Any], str]) -> float | Fault:
-        return checked(await function(*question))
-
-    def answer(question: tuple[Mapping[str, Any], str]) -> float | Fault:
-        return checked(function(*question))
-
-    answer_later.in_flight = concurrent.in_flight(function)  # type: ignore[attr-defined]
-    return answer_later if concurrent.is_asynchronous(function) else answer
-
-
-def environment_of(what: Plugin) -> Callable[[Any], Any]:
-    """Return a function that answers questions to environments.
-
-    Questions are ("reset", episode, row, seed), ("step", episode, text) and ("end", episode).
-    """
-    make, environments = plugin.bind(what), dict[int, Any]()
-
-    def answer(question: tuple) -> Any:
-        verb, episode, *rest = question
-        if verb == "reset":
-            row, seed = rest
-            environment = make(row, seed)
-            if fault := environment_fault(environment):
-                raise UserError(f"{what.use} {fault}")
-            messages = list(environment.reset())
-            environments[episode] = environment
-            return messages, getattr(environment, "tools", None)
-        if verb == "step":
-            return environments[episode].step(*rest)
-        environments.pop(episode, None)
-        return None
-
-    return answer
-
-
-def serve(pipe: mpc.Connection) -> None:
-    """Answer questions until the pipe closes.
-
-    The process also ends with its parent (ptf.entry), even while the users' code hangs.
-    """
-    kind, what = pipe.recv()
-    answer = {"reward": reward_of, "environment": environment_of}[kind](Plugin(**what))
-    pipe.send("ready")
-    count = 0
-    while True:
-        try:
-            questions = pipe.recv()
-        except EOFError:
-            return
-        numbers = itertools.count(count)
-        count += len(questions)
-        if concurrent.is_asynchronous(answer):
-            asyncio.run(_answer_concurrently(pipe, answer, questions, numbers))
-            continue
-        for question in questions:
-            try:
-                reply = answer(question)
-            except Exception as error:  # an error of the users' code affects only this question
-                reply = Fault(f"{type(error).__name__}: {error}")
-            _send(pipe, next(numbers), reply)
-
-
-def _send(pipe: mpc.Connection, number: int, reply: Any) -> None:
-    try:
-        message = pickle.dumps((number, reply))
-    except Exception as error:
-        message = pickle.dumps((number, Fault(f"its reply cannot be sent: {type(error).__name__}: {error}")))
-    pipe.send_bytes(message)
-
-
-async def _answer_concurrently(
-    pipe: mpc.Connection, answer: Callable[[Any], Any], questions: Sequence[Any], numbers: Iterator[int]
-) -> None:
-    async def guarded(question: Any) -> Any:
-        try:
-            return await answer(question)
-        except Exception as error:
-            return Fault(f"{type(error).__name__}: {error}")
-
-    async for reply in concurrent.in_order(guarded, questions, concurrent.in_flight(answer)):
-        _send(pipe, next(numbers), reply)
-
-
-if __name__ == "__main__":
-    from ptf.rl import worker_process
-
-    worker_process.serve(mpc.Connection(int(sys.argv[1])))
+        self.pipe = self.process = self.deadline = None
+        self.sent, self.begun = {}, {}

@@ -1,23 +1,23 @@
 """Environments: the other side of a conversation of several turns. An `Environment` is constructed from a data row,
 used for one episode, and discarded.
 
-Environments run in worker processes (ptf.rl.worker_process), many in one process. When one of them hangs
-or dies, the other episodes of its process are replayed from the policy's texts, and must give the same replies as
-before. The episode that failed is retried `retries` times; then it has no result. No failure of an environment becomes
-a reward.
+Environments run in worker processes (ptf.rl.worker_process), many in one process, and their methods at the same time:
+coroutine functions, or plain functions, for which each environment has a thread. When one of them ends its process, the
+other episodes of that process are replayed from the policy's texts, and must give the same replies as before. The
+episode that failed is retried `retries` times; then it has no result. No failure of an environment becomes a reward.
 """
 
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
 from ptf.errors import raise_if_old_names
-from ptf.rl.worker_process import Fault, WorkerProcess
+from ptf.rl.worker_messages import Fault, Gone, Lost
+from ptf.rl.worker_process import WorkerProcess
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
 
@@ -68,28 +68,12 @@ class EpisodeState:
     """One episode's environment: the process it is in, and what is needed to replay it."""
 
     number: int
-    process: "EnvironmentProcess"
+    process: WorkerProcess
     row: Mapping[str, Any]
     seed: int
     texts: list[str] = field(default_factory=list)  # of the policy, one for each turn
     replies: list[Any] = field(default_factory=list)
-    incarnation: int = -1  # the one of its process in which it exists; -1: in none yet
-
-
-class EnvironmentProcess:
-    """A worker process with a thread that sends it one request at a time."""
-
-    def __init__(self, worker: WorkerProcess) -> None:
-        self.worker = worker
-        self.incarnation = 0  # how many processes have died here before the present one
-        self.thread = ThreadPoolExecutor(1)
-
-    def ask(self, question: tuple) -> Any:
-        """Return the reply, or a Fault."""
-        reply = self.worker.ask(question)
-        if isinstance(reply, Fault) and reply.fatal:
-            self.incarnation += 1
-        return reply
+    present: bool = False  # whether the environment exists in its process, as far as is known
 
 
 def checked_step(result: Any) -> Any:
@@ -119,13 +103,15 @@ def checked_reset(reply: Any) -> Any:
     return reply
 
 
+MOST_LOSSES = 20  # of one question: how often the process may end beside it
+
+
 class Environments:
-    """Runs environments in `processes` worker processes."""
+    """Runs environments in `processes` worker processes, many in each."""
 
     def __init__(self, plugin: Plugin, *, processes: int = 1, timeout_s: float = 10.0, retries: int = 1) -> None:
         self.plugin, self.retries = plugin, retries
-        workers = [WorkerProcess("environment", plugin, timeout_s) for _ in range(processes)]
-        self.processes = [EnvironmentProcess(worker) for worker in workers]
+        self.processes = [WorkerProcess("environment", plugin, timeout_s) for _ in range(processes)]
         self.numbers = itertools.count()
         self.retried = 0  # requests that were retried
         self.reported = False  # whether a fault of this step was printed; the others are only counted
@@ -134,23 +120,19 @@ class Environments:
         """Start an environment; return it, its first messages, and its tools. Raises EnvironmentFault."""
         number = next(self.numbers)
         state = EpisodeState(number, self.processes[number % len(self.processes)], dict(row), seed)
-        messages, tools = await self._in_thread(state, None)
+        messages, tools = await self._ask(state, None)
         return state, messages, tools
 
     async def step(self, state: EpisodeState, text: str) -> StepResult:
         """Return the result of the policy's text. Raises EnvironmentFault."""
-        result = await self._in_thread(state, text)
+        result = await self._ask(state, text)
         state.texts.append(text)
         return result
 
     async def end(self, state: EpisodeState) -> None:
         """Discard the environment."""
-        if state.incarnation == state.process.incarnation:
-            reply = await asyncio.get_running_loop().run_in_executor(
-                state.process.thread, state.process.ask, ("end", state.number)
-            )
-            if isinstance(reply, Fault):  # the other episodes of the process are replayed
-                self._report(reply.reason)
+        if state.present:
+            state.process.ask(("end", state.number))
 
     def _report(self, reason: str) -> None:
         """Print the first fault of a step when it happens, because each later one may take the whole time limit."""
@@ -158,50 +140,57 @@ class Environments:
             self.reported = True
             print(f"the environment {self.plugin.use} failed, and the episode is tried again: {reason}", flush=True)
 
-    async def _in_thread(self, state: EpisodeState, text: str | None) -> Any:
-        reply = await asyncio.get_running_loop().run_in_executor(
-            state.process.thread, self._ask_with_retries, state, text
-        )
-        if isinstance(reply, Fault):
-            raise EnvironmentFault(reply.reason)
-        state.replies.append(reply)
-        return reply
-
-    def _ask_with_retries(self, state: EpisodeState, text: str | None) -> Any:
+    async def _ask(self, state: EpisodeState, text: str | None) -> Any:
         """Return the reply to `text`, or with None to `reset`; a failed request is repeated with a replayed
-        environment."""
-        reply: Any = Fault("it was not asked")
-        for attempt in range(1 + self.retries):
-            if attempt:
-                self.retried += 1
-                state.incarnation = -1  # the environment may be in any state, so it is replayed
-            reply = self._ask(state, text)
+        environment. Raises EnvironmentFault."""
+        failures = losses = 0
+        alone = False
+        while True:
+            reply = await self._ask_once(state, text, alone)
+            if isinstance(reply, Lost) and losses < MOST_LOSSES:  # it is not known to be at fault
+                state.present, alone, losses = False, alone or reply.suspect, losses + 1
+                continue
+            if isinstance(reply, Lost):
+                reply = Fault(f"its process ended {losses} times")
             if not isinstance(reply, Fault):
-                break
-            self._report(reply.reason)
-        return reply
-
-    def _ask(self, state: EpisodeState, text: str | None) -> Any:
-        process = state.process
-        reset = ("reset", state.number, state.row, state.seed)
-        questions: list[tuple] = []
-        if state.incarnation != process.incarnation:
-            questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
-        for question, before in zip(questions, state.replies, strict=False):
-            reply = process.ask(question)
-            if isinstance(reply, Fault):
+                state.replies.append(reply)
                 return reply
-            if repr(reply) != repr(before):
-                return Fault(
-                    "replayed after its process died, it did not give the same replies as before; "
-                    "all randomness in it must come from its seed"
-                )
-        state.incarnation = process.incarnation
+            state.present = False  # the environment may be in any state, so it is replayed
+            self._report(reply.reason)
+            if failures == self.retries:
+                raise EnvironmentFault(reply.reason)
+            failures += 1
+            self.retried += 1
+
+    async def _ask_once(self, state: EpisodeState, text: str | None, alone: bool) -> Any:
+        """Return the reply, a Fault, or Lost; the environment is replayed first if it does not exist."""
+
+        async def ask(question: tuple) -> Any:
+            return await asyncio.wrap_future(state.process.ask(question, alone=alone))
+
+        reset = ("reset", state.number, state.row, state.seed)
         if text is None:
-            reply = process.ask(reset)
-            return reply if isinstance(reply, Fault) else checked_reset(reply)
-        reply = process.ask(("step", state.number, text))
-        return reply if isinstance(reply, Fault) else checked_step(reply)
+            reply = await ask(reset)
+            state.present = not isinstance(reply, Fault | Lost)
+            return checked_reset(reply) if state.present else reply
+        for _ in range(MOST_LOSSES):
+            if not state.present:
+                questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
+                for question, before in zip(questions, state.replies, strict=True):
+                    reply = await ask(question)
+                    if isinstance(reply, Fault | Lost):
+                        return reply
+                    if repr(reply) != repr(before):
+                        return Fault(
+                            "replayed after its process died, it did not give the same replies as before; "
+                            "all randomness in it must come from its seed"
+                        )
+                state.present = True
+            reply = await ask(("step", state.number, text))
+            if not isinstance(reply, Gone):
+                return reply if isinstance(reply, Fault | Lost) else checked_step(reply)
+            state.present = False  # its process died between two turns
+        return Fault(f"its process ended {MOST_LOSSES} times")
 
     def take_retries(self) -> int:
         """Return how many requests were retried since the last call; the next fault is printed again."""
@@ -211,5 +200,4 @@ class Environments:
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
-            process.thread.shutdown(wait=False, cancel_futures=True)
-            process.worker.close()
+            process.close()

@@ -1,19 +1,19 @@
-"""Rewards whose calls may overlap in one process: an `async def`, or a function with an equivalent coroutine function.
+"""How many calls of a reward or of an environment overlap in one process (ptf.rl.worker_server): 256 of an `async
+def`, up to 64 of a plain function, in threads, and as many as its attribute `in_flight` says, if it has one.
 
-A process returns its results in order, but many calls are in flight: 256 of a reward that waits for other services, and
-one for each core of a reward that computes.
+A function may have an equivalent coroutine function, which is used instead (`concurrent`).
 """
 
-import asyncio
 import functools
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ptf.config import Plugin, plugin
 
-IN_FLIGHT = 256  # of a reward without an attribute `in_flight`
+IN_FLIGHT = 256  # of a coroutine function without an attribute `in_flight`
+THREADS = 64  # of a plain function without one
 
 
 def concurrent(
@@ -37,6 +37,12 @@ def concurrent(
     return mark
 
 
+def one_by_one(function: Callable) -> Callable:
+    """Declare that calls of the decorated function do not overlap: it computes, or needs the main thread."""
+    vars(function).update(in_flight=1)
+    return function
+
+
 def asynchronous(what: Plugin) -> Callable[..., Any]:
     """Return the reward with its arguments bound, as a coroutine function where it is one or has one."""
     function = plugin.resolve(what.use)
@@ -51,26 +57,10 @@ def first_lines(what: Plugin) -> list[str]:
     return list(lines(**what.args)) if lines else []
 
 
-def in_flight(function: Callable) -> int:
-    """Return how many calls of a reward may run at once."""
-    return getattr(function.func if isinstance(function, functools.partial) else function, "in_flight", IN_FLIGHT)
-
-
-async def in_order(answer: Callable[[Any], Any], questions: Sequence[Any], most: int) -> AsyncIterator[Any]:
-    """Yield a coroutine function's answer to each question, in order; at most `most` calls run at once."""
-    free = asyncio.Semaphore(most)
-
-    async def one(question: Any) -> Any:
-        async with free:
-            return await answer(question)
-
-    tasks = [asyncio.create_task(one(question)) for question in questions]
-    try:
-        for task in tasks:
-            yield await task
-    finally:
-        for task in tasks:
-            task.cancel()
+def in_flight(function: Callable, default: int | None = None) -> int:
+    """Return how many calls of a reward, or of environments, may overlap."""
+    own = function.func if isinstance(function, functools.partial) else function
+    return getattr(own, "in_flight", default or (IN_FLIGHT if is_asynchronous(own) else THREADS))
 
 
 def is_asynchronous(function: Callable) -> bool:

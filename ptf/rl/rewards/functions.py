@@ -11,25 +11,29 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ptf.config import Plugin
 from ptf.data.trajectory import Group, NoResult, Reward
-from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous
+from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous, one_by_one
 from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
-from ptf.rl.worker_process import Fault, WorkerProcess
+from ptf.rl.worker_messages import Fault
+from ptf.rl.worker_process import Call, CallQueue, WorkerProcess
 
 RewardInput = tuple[Mapping[str, Any], str]  # a data row and the response that is scored
 
 
+@one_by_one
 def exact(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
     """Return 1.0 if the response equals the row's `column`, ignoring white space around either; else 0.0."""
     return float(str(row[column]).strip() == text.strip())
 
 
+@one_by_one
 def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> float:
     """Return 1.0 if the response equals the row's `column`, as numbers where both are, else as text; otherwise 0.0."""
     wanted, given = str(row[column]).strip(), text.strip()
@@ -41,6 +45,7 @@ def numeric(row: Mapping[str, Any], text: str, *, column: str = "answer") -> flo
         return float(wanted == given)
 
 
+@one_by_one
 def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", after: str = "") -> float:
     """Return 1.0 if the response is mathematically equal to the row's `column`, by math-verify; else 0.0.
 
@@ -117,6 +122,7 @@ def last_block(text: str) -> str:
     return text
 
 
+@one_by_one
 def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> float:
     """Return 0 up to `longest - margin` characters, then linearly less, and −1 from `longest` characters on."""
     return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))
@@ -158,37 +164,44 @@ class RewardWorkers:
         self.reward, self.retries, self.within_s = reward, retries, within_s
         for line in first_lines(reward):
             print(line, flush=True)
-        self.workers = [WorkerProcess("reward", reward, timeout_s) for _ in range(processes)]
-        self.threads = [ThreadPoolExecutor(1) for _ in self.workers]
+        self.calls = CallQueue()
+        self.workers = [WorkerProcess("reward", reward, timeout_s, self.calls) for _ in range(processes)]
         self.retried = 0  # answers that were scored once more
         self.reported = False  # whether a fault of these answers was printed; the others are only counted
 
     def score(self, items: Sequence[RewardInput]) -> list[Reward | NoResult]:
         """Return the outcomes in order.
 
-        Answers without a result are scored up to `retries` times more; after `within_s` seconds none is scored.
+        An answer without a result is scored up to `retries` times more; after `within_s` seconds none is scored.
         """
         until, self.reported = time.monotonic() + self.within_s, False
-        outcomes = self._score(items, until)
-        for _ in range(self.retries):
-            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, NoResult)]
-            if not failed or time.monotonic() > until:
-                break
-            self.retried += len(failed)
-            for i, outcome in zip(failed, self._score([items[i] for i in failed], until), strict=True):
-                outcomes[i] = outcome
+        outcomes: list[Any] = [NoResult("it was not scored: scoring took longer than compute.timeout_s")] * len(items)
+        attempts, ended = [0] * len(items), SimpleQueue[Future[Any]]()
+        waiting = {self._ask(item, ended): i for i, item in enumerate(items)}
+        try:
+            while waiting:
+                future = ended.get(timeout=max(0.0, until - time.monotonic()))
+                i = waiting.pop(future)
+                outcomes[i] = outcome = outcome_of(future.result())
+                if isinstance(outcome, NoResult):
+                    self._report(outcome.reason)
+                    if attempts[i] < self.retries:
+                        attempts[i] += 1
+                        self.retried += 1
+                        waiting[self._ask(items[i], ended)] = i
+        except Empty:  # no more time
+            pass
+        finally:
+            for future in list(waiting):
+                future.cancel()
         return outcomes
 
-    def _score(self, items: Sequence[RewardInput], until: float) -> list[Reward | NoResult]:
-        n = len(self.workers)
-        parts = [
-            thread.submit(scored_by, worker, items[i::n], until, self._report)
-            for i, (thread, worker) in enumerate(zip(self.threads, self.workers, strict=True))
-        ]
-        outcomes: list[Any] = [None] * len(items)
-        for i, part in enumerate(parts):
-            outcomes[i::n] = part.result()
-        return outcomes
+    def _ask(self, item: RewardInput, ended: "SimpleQueue[Future[Any]]") -> "Future[Any]":
+        """Ask for a reward; when it is there, its future is put into `ended`."""
+        call = Call((dict(item[0]), item[1]))
+        call.future.add_done_callback(ended.put)
+        self.calls.put(call)
+        return call.future
 
     def _report(self, reason: str) -> None:
         """Print the first fault when it happens, because each later one may take the whole time limit."""
@@ -205,27 +218,11 @@ class RewardWorkers:
         """End the processes."""
         for worker in self.workers:
             worker.close()
-        for thread in self.threads:
-            thread.shutdown(wait=False)
 
 
-def scored_by(
-    worker: WorkerProcess, items: Sequence[RewardInput], until: float, report: Callable[[str], None]
-) -> list[Reward | NoResult]:
-    """Return the outcomes in order; items that are left at `until`, by the monotonic clock, have no result.
-
-    `report` is called with the reason of each fault.
-    """
-    outcomes: list[Reward | NoResult] = []
-    while len(outcomes) < len(items):
-        if time.monotonic() > until:
-            late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
-            return [*outcomes, *[late] * (len(items) - len(outcomes))]
-        for reply in worker.replies([(dict(row), text) for row, text in items[len(outcomes) :]]):
-            if isinstance(reply, Fault):
-                report(reply.reason)
-            outcomes.append(NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply))
-    return outcomes
+def outcome_of(reply: Any) -> Reward | NoResult:
+    """Return a reply of a reward's process as an outcome: a Fault has no result."""
+    return NoResult(reply.reason) if isinstance(reply, Fault) else Reward(reply)
 
 
 def score_groups(rewards: RewardWorkers | None, groups: Sequence[Group]) -> list[Group]:

@@ -10,6 +10,7 @@ import pytest
 
 from ptf.config import ConfigError, Plugin
 from ptf.data.trajectory import NoResult, Reward
+from ptf.rl.rewards.concurrent import one_by_one
 from ptf.rl.rewards.functions import RewardWorkers, exact, numeric
 
 
@@ -32,9 +33,14 @@ def fickle(row, text):
     return {"nan": float("nan"), "text": "0.5", "none": None}.get(text, 1.0)
 
 
-@pytest.fixture
-def rewards():
-    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, retries=0)
+@one_by_one
+def fickle_one_by_one(row, text):
+    return fickle(row, text)
+
+
+@pytest.fixture(params=["fickle", "fickle_one_by_one"])
+def rewards(request):
+    made = RewardWorkers(Plugin(use=f"tests.rl.rewards.test_functions:{request.param}"), timeout_s=1.0, retries=0)
     yield made
     made.close()
 
@@ -69,16 +75,17 @@ def test_answers_that_are_none_end_their_process_alone(rewards, text, said):
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
 
 
-def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothers(rewards):
+def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothers(rewards, capsys):
     """Whichever is quicker: an answer that comes late is seen by its number, here or at a later question."""
     asked, found = ["ok", "fork", "raise", "ok", "raise"], list[Reward | NoResult]()
     found += rewards.score([({}, t) for t in asked])
-    while not any(isinstance(one, NoResult) and "does it fork?" in one.reason for one in found):
-        assert len(asked) < 1000, "no answer came out of turn"
+    # a thread that forks has no event loop in the other process, which therefore answers nothing
+    while rewards.reward.use.endswith("one_by_one") and "does it fork?" not in capsys.readouterr().out:
+        assert len(asked) < 1000, "no answer came twice"
         asked.append("ok")
         found += rewards.score([({}, "ok")])
     for text, outcome in zip(asked, found, strict=True):
-        assert isinstance(outcome, NoResult) or (outcome == Reward(1.0) and text != "raise")
+        assert outcome == (NoResult("KeyError: 'gold'") if text == "raise" else Reward(1.0))
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
 
 
@@ -107,13 +114,13 @@ def test_a_process_that_died_between_two_batches_is_replaced(rewards):
     ]
 
 
-def test_a_process_that_stops_listening_is_named(rewards):
-    """Between two batches, of which the second does not fit into the pipe."""
+def test_a_process_that_stops_listening_is_replaced(rewards):
+    """Between two batches, of which the second does not fit into the pipe; no answer is blamed for it."""
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
-    os.kill(rewards.workers[0].process.pid, signal.SIGSTOP)
-    (long, short) = rewards.score([({}, "a" * 5_000_000), ({}, "ok")])
-    assert long == NoResult("did not listen for 1 s")
-    assert short == Reward(1.0)
+    stopped = rewards.workers[0].process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    assert rewards.score([({}, "a" * 5_000_000), ({}, "ok")]) == [Reward(1.0), Reward(1.0)]
+    assert rewards.workers[0].process.pid != stopped
 
 
 def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_asked():
@@ -126,7 +133,7 @@ def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_
         made.within_s = 0.5
         found = made.score([({}, "hang")] * 6)
         assert all(isinstance(outcome, NoResult) for outcome in found)
-        assert sum("it was not scored" in outcome.reason for outcome in found) == 4
+        assert sum("it was not scored" in outcome.reason for outcome in found) == 6
     finally:
         made.close()
 

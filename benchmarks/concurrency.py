@@ -1,0 +1,182 @@
+"""Calls of a reward and of an environment in one process: how long 32 of 0.25 s take together, and what one that hangs
+costs the others. Writes results/concurrency.md.
+
+    python benchmarks/concurrency.py [--rounds 5] [--load 2]
+
+`--load`: processes that compute beside it. Exits 1 if 32 calls take more than 0.6 s, or if one that hangs delays the
+others by more than 0.1 s (medians).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from ptf.config import Plugin  # noqa: E402
+from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
+from ptf.rl.rewards.functions import RewardWorkers  # noqa: E402
+
+RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "concurrency.md"
+CALLS, CALL_S, LIMIT_S = 32, 0.25, 3.0
+AIM_S, DELAY_S = 0.6, 0.1
+ENDLESS = {"hang": "waits without end", "spin": "computes without end"}
+
+
+def plain(row: dict, text: str) -> float:
+    """Take 0.25 s; `hang` sleeps, `spin` computes, until the process is ended."""
+    while text == "spin":
+        pass
+    time.sleep(600 if text == "hang" else CALL_S)
+    return 1.0
+
+
+async def coroutine(row: dict, text: str) -> float:
+    """Take 0.25 s, or hang."""
+    await asyncio.sleep(600 if text == "hang" else CALL_S)
+    return 1.0
+
+
+class Plain:
+    """An environment of one step that takes 0.25 s."""
+
+    def __init__(self, row: dict, seed: int) -> None:
+        self.row = row
+
+    def reset(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, text: str) -> StepResult:
+        plain(self.row, text)
+        return StepResult(reward=1.0, done=True)
+
+
+class Coroutine(Plain):
+    """The same with coroutine functions."""
+
+    async def reset(self) -> list[dict[str, str]]:  # type: ignore[override]
+        return super().reset()
+
+    async def step(self, text: str) -> StepResult:  # type: ignore[override]
+        await coroutine(self.row, text)
+        return StepResult(reward=1.0, done=True)
+
+
+def of_rewards(name: str) -> tuple[Callable[[list[str]], list[float]], Callable[[], None]]:
+    """Return a function that makes calls and returns the seconds after which each ended, and one that closes."""
+    workers = RewardWorkers(Plugin(use=f"benchmarks.concurrency:{name}"), LIMIT_S, retries=0)
+
+    def run(texts: list[str]) -> list[float]:
+        began, ends = time.monotonic(), [0.0] * len(texts)
+        from ptf.rl.worker_process import Call
+
+        calls = [Call(({}, text)) for text in texts]
+        for i, call in enumerate(calls):
+            call.future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.monotonic() - began))
+            workers.calls.put(call)
+        for call in calls:
+            call.future.result()
+        return ends
+
+    return run, workers.close
+
+
+def of_environments(name: str) -> tuple[Callable[[list[str]], list[float]], Callable[[], None]]:
+    """Return the same for steps of environments, whose resets are not counted."""
+    environments = Environments(Plugin(use=f"benchmarks.concurrency:{name}"), timeout_s=LIMIT_S, retries=0)
+
+    async def run(texts: list[str]) -> list[float]:
+        states = [state for state, _, _ in await asyncio.gather(*(environments.reset({}, 0) for _ in texts))]
+        began = time.monotonic()
+
+        async def one(state: Any, text: str) -> float:
+            with contextlib.suppress(EnvironmentFault):
+                await environments.step(state, text)
+            took = time.monotonic() - began
+            await environments.end(state)
+            return took
+
+        return await asyncio.gather(*map(one, states, texts))
+
+    return lambda texts: asyncio.run(run(texts)), environments.close
+
+
+KINDS = {
+    "reward, plain": (of_rewards, "plain"),
+    "reward, `async def`": (of_rewards, "coroutine"),
+    "environment, plain": (of_environments, "Plain"),
+    "environment, `async def`": (of_environments, "Coroutine"),
+}
+
+
+def measured(rounds: int) -> list[tuple[str, float, float, str, float]]:
+    """Return, of each kind: the seconds of 32 calls, the most of a round, and the delay by one that hangs."""
+    rows = []
+    for name, (make, what) in KINDS.items():
+        faults = ["hang", "spin"] if "plain" in name else ["hang"]
+        times: dict[str, list[float]] = {key: [] for key in ("alone", *faults)}
+        for _ in range(rounds):
+            for fault in times:
+                run, close = make(what)
+                try:
+                    run([""])  # starts the process
+                    texts = [*([] if fault == "alone" else [fault]), *[""] * (CALLS - (fault != "alone"))]
+                    ends = run(texts)
+                    times[fault].append(max(ends if fault == "alone" else ends[1:]))
+                finally:
+                    close()
+        alone = statistics.median(times["alone"])
+        for fault in faults:
+            delay = statistics.median(times[fault]) - alone
+            rows.append((name, alone, max(times["alone"]), fault, delay))
+            print(f"{name}: {alone:.3f} s (at most {max(times['alone']):.3f}); {fault}: {delay:+.3f} s", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
+    args = parser.parse_args()
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
+    try:
+        rows = measured(args.rounds)
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    lines = [
+        "| calls | median of 32, s | longest round, s | one that | delays the others by, s |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {alone:.3f} | {most:.3f} | {ENDLESS[fault]} | {delay:+.3f} |"
+            for name, alone, most, fault, delay in rows
+        ),
+    ]
+    RESULTS.write_text(
+        "# Calls of rewards and environments in one process\n\n"
+        f"Command: `python benchmarks/concurrency.py --rounds {args.rounds} --load {args.load}`  \n"
+        f"Hardware: {cpu()}, {args.load} other processes that compute  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
+        f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.scoring_processes: 1`). Aims: at most "
+        f"{AIM_S} s together; one\nthat never returns delays no other by more than {DELAY_S} s.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+    missed = [row for row in rows if row[1] > AIM_S or row[4] > DELAY_S]
+    print(f"wrote {RESULTS.name}" + (f"; missed: {missed}" if missed else ""))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

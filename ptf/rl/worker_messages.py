@@ -1,0 +1,26 @@
+"""What a worker process and its parent say to each other (ptf.rl.worker_process, ptf.rl.worker_server)."""
+
+from dataclasses import dataclass
+
+READY, STARTED, REPLY = "ready", "started", "reply"  # to the parent, each with a number and a value
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The reason why a question has no reply."""
+
+    reason: str
+    fatal: bool = False  # True: the process has ended, and its state is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The reply to a step of an episode that the process does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The process ended while several calls were in flight, or before this one began, so it is not known to be at
+    fault. `suspect`: whether it had begun."""
+
+    suspect: bool

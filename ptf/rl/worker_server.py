@@ -1,0 +1,330 @@
+"""The program of a worker process (ptf.rl.worker_process): it answers numbered questions from a pipe, many at once.
+
+A coroutine function runs in the process's event loop. A plain function runs in a thread, an environment in one of its
+own for all of its calls; a function whose attribute `in_flight` is 1 runs in the main thread, one call after the other.
+Threads help only calls that wait, so no call begins in a thread while two others compute.
+
+A thread cannot be ended. If its call takes too long, it is left alone, and the process ends as soon as nothing else is
+in it; the parent then starts another.
+
+Messages of the parent: (number, question). Messages to it: (READY, 0, whether the process ends calls that take
+too long), (STARTED, number, None), (REPLY, number, reply).
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import multiprocessing.connection as mpc
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ptf.config import Plugin, plugin
+from ptf.config.plugin_checks import environment_fault
+from ptf.data.trajectory import MAX_REWARD, is_reward
+from ptf.errors import UserError
+from ptf.rl.rewards import concurrent as overlapping
+from ptf.rl.worker_messages import READY, REPLY, STARTED, Fault, Gone
+
+COMPUTING = 2  # calls that compute: a further call in a thread would only make them slower
+SHARE = 0.2  # of its time in which a thread used a processor: above it, its call computes
+LOOK_S = 0.005  # the time over which the use of the processor is measured
+SWITCH_S = 2e-4  # after which a call that computes leaves the interpreter to another, instead of 5e-3
+IDLE_S = 0.1  # how often a process with a thread that never came back looks whether it may end
+
+
+class Pipe:
+    """The process's end of the pipe; any thread may send."""
+
+    def __init__(self, connection: mpc.Connection) -> None:
+        self.connection, self.lock = connection, threading.Lock()
+
+    def send(self, kind: str, number: int, value: Any = None) -> None:
+        """Send a message; of a reply that cannot be pickled, the reason."""
+        try:
+            message = pickle.dumps((kind, number, value))
+        except Exception as error:
+            reason = f"its reply cannot be sent: {type(error).__name__}: {error}"
+            message = pickle.dumps((kind, number, Fault(reason)))
+        with self.lock:
+            self.connection.send_bytes(message)
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return an error of the users' code as a fault."""
+    hint = ""
+    if "main thread of the main interpreter" in str(error):
+        hint = "; it runs in a thread: give the function the attribute `in_flight = 1`, and it runs in the main thread"
+    return Fault(f"{type(error).__name__}: {error}{hint}")
+
+
+def checked_reward(value: Any) -> float | Fault:
+    """Return the value as a number, or a Fault that says why it is no reward."""
+    if isinstance(value, str | bytes | bytearray):  # float() would accept some of them
+        return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
+    value = float(value)
+    if not is_reward(value):
+        return Fault(f"the reward is {value}, not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    return value
+
+
+class Threads:
+    """Plain functions in threads. Up to `most` calls run at once if they wait; if two of them compute, the next one
+    begins when another ends."""
+
+    def __init__(self, most: int, timeout_s: float) -> None:
+        self.most, self.timeout_s = most, timeout_s
+        self.running = 0
+        self.room = 1  # how many calls may begin until the processor's use is measured again
+        self.stuck = 0  # calls that took too long, whose threads are left alone
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.looked = time.monotonic()
+        self.clocks = dict[int, float]()  # of the threads with a call: the processor time that was last seen
+        self.timer: asyncio.TimerHandle | None = None
+
+    async def call(self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable) -> Any:
+        """Return the function's result; `started` is called when its turn comes. Raises TimeoutError."""
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        self._admit()
+        await turn
+        started()
+        result = asyncio.get_running_loop().run_in_executor(thread, functools.partial(self._run, function))
+        try:
+            done, _ = await asyncio.wait({result}, timeout=self.timeout_s)
+        finally:
+            self.running -= 1
+            self._admit()
+        if done:
+            return result.result()
+        self.stuck += 1
+        result.add_done_callback(self._came_back)
+        raise TimeoutError
+
+    def _run(self, function: Callable) -> Any:
+        """Call the function, in its thread."""
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self.clocks[clock] = time.clock_gettime(clock)
+        try:
+            return function()
+        finally:
+            del self.clocks[clock]
+
+    def _computing(self, seconds: float) -> int:
+        """Return how many calls used more than `SHARE` of a processor in the last `seconds`."""
+        computing = 0
+        for clock, before in list(self.clocks.items()):
+            with contextlib.suppress(OSError, KeyError):  # the thread may end meanwhile
+                now = time.clock_gettime(clock)
+                computing += now - before > SHARE * seconds
+                if clock in self.clocks:
+                    self.clocks[clock] = now
+        return computing
+
+    def _came_back(self, result: asyncio.Future) -> None:
+        self.stuck -= 1
+        if not result.cancelled():
+            result.exception()  # nobody else looks at it
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        if (passed := now - self.looked) >= LOOK_S:
+            self.looked, self.room = now, max(1, self.running) if self._computing(passed) < COMPUTING else 0
+        most = 0 if self.is_full else self.most  # the process ends first
+        while self.waiting and self.running < most and (not self.running or self.room > 0):
+            self.waiting.popleft().set_result(None)
+            self.running += 1
+            self.room -= 1
+        if self.waiting and self.running < most and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many threads never came back that no call begins."""
+        return 2 * self.stuck >= self.most
+
+    def _look(self) -> None:
+        self.timer = None
+        self._admit()
+
+
+class RewardCalls:
+    """Answers questions (row, text) with the reward, a number, or a Fault."""
+
+    def __init__(self, what: Plugin, timeout_s: float) -> None:
+        self.function = overlapping.asynchronous(what)
+        overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
+        self.timeout_s = timeout_s
+        self.is_coroutine = overlapping.is_asynchronous(self.function)
+        self.in_flight = overlapping.in_flight(self.function)
+
+    def begin(self) -> None:
+        """Prepare for concurrent calls, in the event loop."""
+        self.limit = asyncio.Semaphore(self.in_flight)
+        self.threads = Threads(self.in_flight, self.timeout_s)
+        self.pool = concurrent.futures.ThreadPoolExecutor(self.in_flight)
+
+    @property
+    def is_done_for(self) -> bool:
+        """Whether the process should end: it has a thread that never came back, and nothing else to do."""
+        return bool(self.threads.stuck) and not self.threads.running
+
+    def answer(self, question: tuple[Mapping[str, Any], str]) -> float | Fault:
+        """Answer in this thread."""
+        return checked_reward(self.function(*question))
+
+    async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
+        """Answer while others are answered."""
+        if self.is_coroutine:
+            async with self.limit:
+                started()
+                return checked_reward(await asyncio.wait_for(self.function(*question), self.timeout_s))
+        return await self.threads.call(self.pool, started, functools.partial(self.answer, question))
+
+
+class EnvironmentCalls:
+    """Answers ("reset", episode, row, seed), ("step", episode, text) and ("end", episode)."""
+
+    is_coroutine = True  # a coroutine answers each question, whatever the environment's methods are
+
+    def __init__(self, what: Plugin, timeout_s: float) -> None:
+        self.what, self.make, self.timeout_s = what, plugin.bind(what), timeout_s
+        self.in_flight = overlapping.in_flight(plugin.resolve(what.use), overlapping.THREADS)
+        self.environments = dict[int, Any]()
+        self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
+
+    def begin(self) -> None:
+        """Prepare for concurrent calls, in the event loop."""
+        self.threads = Threads(self.in_flight, self.timeout_s)
+
+    @property
+    def is_done_for(self) -> bool:
+        """Whether the process should end: it has a thread that never came back, and no episode, or no thread left."""
+        may_end = self.threads.is_full or not self.environments
+        return bool(self.threads.stuck) and not self.threads.running and may_end
+
+    async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
+        """Answer while others are answered."""
+        verb, episode, *rest = question
+        if verb == "end":
+            started()
+            self._forget(episode)
+            return None
+        if verb == "reset":
+            row, seed = rest
+            self._forget(episode)
+            pool = self.pools[episode] = concurrent.futures.ThreadPoolExecutor(1)
+            environment = await self.threads.call(pool, started, functools.partial(self._made, row, seed))
+            messages = await self._result(pool, started, environment.reset)
+            if self.pools.get(episode) is pool:
+                self.environments[episode] = environment
+            return list(messages), getattr(environment, "tools", None)
+        environment = self.environments.get(episode)
+        if environment is None:
+            return Gone()
+        return await self._result(self.pools[episode], started, functools.partial(environment.step, *rest))
+
+    def _made(self, row: Mapping[str, Any], seed: int) -> Any:
+        environment = self.make(row, seed)
+        if fault := environment_fault(environment):
+            raise UserError(f"{self.what.use} {fault}")
+        return environment
+
+    async def _result(
+        self, pool: concurrent.futures.Executor, started: Callable[[], None], function: Callable[[], Any]
+    ) -> Any:
+        """Return the result of a method, in the loop if it is a coroutine function, otherwise in the episode's
+        thread."""
+        own = function.func if isinstance(function, functools.partial) else function
+        if inspect.iscoroutinefunction(own):
+            started()
+            return await asyncio.wait_for(function(), self.timeout_s)
+        return await self.threads.call(pool, started, function)
+
+    def _forget(self, episode: int) -> None:
+        """Discard an episode's environment. Its thread ends with the call that it is in."""
+        self.environments.pop(episode, None)
+        if pool := self.pools.pop(episode, None):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def serve_one_by_one(pipe: Pipe, calls: RewardCalls, questions: "queue.SimpleQueue[tuple[int, Any]]") -> None:
+    """Answer in the main thread."""
+    while True:
+        number, question = questions.get()
+        pipe.send(STARTED, number)
+        try:
+            reply = calls.answer(question)
+        except Exception as error:  # an error of the users' code affects only this question
+            reply = fault_of(error)
+        pipe.send(REPLY, number, reply)
+
+
+async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, read: Callable[..., None]) -> None:
+    """Answer in the event loop and in threads."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task]()
+    calls.begin()
+
+    async def one(number: int, question: Any) -> None:
+        try:
+            reply = await calls.answer_concurrently(question, functools.partial(pipe.send, STARTED, number))
+        except TimeoutError as error:
+            late = f"took longer than {calls.timeout_s:g} s" if not str(error) else f"TimeoutError: {error}"
+            reply = Fault(late)
+        except Exception as error:  # an error of the users' code affects only this question
+            reply = fault_of(error)
+        pipe.send(REPLY, number, reply)
+
+    def begin(number: int, question: Any) -> None:
+        task = loop.create_task(one(number, question))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    take = functools.partial(loop.call_soon_threadsafe, begin)
+    threading.Thread(target=read, args=(take,), daemon=True).start()
+    idle = 0
+    while idle < 2:  # otherwise the process ends when the pipe closes
+        await asyncio.sleep(IDLE_S)
+        idle = idle + 1 if calls.is_done_for and (not tasks or calls.threads.is_full) else 0
+    os._exit(0)
+
+
+def serve(connection: mpc.Connection) -> None:
+    """Answer questions until the pipe closes.
+
+    The process also ends with its parent (ptf.entry), even while the users' code hangs.
+    """
+    kind, what, timeout_s = connection.recv()
+    pipe = Pipe(connection)
+    calls = {"reward": RewardCalls, "environment": EnvironmentCalls}[kind](Plugin(**what), timeout_s)
+    one_by_one = calls.in_flight == 1 and isinstance(calls, RewardCalls) and not calls.is_coroutine
+    questions: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def read(take: Callable[[int, Any], object]) -> None:
+        while True:
+            try:
+                number, question = connection.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            take(number, question)
+
+    pipe.send(READY, 0, not one_by_one)
+    if one_by_one:
+        assert isinstance(calls, RewardCalls)
+        threading.Thread(target=read, args=(lambda *message: questions.put(message),), daemon=True).start()
+        serve_one_by_one(pipe, calls, questions)
+    else:
+        sys.setswitchinterval(SWITCH_S)
+        asyncio.run(serve_concurrently(pipe, calls, read))
+
+
+if __name__ == "__main__":
+    serve(mpc.Connection(int(sys.argv[1])))

@@ -1,0 +1,79 @@
+"""Rewards and environments whose calls overlap in one process, for tests."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+from ptf.rl.environments.protocol import StepResult
+
+TOGETHER = threading.Barrier(32)
+SEEN: dict[str, int] = {}
+
+
+def together(row, text):
+    """Return when 32 calls are in the process at once."""
+    TOGETHER.wait(30)
+    return 1.0
+
+
+def noted(row, text):
+    """Note the call in a file; hang, end the process, or take a moment, as the text says."""
+    with open(row["calls"], "a") as stream:
+        stream.write(f"{text}\n")
+    if text == "hang":
+        time.sleep(600)
+    if text == "die":
+        time.sleep(0.3)  # while the others are in flight
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.6)
+    return float(os.getpid())
+
+
+def with_alarm(row, text):
+    """Need the main thread, as rewards with an alarm do."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return 1.0
+
+
+class Together:
+    """Each step returns when 32 episodes are in theirs; all methods of an episode run in one thread."""
+
+    def __init__(self, row, seed):
+        self.thread = threading.get_ident()
+
+    def reset(self):
+        assert threading.get_ident() == self.thread
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, text):
+        assert threading.get_ident() == self.thread
+        TOGETHER.wait(30)
+        return StepResult(reward=1.0, done=True)
+
+
+class TogetherAsync:
+    """The same with coroutine functions, which all run in the event loop."""
+
+    inside = 0
+    all_inside: asyncio.Event | None = None
+
+    def __init__(self, row, seed):
+        self.row = row
+
+    async def reset(self):
+        return [{"role": "user", "content": "1"}]
+
+    async def step(self, text):
+        if self.row.get("fault") == "hang":
+            await asyncio.sleep(600)
+        if self.row.get("fault") == "block":
+            time.sleep(600)
+        cls = type(self)
+        cls.all_inside = cls.all_inside or asyncio.Event()
+        cls.inside += 1
+        if cls.inside == self.row.get("parties", 32):
+            cls.all_inside.set()
+        await asyncio.wait_for(cls.all_inside.wait(), 30)
+        return StepResult(reward=1.0, done=True)
