@@ -271,6 +271,7 @@ def serve_one_by_one(pipe: Pipe, calls: RewardCalls, questions: "queue.SimpleQue
 async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, read: Callable[..., None]) -> None:
     """Answer in the event loop and in threads."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task]()
+    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(overlapping.THREADS))
     calls.begin()
 
     async def one(number: int, question: Any) -> None:

@@ -18,6 +18,12 @@ def together(row, text):
     return 1.0
 
 
+async def waits(row, text):
+    """Take a moment."""
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
 def noted(row, text):
     """Note the call in a file; hang, end the process, or take a moment, as the text says."""
     with open(row["calls"], "a") as stream:

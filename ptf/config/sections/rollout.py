@@ -48,8 +48,8 @@ class RolloutConfig(Section):
     """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
     engine replica."""
     scoring_timeout_s: PositiveFloat = changeable(10.0)
-    """Time limit of one call of `reward`, or of an environment's `reset` or `step`; a process that exceeds it is
-    killed."""
+    """Time limit of one call of `reward`, or of an environment's `reset` or `step`. Many calls are in flight in a
+    process; each has its own limit."""
     scoring_retries: Count = changeable(1)
     """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
     result."""

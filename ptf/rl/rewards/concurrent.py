@@ -21,17 +21,19 @@ def concurrent(
     lines: Callable[..., Iterable[str]],
     *,
     where: Callable[..., bool] = lambda **_: True,
+    in_flight: Callable[..., int] = lambda **_: len(os.sched_getaffinity(0)),
 ) -> Callable[[Callable], Callable]:
     """Declare `coroutine` as the coroutine function that computes the same reward as the decorated function.
 
-    As many of its calls overlap as this process has cores. It is used only with arguments for which `where` returns
-    True. `lines` is called with the reward's arguments and returns the first lines that a run prints about it; it
-    raises UserError if the reward cannot be used on this machine.
+    As many of its calls overlap as `in_flight` returns for its arguments, by default as many as this process has cores.
+    It is used only with arguments for which `where` returns True. `lines` is called with the reward's arguments and
+    returns the first lines that a run prints about it; it raises UserError if the reward cannot be used on this
+    machine.
     """
 
     def mark(function: Callable) -> Callable:
         vars(function).update(asynchronous=coroutine, first_lines=lines, where=where)
-        vars(coroutine).update(in_flight=len(os.sched_getaffinity(0)))
+        vars(coroutine).update(in_flight=in_flight)
         return function
 
     return mark
@@ -59,8 +61,9 @@ def first_lines(what: Plugin) -> list[str]:
 
 def in_flight(function: Callable, default: int | None = None) -> int:
     """Return how many calls of a reward, or of environments, may overlap."""
-    own = function.func if isinstance(function, functools.partial) else function
-    return getattr(own, "in_flight", default or (IN_FLIGHT if is_asynchronous(own) else THREADS))
+    own, arguments = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    found: Any = getattr(own, "in_flight", default or (IN_FLIGHT if is_asynchronous(own) else THREADS))
+    return found(**arguments) if callable(found) else found
 
 
 def is_asynchronous(function: Callable) -> bool:

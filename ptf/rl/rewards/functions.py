@@ -5,7 +5,6 @@ the reason, never 0.0.
 """
 
 import asyncio
-import inspect
 import logging
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 from ptf.config import Plugin
 from ptf.data.trajectory import Group, NoResult, Reward
-from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, is_asynchronous, one_by_one
+from ptf.rl.rewards.concurrent import asynchronous, concurrent, first_lines, in_flight, is_asynchronous, one_by_one
 from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
 from ptf.rl.worker_messages import Fault
 from ptf.rl.worker_process import Call, CallQueue, WorkerProcess
@@ -134,18 +133,31 @@ def plugins(parts: Sequence[Mapping[str, Any]]) -> list[Plugin]:
 
 
 async def weighted_concurrently(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
-    """Return what `weighted` returns; its calls may overlap."""
+    """Return what `weighted` returns; its calls may overlap, and a part that is a plain function runs in a thread."""
     total = 0.0
     for part, plugin in zip(parts, plugins(parts), strict=True):
-        value = asynchronous(plugin)(row, text)
-        total += part.get("weight", 1.0) * float(await value if inspect.isawaitable(value) else value)
+        function = asynchronous(plugin)
+        if is_asynchronous(function):
+            value = await function(row, text)
+        elif in_flight(function) == 1:
+            value = function(row, text)
+        else:
+            value = await asyncio.to_thread(function, row, text)
+        total += part.get("weight", 1.0) * float(value)
     return total
+
+
+def fewest_in_flight(*, parts: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many calls of `weighted` may overlap: as many as of each part that is a coroutine function."""
+    functions = [asynchronous(plugin) for plugin in plugins(parts)]
+    return min(in_flight(function) for function in functions if is_asynchronous(function))
 
 
 @concurrent(
     weighted_concurrently,
     lambda *, parts: [line for plugin in plugins(parts) for line in first_lines(plugin)],
     where=lambda *, parts: any(is_asynchronous(asynchronous(plugin)) for plugin in plugins(parts)),
+    in_flight=fewest_in_flight,
 )
 def weighted(row: Mapping[str, Any], text: str, *, parts: Sequence[Mapping[str, Any]]) -> float:
     """Return Σ weight · reward over `parts`, each {use, args, weight}; the default weight is 1.
