@@ -204,6 +204,8 @@ def job(directory: Path, case: Case, seq_len: int) -> dict[str, Any]:
     if case.ranks > 1:
         raw["compute"] |= {"launcher": "ray" if case.online else "torchrun", "workers": case.ranks}
     if case.online:
+        # two steps of the optimizer, of which the second has moments from its beginning
+        raw["algo"] = {"num_minibatches": 2 if small else 1}
         reward = {"use": "ptf.rl.rewards:exact", "args": {"column": "answer"}}
         raw["rollout"] = {
             "reward": reward,

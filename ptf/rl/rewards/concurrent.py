@@ -63,7 +63,7 @@ def in_flight(function: Callable, default: int | None = None) -> int:
     """Return how many calls of a reward, or of environments, may overlap."""
     own, arguments = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     found: Any = getattr(own, "in_flight", default or (IN_FLIGHT if is_asynchronous(own) else THREADS))
-    return found(**arguments) if callable(found) else found
+    return int(found(**arguments)) if callable(found) else int(found)  # pyright: ignore[reportArgumentType]
 
 
 def is_asynchronous(function: Callable) -> bool:
