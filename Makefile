@@ -98,6 +98,12 @@ bench-roofline: setup                    ## upper bounds of MFU at published sha
 bench-plans: setup                       ## memory of whole published models: the plan beside bytes counted on fake tensors; writes benchmarks/results/plans.md
 	$(PY) benchmarks/plans.py
 
+bench-resident: setup                    ## memory of `ptf train` on a CPU beside its plan; writes benchmarks/results/resident_memory.md
+	$(PY) benchmarks/resident_memory.py
+
+bench-concurrency: setup                 ## calls of rewards and environments in one process; writes benchmarks/results/concurrency.md
+	$(PY) benchmarks/concurrency.py
+
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
 
