@@ -246,7 +246,7 @@ def quantised_weights(job: Job) -> list[str]:
         "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
         "would have weights that are not rounded)": exact or not trains or job.recipe in ("sft", "kd", "rm"),
         "model.quantization: nf4 needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights "
-        "that are not rounded)": exact or job.rollout is None or job.rollout.lora_sync == "merged",
+        "that are not rounded)": exact or job.rollout is None or job.rollout.lora_sync != "adapter",
     }
     return [error for error, kept in rules.items() if not kept]
 

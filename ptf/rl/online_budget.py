@@ -25,7 +25,7 @@ from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
-from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
+from ptf.rl.weights.transports import TRANSPORTS, resolve_transport, with_lora_sync
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.starting_model import is_own_reference
 
@@ -93,6 +93,8 @@ def online_budget(
 
     Raises UserError for an unknown GPU, a model that cannot be sharded as the job says, or an engine of the user's own.
     """
+    assert job.rollout is not None
+    job = with_lora_sync(job, gpu=True, experts=bridge.decoder_config(directory).moe is not None)
     assert job.rollout is not None
     recipe, room = cast("OnlineRecipe", registry.build(job)), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
@@ -245,7 +247,7 @@ def _advice(phase: str) -> str:
     if phase.startswith("update"):
         return (
             "train.activation_checkpointing: block or offload, train.micro_batch_sequences: 1, "
-            "train.optimizer_offload, train.optimizer: adamw_8bit, or compute.mesh.tensor_parallel_size"
+            "train.optimizer_offload (or train.optimizer: adamw_8bit), or compute.mesh.tensor_parallel_size"
         )
     if phase == "sync policy and rollout":
         return "another pool for rollout (rollout.transport: nccl)"

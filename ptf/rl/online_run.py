@@ -14,6 +14,7 @@ from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
 from ptf.config import Job, Plugin
 from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.credentials import redacted
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ from ptf.rl.prompts import held_out_prompts, training_prompts
 from ptf.rl.rewards.model import RewardModel, RewardModelClient, raise_if_without_score
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import raise_if_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
-from ptf.rl.weights.transports import advice
+from ptf.rl.weights.transports import advice, with_lora_sync
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
 from ptf.train.frozen_models import located, raise_if_other_tokenizer
@@ -103,6 +104,10 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     pools = pools_of(job.compute.pools, plans)
     made_with = _made_with(job, tokenizer, trie)
     with job_cluster(job, run, pools) as cluster:
+        experts = bridge.decoder_config(start.directory, job.model.backend).moe is not None
+        job = with_lora_sync(job, cluster.gpu, experts)
+        rollout_config = cast("RolloutConfig", job.rollout)
+        plans = role_specs(job, run, recipe, start, processing, trie)  # with what is known now of the devices
         groups: dict[str, RoleGroup] = {}
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
@@ -131,7 +136,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             run=run,
             lease=lease,
         )
-        print(f"weights: transport={controller.transport} dtype={job.train.precision}", flush=True)
+        sent = f" lora_sync={rollout_config.lora_sync}" if job.model.lora else ""
+        print(f"weights: transport={controller.transport} dtype={job.train.precision}{sent}", flush=True)
         for line in advice(job, cluster.gpu):
             print(line, flush=True)
         try:

@@ -11,6 +11,7 @@ class Fault:
 
     reason: str
     fatal: bool = False  # True: the process has ended, and its state is lost
+    crowded: bool = False  # True: it took too long beside other calls, and may not alone
 
 
 @dataclass(frozen=True, slots=True)

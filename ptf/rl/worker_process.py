@@ -13,6 +13,7 @@ import contextlib
 import math
 import multiprocessing.connection as mpc
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -30,7 +31,9 @@ from ptf.rl.worker_messages import READY, REPLY, STARTED, Fault, Lost
 
 STARTS_WITHIN_S = 60.0
 GRACE_S = 2.0  # beyond its limit, for a call that the process ends itself
-AHEAD = 8  # calls that a process has received and not begun, if others take from its queue
+AHEAD = 256  # calls that a process has received and not begun
+# the same if others take from its queue too: of a process with one call at a time, and of one with many
+AHEAD_OF_MANY = {False: 2, True: 8}
 IDLE_S = 600.0  # longest wait of the thread for something to happen
 
 
@@ -126,8 +129,10 @@ class WorkerProcess:
         self.sent = dict[int, Call]()  # not begun
         self.begun = dict[int, tuple[Call, float]]()  # with the end of its time
         self.heard = 0.0  # when the last message came, or the first call was sent
-        self.grace_s = 0.0
+        self.has_alone = False  # whether a call that must be alone is in flight
+        self.ends_in_time = False  # whether the process itself ends calls that take too long
         self.closing = False
+        self.failure: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.waker, self.woken = mpc.Pipe(duplex=False)
         self.is_woken = False  # whether `waker` has something to read
@@ -140,6 +145,9 @@ class WorkerProcess:
 
     def wake(self) -> None:
         """Let the thread look at the queue; the first call starts it."""
+        if self.closing or self.failure:
+            self._fail([])
+            return
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, daemon=True, name=f"ptf-{self.kind}")
             self.thread.start()
@@ -149,26 +157,42 @@ class WorkerProcess:
 
     def close(self) -> None:
         """End the process and its thread."""
-        self.closing = True
-        if self.thread is not None:
-            self.wake()
+        if self.thread is not None and not self.closing:
+            self.closing = True
+            self.woken.send_bytes(b"")
+            self._end_process()
             self.thread.join(10)
+        self.closing = True
+        self.waker.close()
+        self.woken.close()
 
     def _work(self) -> None:
         """Send, receive and watch, until `close`."""
         try:
             while not self.closing:
-                self._watch_limits()  # first, because calls of a process that was killed may be sent again
+                self._receive()  # before the limits, because what arrived in time is in time
+                self._watch_limits()
                 self._send()
                 pipes = [self.waker] if self.pipe is None else [self.waker, self.pipe]
-                ready = mpc.wait(pipes, self._next_moment())
-                if self.waker in ready:
+                if self.waker in mpc.wait(pipes, self._next_moment()):
                     self.waker.recv_bytes()
                     self.is_woken = False  # before the queue is looked at
-                if self.pipe is not None and self.pipe in ready:
-                    self._receive()
+        except BaseException as error:  # no call may wait for ever
+            self.failure = error
+            raise
         finally:
+            calls = [*self.sent.values(), *(call for call, _ in self.begun.values())]
             self._kill()
+            self._fail(calls)
+
+    def _fail(self, calls: list[Call]) -> None:
+        """End calls whose process is closed; those of the queue too, if no other process takes them."""
+        if all(taker.closing or taker.failure for taker in self.queue.takers):
+            while (call := self.queue.take()) is not None:
+                calls.append(call)
+        for call in calls:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(RuntimeError(f"the {self.kind}'s process was closed: {self.failure}"))
 
     def _next_moment(self) -> float:
         """Return the seconds until something must be done."""
@@ -179,9 +203,11 @@ class WorkerProcess:
 
     def _send(self) -> None:
         """Send calls of the queue, as many as the process takes."""
-        while not self.closing and not any(call.alone for call in self._unfinished()):
-            free = not self._unfinished()
-            if not free and len(self.sent) >= AHEAD and len(self.queue.takers) > 1:
+        while not self.closing:
+            free, ahead = not (self.sent or self.begun), AHEAD
+            if len(self.queue.takers) > 1:
+                ahead = AHEAD_OF_MANY[self.ends_in_time]
+            if not free and (self.has_alone or len(self.sent) >= ahead):
                 return
             # a call that must be alone waits until no other is in flight
             if (call := self.queue.take(alone=None if free else False)) is None:
@@ -189,24 +215,28 @@ class WorkerProcess:
             if self.pipe is None and not self._start(call):
                 continue
             self.number += 1
-            self.sent[self.number] = call
-            self._write((self.number, call.question))
+            if free:
+                self.heard = time.monotonic()
+            self.sent[self.number], self.has_alone = call, call.alone
+            self._write(self.number, call)
+            self._receive()
 
-    def _unfinished(self) -> list[Call]:
-        return [*self.sent.values(), *(call for call, _ in self.begun.values())]
-
-    def _write(self, message: Any) -> None:
+    def _write(self, number: int, call: Call) -> None:
         assert self.pipe is not None
         assert self.deadline is not None
-        if not self._unfinished() or (len(self.sent) == 1 and not self.begun):
-            self.heard = time.monotonic()
+        try:
+            message = pickle.dumps((number, pickle.dumps(call.question)))
+        except Exception as error:
+            self._finish(number, Fault(f"it cannot be asked: {type(error).__name__}: {error}"))
+            return
         try:
             with self.deadline.set():
-                self.pipe.send(message)
+                self.pipe.send_bytes(message)
         except OSError:  # it died, or was killed because it did not read
-            self._end("did not listen for" if self.deadline.passed else "")
-        except Exception as error:  # what is asked cannot be pickled
-            self._finish(self.number, Fault(f"it cannot be asked: {type(error).__name__}: {error}"))
+            reason = "did not listen for" if self.deadline.passed else ""
+            self._receive()  # what it said before, to its end
+            if self.pipe is not None:
+                self._end(reason)
 
     def _start(self, call: Call) -> bool:
         """Start the process for a call; if it does not start, the call raises UserError. Return whether it runs."""
@@ -220,13 +250,12 @@ class WorkerProcess:
         self.pipe = ours
         # a process may stop in the middle of a message
         self.deadline = Deadline(self.timeout_s, self._end_process)
-        kind, ends_in_time = "", False
+        kind = ""
         with contextlib.suppress(EOFError, OSError):
             ours.send((self.kind, self.what.model_dump(), self.timeout_s))
             if ours.poll(STARTS_WITHIN_S):
-                kind, _, ends_in_time = ours.recv()
+                kind, _, self.ends_in_time = ours.recv()
         if kind == READY:
-            self.grace_s = GRACE_S if ends_in_time else 0.0
             return True
         self._kill()
         if call.future.set_running_or_notify_cancel():
@@ -240,9 +269,11 @@ class WorkerProcess:
 
     def _receive(self) -> None:
         """Read the messages that have arrived."""
-        assert self.deadline is not None
-        while self.pipe is not None and self.pipe.poll():
+        while self.pipe is not None:
+            assert self.deadline is not None
             try:
+                if not self.pipe.poll():
+                    return
                 with self.deadline.set():
                     kind, number, value = self.pipe.recv()
             except (EOFError, OSError):
@@ -252,10 +283,11 @@ class WorkerProcess:
                 self._end(f"its reply cannot be read: {type(error).__name__}: {error}")
                 return
             self.heard = time.monotonic()
-            if kind == STARTED and number in (self.sent.keys() | self.begun.keys()):
+            known = number in self.sent or number in self.begun
+            if kind == STARTED and known:
                 call = self.sent.pop(number) if number in self.sent else self.begun[number][0]
-                self.begun[number] = call, time.monotonic() + self.timeout_s + self.grace_s
-            elif kind == REPLY and number in (self.sent.keys() | self.begun.keys()):
+                self.begun[number] = call, time.monotonic() + self.timeout_s + GRACE_S * self.ends_in_time
+            elif kind == REPLY and known:
                 self._finish(number, value)
             else:
                 said = f"answered question {number} twice (does it fork?)"
@@ -266,7 +298,12 @@ class WorkerProcess:
         call = self.sent.pop(number, None)
         if call is None:
             call, _ = self.begun.pop(number)
-        call.resolve(reply)
+        self.has_alone = False
+        if isinstance(reply, Fault) and reply.crowded and not call.alone and self.kind == "reward":
+            call.alone = True
+            self.queue.put(call, first=True)
+        else:
+            call.resolve(reply)
 
     def _watch_limits(self) -> None:
         """Kill the process if a call is beyond its limit, or if it does not begin one."""
@@ -288,20 +325,20 @@ class WorkerProcess:
         fault = Fault(reason or f"the {self.kind}'s process died", fatal=True)
         if blames and len(begun) == 1:
             begun.pop().resolve(fault)
-        for call in reversed([*begun, *sent]):
-            suspect = blames and call in begun
+        elif blames and not begun and len(sent) == 1 and sent[0].unheard:  # for the second time
+            sent.pop().resolve(fault)
+        for call, suspect in reversed([*((call, blames) for call in begun), *((call, False) for call in sent)]):
             if self.kind == "environment":
                 call.resolve(Lost(suspect))
-            elif call in sent and len(sent) == 1 and not begun and call.unheard:
-                call.resolve(fault)
-            else:
-                call.alone, call.unheard = call.alone or suspect, call.unheard + (call in sent)
-                self.queue.put(call, first=True)
+                continue
+            call.unheard += not suspect
+            call.alone = call.alone or suspect or call.unheard > 1
+            self.queue.put(call, first=True)
 
     def _end_process(self) -> None:
-        if self.process:
+        if process := self.process:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # also kills the processes that it has started
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the processes that it has started
 
     def _kill(self) -> None:
         """End the process, if there is one; the next question starts a new one."""
@@ -311,6 +348,7 @@ class WorkerProcess:
             self.pipe.close()
         if self.process:
             self._end_process()
-            self.process.wait(10)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
         self.pipe = self.process = self.deadline = None
-        self.sent, self.begun = {}, {}
+        self.sent, self.begun, self.has_alone = {}, {}, False

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ptf.config import Plugin, plugin
@@ -39,6 +39,20 @@ SHARE = 0.2  # of its time in which a thread used a processor: above it, its cal
 LOOK_S = 0.005  # the time over which the use of the processor is measured
 SWITCH_S = 2e-4  # after which a call that computes leaves the interpreter to another, instead of 5e-3
 IDLE_S = 0.1  # how often a process with a thread that never came back looks whether it may end
+
+
+class TooLong(Exception):
+    """A call took longer than its limit."""
+
+
+async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """Return a coroutine's result, or cancel it. Raises TooLong."""
+    task = asyncio.ensure_future(coroutine)
+    done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    if done:
+        return task.result()
+    task.cancel()
+    raise TooLong
 
 
 class Pipe:
@@ -56,6 +70,11 @@ class Pipe:
             message = pickle.dumps((kind, number, Fault(reason)))
         with self.lock:
             self.connection.send_bytes(message)
+
+
+def failed(error: BaseException) -> RuntimeError:
+    """Return an error that a future takes in place of one that it does not take."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -83,6 +102,7 @@ class Threads:
     def __init__(self, most: int, timeout_s: float) -> None:
         self.most, self.timeout_s = most, timeout_s
         self.running = 0
+        self.computing = 0  # calls that computed when it was last measured, those that are stuck too
         self.room = 1  # how many calls may begin until the processor's use is measured again
         self.stuck = 0  # calls that took too long, whose threads are left alone
         self.waiting: deque[asyncio.Future[None]] = deque()
@@ -91,32 +111,38 @@ class Threads:
         self.timer: asyncio.TimerHandle | None = None
 
     async def call(self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable) -> Any:
-        """Return the function's result; `started` is called when its turn comes. Raises TimeoutError."""
+        """Return the function's result; `started` is called when its turn comes. Raises TooLong."""
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self._admit()
         await turn
-        started()
-        result = asyncio.get_running_loop().run_in_executor(thread, functools.partial(self._run, function))
         try:
+            started()
+            result = asyncio.get_running_loop().run_in_executor(thread, functools.partial(self._run, function))
             done, _ = await asyncio.wait({result}, timeout=self.timeout_s)
         finally:
             self.running -= 1
             self._admit()
         if done:
-            return result.result()
+            outcome = result.result()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
         self.stuck += 1
         result.add_done_callback(self._came_back)
-        raise TimeoutError
+        raise TooLong
 
     def _run(self, function: Callable) -> Any:
         """Call the function, in its thread."""
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        self.clocks[clock] = time.clock_gettime(clock)
+        clock = time.pthread_getcpuclockid(threading.get_ident()) if sys.platform == "linux" else 0
+        if clock:
+            self.clocks[clock] = time.clock_gettime(clock)
         try:
             return function()
+        except BaseException as error:  # a future does not take StopIteration, and SystemExit would end the loop
+            return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else failed(error)
         finally:
-            del self.clocks[clock]
+            self.clocks.pop(clock, None)
 
     def _computing(self, seconds: float) -> int:
         """Return how many calls used more than `SHARE` of a processor in the last `seconds`."""
@@ -131,13 +157,12 @@ class Threads:
 
     def _came_back(self, result: asyncio.Future) -> None:
         self.stuck -= 1
-        if not result.cancelled():
-            result.exception()  # nobody else looks at it
 
     def _admit(self) -> None:
         now = time.monotonic()
         if (passed := now - self.looked) >= LOOK_S:
-            self.looked, self.room = now, max(1, self.running) if self._computing(passed) < COMPUTING else 0
+            self.computing = self._computing(passed)
+            self.looked, self.room = now, max(1, self.running) if self.computing < COMPUTING else 0
         most = 0 if self.is_full else self.most  # the process ends first
         while self.waiting and self.running < most and (not self.running or self.room > 0):
             self.waiting.popleft().set_result(None)
@@ -148,8 +173,9 @@ class Threads:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many threads never came back that no call begins."""
-        return 2 * self.stuck >= self.most
+        """Whether no call begins until the process is replaced: one of the threads that never came back computes, or
+        there are too many of them."""
+        return 2 * self.stuck >= self.most or bool(self.stuck and self.computing and not self.running)
 
     def _look(self) -> None:
         self.timer = None
@@ -186,7 +212,7 @@ class RewardCalls:
         if self.is_coroutine:
             async with self.limit:
                 started()
-                return checked_reward(await asyncio.wait_for(self.function(*question), self.timeout_s))
+                return checked_reward(await in_time(self.function(*question), self.timeout_s))
         return await self.threads.call(self.pool, started, functools.partial(self.answer, question))
 
 
@@ -198,6 +224,7 @@ class EnvironmentCalls:
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.what, self.make, self.timeout_s = what, plugin.bind(what), timeout_s
         self.in_flight = overlapping.in_flight(plugin.resolve(what.use), overlapping.THREADS)
+        self.coroutines = 0  # calls in the event loop
         self.environments = dict[int, Any]()
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
 
@@ -209,7 +236,7 @@ class EnvironmentCalls:
     def is_done_for(self) -> bool:
         """Whether the process should end: it has a thread that never came back, and no episode, or no thread left."""
         may_end = self.threads.is_full or not self.environments
-        return bool(self.threads.stuck) and not self.threads.running and may_end
+        return bool(self.threads.stuck) and not self.threads.running and not self.coroutines and may_end
 
     async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
@@ -222,8 +249,13 @@ class EnvironmentCalls:
             row, seed = rest
             self._forget(episode)
             pool = self.pools[episode] = concurrent.futures.ThreadPoolExecutor(1)
-            environment = await self.threads.call(pool, started, functools.partial(self._made, row, seed))
-            messages = await self._result(pool, started, environment.reset)
+            try:
+                environment = await self.threads.call(pool, started, functools.partial(self._made, row, seed))
+                messages = await self._result(pool, started, environment.reset)
+            except BaseException:
+                if self.pools.get(episode) is pool:
+                    self._forget(episode)
+                raise
             if self.pools.get(episode) is pool:
                 self.environments[episode] = environment
             return list(messages), getattr(environment, "tools", None)
@@ -246,7 +278,11 @@ class EnvironmentCalls:
         own = function.func if isinstance(function, functools.partial) else function
         if inspect.iscoroutinefunction(own):
             started()
-            return await asyncio.wait_for(function(), self.timeout_s)
+            self.coroutines += 1
+            try:
+                return await in_time(function(), self.timeout_s)
+            finally:
+                self.coroutines -= 1
         return await self.threads.call(pool, started, function)
 
     def _forget(self, episode: int) -> None:
@@ -270,18 +306,20 @@ def serve_one_by_one(pipe: Pipe, calls: RewardCalls, questions: "queue.SimpleQue
 
 async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, read: Callable[..., None]) -> None:
     """Answer in the event loop and in threads."""
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task]()
+    loop, tasks, began = asyncio.get_running_loop(), set[asyncio.Task](), set[int]()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(overlapping.THREADS))
     calls.begin()
 
     async def one(number: int, question: Any) -> None:
+        began.add(number)
         try:
             reply = await calls.answer_concurrently(question, functools.partial(pipe.send, STARTED, number))
-        except TimeoutError as error:
-            late = f"took longer than {calls.timeout_s:g} s" if not str(error) else f"TimeoutError: {error}"
-            reply = Fault(late)
-        except Exception as error:  # an error of the users' code affects only this question
+        except TooLong:
+            crowded = len(began) > 1 or calls.threads.stuck > 1
+            reply = Fault(f"took longer than {calls.timeout_s:g} s", crowded=crowded)
+        except (Exception, asyncio.CancelledError) as error:  # of the users' code: it affects only this question
             reply = fault_of(error)
+        began.discard(number)
         pipe.send(REPLY, number, reply)
 
     def begin(number: int, question: Any) -> None:
@@ -312,9 +350,16 @@ def serve(connection: mpc.Connection) -> None:
     def read(take: Callable[[int, Any], object]) -> None:
         while True:
             try:
-                number, question = connection.recv()
+                message = connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
+            number, question = pickle.loads(message)  # the question is pickled by itself, for it may not be readable
+            try:
+                question = pickle.loads(question)
+            except Exception as error:
+                pipe.send(STARTED, number)
+                pipe.send(REPLY, number, Fault(f"the question cannot be read: {type(error).__name__}: {error}"))
+                continue
             take(number, question)
 
     pipe.send(READY, 0, not one_by_one)

@@ -399,10 +399,11 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
         advice.append(f"set train.activation_checkpointing: {stronger}")
     if not train.optimizer_offload and train.optimizer == "adamw":
         advice.append("set train.optimizer_offload: true")
+    eight_bit = ", train.optimizer: adamw_8bit" * (train.optimizer == "adamw" and not train.optimizer_offload)
     advice.append("raise compute.workers or compute.mesh.tensor_parallel_size")
     return UserError(
         f"out of memory ({str(error).splitlines()[0]}). To continue this run, {', or '.join(advice)}. A new run could "
-        "also have a lower data.seq_len, train.optimizer: adamw_8bit, or train adapters (model.lora). `ptf plan CONFIG "
+        f"also have a lower data.seq_len{eight_bit}, or train adapters (model.lora). `ptf plan CONFIG "
         "--workers N --fit` looks for settings that fit"
     )
 

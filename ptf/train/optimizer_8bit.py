@@ -1,10 +1,11 @@
-"""AdamW's moments in 8 bits (`train.optimizer: adamw_8bit`; Dettmers et al. 2022, arXiv 2110.02861): blocks of up to
-256 values along a row share a scale in fp32, and each value is one of 256 numbers whose distances grow with their size.
+"""AdamW's moments in 8 bits (`train.optimizer: adamw_8bit`; Dettmers et al. 2022, arXiv 2110.02861): blocks of 64
+values along a row share a scale in fp32, and each value is one of 256 numbers whose distances grow with their size.
 
 Between steps, `optimizer.state` has codes and scales in place of the moments. For each bucket of parameters, a step
 dequantises the moments, updates the parameters in fp32, and quantises the new moments; bitsandbytes converts. No block
-is longer than a row of one rank's shard, so codes and scales are sharded like their parameter: a checkpoint of any
-number of ranks has the same codes.
+crosses the end of a row of a rank's shard, so codes and scales are sharded like their parameter, and a checkpoint has
+the same codes on any number of ranks. (Where tensor parallelism cuts rows to a length that is no multiple of 64, the
+moments are in fp32, so such a checkpoint is refused with another `compute.mesh`.)
 """
 
 import contextlib
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ptf.errors import UserError
 from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 from ptf.train.optimizer_offload import BUCKET_BYTES, buckets, local
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # names in torch's AdamW; whether the moment has negative values
-BLOCKS = (256, 128, 64)
+BLOCK = 64  # values
 FEWEST = 4096  # values; the moments of smaller parameters are kept in fp32
 
 
@@ -31,7 +33,7 @@ def block_size(parameter: Tensor) -> int | None:
     matrix, or one whose rows are not a multiple of 64."""
     if parameter.dim() < 2 or parameter.numel() < FEWEST:
         return None
-    return next((size for size in BLOCKS if local(parameter).shape[-1] % size == 0), None)
+    return None if local(parameter).shape[-1] % BLOCK else BLOCK
 
 
 def moment_bytes(parameter: Tensor) -> float:
@@ -98,7 +100,15 @@ class QuantisedMoments:
                 step = torch.zeros((), device=local(parameter).device)
                 self.optimizer.state[parameter] = {"step": step, **zeros}
                 _quantise(self.optimizer.state[parameter], parameter)
-        yield
+        try:
+            yield
+        except Exception as error:
+            if any(f"{name}{end}" in str(error) for name in SIGNED for end in ("_codes", "_scales", " ", "'", '"')):
+                raise UserError(
+                    "the moments of this checkpoint (train.optimizer: adamw_8bit) do not fit the shards of this run; "
+                    f"resume with the compute.workers and compute.mesh of before: {str(error)[:300]}"
+                ) from error
+            raise
 
 
 @functools.cache
@@ -116,8 +126,12 @@ def _quantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
     for name, signed in SIGNED.items():
         moment = local(state.pop(name)).contiguous()
         values = _values(signed, moment.device)
-        codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=size)
-        scales = found.absmax.view(*moment.shape[:-1], moment.shape[-1] // size)
+        scales_shape = (*moment.shape[:-1], moment.shape[-1] // size)
+        if moment.numel():
+            codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=size)
+            scales = found.absmax.view(scales_shape)
+        else:  # a kernel of a GPU needs a value
+            codes, scales = moment.to(torch.uint8), moment.new_empty(scales_shape)
         state[f"{name}_codes"] = _like(parameter, codes.view(moment.shape), parameter.shape[-1])
         state[f"{name}_scales"] = _like(parameter, scales, parameter.shape[-1] // size)
 
@@ -129,12 +143,12 @@ def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
         if f"{name}_codes" not in state:
             continue
         codes, scales = local(state.pop(f"{name}_codes")), local(state.pop(f"{name}_scales"))
-        moment = functions.dequantize_blockwise(
-            codes.reshape(-1),
-            absmax=scales.reshape(-1),
-            code=_values(signed, codes.device),
-            blocksize=codes.shape[-1] // scales.shape[-1],
-        )
+        moment = scales.new_empty(codes.shape)
+        if codes.numel():
+            values = _values(signed, codes.device)
+            moment = functions.dequantize_blockwise(
+                codes.reshape(-1), absmax=scales.reshape(-1), code=values, blocksize=BLOCK
+            )
         state[name] = _like(parameter, moment.view(codes.shape), parameter.shape[-1])
 
 

@@ -23,19 +23,25 @@ def in_passes(sequences: int, micro_batch_sequences: int) -> set[int]:
 def warm_up(
     model: Decoder, world: World, seq_len: int, *, trained: Iterable[int] = (), scored: Iterable[int] = ()
 ) -> None:
-    """Run a pass for each shape of batch of a run, on a GPU; on a CPU, attention is not compiled.
+    """Run a pass for each shape of batch of a run, on a GPU; on a CPU, and with `model.backend: hf`, attention is not
+    compiled.
 
     `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. Weights,
-    gradients and random states are as before.
+    buffers and gradients are as before.
     """
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" and isinstance(model, Decoder):
         began = time.perf_counter()
+        held = [buffer.clone() for buffer in model.buffers()]
         for sequences in trained:
-            _forward(model, world, sequences, seq_len).backward()
+            result = _forward(model, world, sequences, seq_len)
+            if result.requires_grad:  # otherwise the head alone trains
+                result.backward()
             discard_gradients(model)
         with torch.no_grad():
             for sequences in scored:
                 _forward(model, world, sequences, seq_len)
+            for buffer, before in zip(model.buffers(), held, strict=True):  # of components of the user's own
+                buffer.copy_(before)
         forget_forwards(model)
         if world.leads:
             print(f"compiled for sequences of {seq_len} tokens in {time.perf_counter() - began:.0f} s", flush=True)
@@ -45,4 +51,5 @@ def _forward(model: Decoder, world: World, sequences: int, seq_len: int) -> Tens
     """Return a number that depends on all layers, in sequences that hold one document each."""
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=world.device)
     positions = torch.arange(seq_len, device=world.device).expand_as(tokens).contiguous()
-    return model(tokens, positions, tokens, lambda hidden, _: hidden.float().sum())
+    segments = torch.arange(sequences, device=world.device)[:, None].expand_as(tokens).contiguous()
+    return model(tokens, positions, segments, lambda hidden, _: hidden.float().sum())

@@ -43,6 +43,20 @@ def with_alarm(row, text):
     return 1.0
 
 
+def waits_then_computes(row, text):
+    """Wait until all have begun, then compute for a while, which 24 at once cannot do in their time."""
+    time.sleep(0.2)
+    until = time.thread_time() + 0.15
+    while time.thread_time() < until:
+        pass
+    return 1.0
+
+
+def stops(row, text):
+    """Raise what a future does not take."""
+    return next(iter([]))
+
+
 class Together:
     """Each step returns when 32 episodes are in theirs; all methods of an episode run in one thread."""
 
@@ -83,3 +97,17 @@ class TogetherAsync:
             cls.all_inside.set()
         await asyncio.wait_for(cls.all_inside.wait(), 30)
         return StepResult(reward=1.0, done=True)
+
+
+class Counting:
+    """Pays the number of the turn."""
+
+    def __init__(self, row, seed):
+        self.turn = 0
+
+    def reset(self):
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, text):
+        self.turn += 1
+        return StepResult([{"role": "user", "content": "1"}], reward=float(self.turn))

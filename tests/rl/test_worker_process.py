@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -102,6 +103,57 @@ def test_of_calls_in_a_process_that_dies_the_one_at_fault_alone_has_no_result(tm
     assert [isinstance(outcome, Reward) for outcome in outcomes] == [True, True, False, True, True]
     assert outcomes[2] == NoResult("the reward's process died")
     assert max(Counter(calls.read_text().split()).values()) == 2, "each at most once more"
+
+
+def test_a_call_that_takes_too_long_beside_others_is_made_again_alone() -> None:
+    """None of them is at fault: each computes for a tenth of its time."""
+    with scored_by("waits_then_computes", timeout_s=1.5) as rewards:
+        assert rewards.score([({}, "")] * 24) == [Reward(1.0)] * 24
+
+
+def test_an_error_that_a_future_does_not_take_is_named_at_once() -> None:
+    with scored_by("stops") as rewards:
+        assert rewards.score([({}, "")] * 3) == [NoResult("RuntimeError: StopIteration: ")] * 3
+
+
+def test_no_call_waits_for_a_process_that_was_closed() -> None:
+    with scored_by("stops") as rewards:
+        rewards.score([({}, "")])
+    with pytest.raises(RuntimeError, match="was closed"):
+        rewards.score([({}, "")])
+
+
+def test_thousands_of_cheap_calls_of_two_processes() -> None:
+    """In order, and each once: a number is the answer's own."""
+    plugin = Plugin(use="ptf.rl.rewards:brevity", args={"longest": 10_001, "margin": 10_000})
+    with contextlib.closing(RewardWorkers(plugin, processes=2)) as rewards:
+        found = rewards.score([({}, "a" * n) for n in range(1, 5001)])
+    assert found == [Reward((1 - n) / 10_000) if n > 1 else Reward(0.0) for n in range(1, 5001)]
+
+
+def test_an_environment_lost_between_two_questions_of_its_replay_is_replayed_again() -> None:
+    with environments_of("Counting") as environments:
+
+        async def run() -> list[float]:
+            state, _, _ = await environments.reset({}, 0)
+            for _ in range(3):
+                await environments.step(state, "x")
+            process, ask, killed = environments.processes[0], environments.processes[0].ask, [0]
+
+            def killing(question: Any, **options: Any) -> Any:
+                if question[0] == "step" and killed[0] < 3:  # in the replay, and before it
+                    killed[0] += 1
+                    running = process.process
+                    assert running is not None
+                    os.kill(running.pid, signal.SIGKILL)
+                    running.wait(10)
+                return ask(question, **options)
+
+            process.ask = killing  # type: ignore[method-assign]
+            return [(await environments.step(state, "x")).reward]
+
+        assert asyncio.run(run()) == [4.0]
+        assert environments.retried == 0
 
 
 def test_a_coroutine_that_hangs_or_blocks_the_loop_has_no_result_and_the_others_do() -> None:

@@ -85,9 +85,10 @@ class RolloutConfig(Section):
     tensor_parallel_size: Positive = changeable(1)
     """Number of devices that hold one vLLM engine together, each a part of every layer. The rollout role takes
     `replicas` × `tensor_parallel_size` devices of its pool."""
-    lora_sync: Literal["merged", "adapter"] = "merged"
+    lora_sync: Literal["auto", "merged", "adapter"] = changeable("auto")
     """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
-    engine applies to the base model."""
+    engine applies to the base model. `auto`: the adapter alone on GPUs with vLLM and `compute.launcher: ray`, in bf16,
+    if nothing but adapters of a dense model's projections trains; otherwise the merged model."""
     transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = changeable("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
     `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use, otherwise `object_store`.

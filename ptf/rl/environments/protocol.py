@@ -103,7 +103,7 @@ def checked_reset(reply: Any) -> Any:
     return reply
 
 
-MOST_LOSSES = 20  # of one question: how often the process may end beside it
+MOST_LOSSES = 100  # of one question: how often the process may end beside it
 
 
 class Environments:
@@ -147,6 +147,8 @@ class Environments:
         alone = False
         while True:
             reply = await self._ask_once(state, text, alone)
+            if isinstance(reply, Fault) and reply.crowded and not alone:
+                reply = Lost(suspect=True)
             if isinstance(reply, Lost) and losses < MOST_LOSSES:  # it is not known to be at fault
                 state.present, alone, losses = False, alone or reply.suspect, losses + 1
                 continue
@@ -158,6 +160,8 @@ class Environments:
             state.present = False  # the environment may be in any state, so it is replayed
             self._report(reply.reason)
             if failures == self.retries:
+                if not reply.fatal:
+                    state.process.ask(("end", state.number))
                 raise EnvironmentFault(reply.reason)
             failures += 1
             self.retried += 1
@@ -178,6 +182,8 @@ class Environments:
                 questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
                 for question, before in zip(questions, state.replies, strict=True):
                     reply = await ask(question)
+                    if isinstance(reply, Gone):  # the process died between two of these questions
+                        return Lost(suspect=False)
                     if isinstance(reply, Fault | Lost):
                         return reply
                     if repr(reply) != repr(before):

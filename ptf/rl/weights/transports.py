@@ -136,6 +136,26 @@ TRANSPORTS = {
 }
 
 
+MOST_RANK = 128  # of an adapter that `auto` sends alone; vLLM serves four times as much
+
+
+def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
+    """Return the job with `rollout.lora_sync: merged` or `adapter` in place of `auto`.
+
+    `gpu`: whether the roles have GPUs; `experts`: whether the model is a mixture of experts.
+    """
+    assert job.rollout is not None
+    rollout, model, lora = job.rollout, job.model, job.model.lora
+    if rollout.lora_sync != "auto":
+        return job
+    alone = lora is not None and lora.rank <= MOST_RANK and model.quantization != "nf4" and not experts
+    dense = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
+    served = gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
+    sent = rollout.transport in ("auto", "object_store", "files")
+    value = "adapter" if alone and dense and served and sent else "merged"
+    return job.model_copy(update={"rollout": rollout.model_copy(update={"lora_sync": value})})
+
+
 def resolve_transport(job: "Job", gpu: bool) -> str:
     """Return the transport that a job uses: what `rollout.transport` names; for `auto`, the first that it can use.
 

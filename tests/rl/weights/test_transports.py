@@ -11,7 +11,14 @@ import yaml
 from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.rl.weights.traffic import Rates
-from ptf.rl.weights.transports import TRANSPORTS, Streaming, advice, config_errors, resolve_transport
+from ptf.rl.weights.transports import (
+    TRANSPORTS,
+    Streaming,
+    advice,
+    config_errors,
+    resolve_transport,
+    with_lora_sync,
+)
 
 
 def test_a_config_can_name_each_transport_and_no_other():
@@ -82,3 +89,29 @@ def test_the_fastest_that_a_job_can_use_is_chosen(keys, gpu, transport):
     assert resolve_transport(found, gpu) == transport
     assert not list(TRANSPORTS[transport].errors(found))
     assert not config_errors(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu", "experts", "sent"),
+    [
+        ({"engine": "vllm"}, True, False, "adapter"),
+        ({"engine": "vllm"}, False, False, "merged"),
+        ({"engine": "vllm"}, True, True, "merged"),
+        ({"engine": "native"}, True, False, "merged"),
+        ({"engine": "vllm", "transport": "ipc"}, True, False, "merged"),
+        ({"engine": "vllm", "transport": "files"}, True, False, "adapter"),
+        ({"engine": "vllm", "lora_sync": "merged"}, True, False, "merged"),
+        ({"engine": "vllm", "lora_sync": "adapter"}, False, True, "adapter"),
+    ],
+)
+def test_an_adapter_is_sent_alone_where_the_engine_can_apply_it(keys, gpu, experts, sent):
+    found = with_lora_sync(job(**keys), gpu, experts)
+    assert found.rollout is not None
+    assert found.rollout.lora_sync == sent
+    assert not list(TRANSPORTS[resolve_transport(found, gpu)].errors(found))
+    plain = job(**keys)
+    without = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": None})})
+    if plain.rollout is not None and plain.rollout.lora_sync == "auto":
+        resolved = with_lora_sync(without, gpu, experts).rollout
+        assert resolved is not None
+        assert resolved.lora_sync == "merged"
