@@ -98,6 +98,9 @@ bench-roofline: setup                    ## upper bounds of MFU at published sha
 bench-plans: setup                       ## memory of whole published models: the plan beside bytes counted on fake tensors; writes benchmarks/results/plans.md
 	$(PY) benchmarks/plans.py
 
+bench-rehearsal: setup                   ## a step on a pretend GPU: waits of the host, variants of attention; writes benchmarks/results/rehearsal.md
+	$(PY) benchmarks/rehearsal.py
+
 bench-resident: setup                    ## memory of `ptf train` on a CPU beside its plan; writes benchmarks/results/resident_memory.md
 	$(PY) benchmarks/resident_memory.py
 
