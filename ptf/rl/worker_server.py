@@ -197,6 +197,11 @@ class RewardCalls:
         self.limit = asyncio.Semaphore(self.in_flight)
         self.threads = Threads(self.in_flight, self.timeout_s)
         self.pool = concurrent.futures.ThreadPoolExecutor(self.in_flight)
+        if not self.is_coroutine:  # threads are begun now, and not while another call computes
+            all_begun = threading.Event()
+            for _ in range(min(self.in_flight, overlapping.THREADS)):
+                self.pool.submit(all_begun.wait)
+            all_begun.set()
 
     @property
     def is_done_for(self) -> bool:
