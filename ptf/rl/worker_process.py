@@ -130,6 +130,7 @@ class WorkerProcess:
         self.begun = dict[int, tuple[Call, float]]()  # with the end of its time
         self.heard = 0.0  # when the last message came, or the first call was sent
         self.has_alone = False  # whether a call that must be alone is in flight
+        self.is_crowded = False  # whether calls took too long in it beside others
         self.ends_in_time = False  # whether the process itself ends calls that take too long
         self.closing = False
         self.failure: BaseException | None = None
@@ -212,6 +213,8 @@ class WorkerProcess:
             # a call that must be alone waits until no other is in flight
             if (call := self.queue.take(alone=None if free else False)) is None:
                 return
+            if call.alone and self.is_crowded:  # threads that took too long may still compute in it
+                self._kill()
             if self.pipe is None and not self._start(call):
                 continue
             self.number += 1
@@ -299,6 +302,7 @@ class WorkerProcess:
         if call is None:
             call, _ = self.begun.pop(number)
         self.has_alone = False
+        self.is_crowded |= isinstance(reply, Fault) and reply.crowded
         if isinstance(reply, Fault) and reply.crowded and not call.alone and self.kind == "reward":
             call.alone = True
             self.queue.put(call, first=True)
@@ -351,4 +355,4 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
         self.pipe = self.process = self.deadline = None
-        self.sent, self.begun, self.has_alone = {}, {}, False
+        self.sent, self.begun, self.has_alone, self.is_crowded = {}, {}, False, False
