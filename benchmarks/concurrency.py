@@ -23,9 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.pages import write_page  # noqa: E402
 from ptf.config import Plugin  # noqa: E402
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
 from ptf.rl.rewards.functions import RewardWorkers  # noqa: E402
+from ptf.rl.worker_process import Call  # noqa: E402
 
 RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "concurrency.md"
 CALLS, CALL_S, LIMIT_S = 32, 0.25, 3.0
@@ -78,8 +80,6 @@ def of_rewards(name: str) -> tuple[Callable[[list[str]], list[float]], Callable[
 
     def run(texts: list[str]) -> list[float]:
         began, ends = time.monotonic(), [0.0] * len(texts)
-        from ptf.rl.worker_process import Call
-
         calls = [Call(({}, text)) for text in texts]
         for i, call in enumerate(calls):
             call.future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.monotonic() - began))
@@ -163,19 +163,16 @@ def main() -> int:
             for name, alone, most, fault, delay in rows
         ),
     ]
-    RESULTS.write_text(
+    about = (
         "# Calls of rewards and environments in one process\n\n"
         f"Command: `python benchmarks/concurrency.py --rounds {args.rounds} --load {args.load}`  \n"
         f"Hardware: {cpu()}, {args.load} other processes that compute  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
         f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.scoring_processes: 1`). Aims: at most "
         f"{AIM_S} s together; one\nthat never returns delays no other by more than {DELAY_S} s.\n\n"
-        + "\n".join(lines)
-        + "\n"
     )
-    missed = [row for row in rows if row[1] > AIM_S or row[4] > DELAY_S]
-    print(f"wrote {RESULTS.name}" + (f"; missed: {missed}" if missed else ""))
-    return 1 if missed else 0
+    missed = [f"{name}, {fault}" for name, alone, _, fault, delay in rows if alone > AIM_S or delay > DELAY_S]
+    return write_page(RESULTS, about, lines, missed)
 
 
 if __name__ == "__main__":

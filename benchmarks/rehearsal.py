@@ -22,6 +22,7 @@ OTHERS = ("Qwen3-4B", "Qwen3-8B", "Gemma-3-4B", "Llama-3.2-1B", "gpt-oss-20b", "
 def main() -> int:
     # here, because the pretend GPU's process imports this module, and must not import torch with it
     from benchmarks.flow_runs import commit
+    from benchmarks.pages import write_page
     from tests.gpu_rehearsal.pretend import PretendCuda, build
     from tests.gpu_rehearsal.step import RECIPES, host_syncs, variants
 
@@ -41,20 +42,17 @@ def main() -> int:
             print(lines[-1], flush=True)
     finally:
         pretend.close()
-    RESULTS.write_text(
+    about = (
         "# A step on a pretend GPU\n\n"
         "Command: `python benchmarks/rehearsal.py`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
         "ptf's Trainer and recipes, in bf16, on fake tensors of a device `cuda` that computes nothing; published\n"
         "sizes, two layers of each, two passes a step. The host waits for the device to fetch the metrics and the\n"
-        "norm of the gradient. A variant is a call of FlexAttention that differs in shapes, strides, dtype, or in\n"
-        "what has a gradient; those of a step and of a validation after it are counted, of the frozen models too.\n"
+        "norm of the gradient. A variant is a call of FlexAttention that differs in shapes, strides, dtype, window,\n"
+        "or in what has a gradient; those of a step and a validation after it are counted, of frozen models too.\n"
         "Bytes a parameter are on [plans.md](plans.md), upper bounds of MFU on [roofline.md](roofline.md).\n\n"
-        + "\n".join(lines)
-        + "\n"
     )
-    print(f"wrote {RESULTS.name}" + (f"; missed: {', '.join(missed)}" if missed else ""))
-    return 1 if missed else 0
+    return write_page(RESULTS, about, lines, missed)
 
 
 if __name__ == "__main__":

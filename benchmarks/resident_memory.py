@@ -31,6 +31,7 @@ import numpy as np  # noqa: E402
 import yaml  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.pages import write_page  # noqa: E402
 from benchmarks.published_shapes import write_config  # noqa: E402
 
 SHAPE = "Qwen3-0.6B"
@@ -282,7 +283,7 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         gib = " | ".join(f"{found[key] / GIB:.2f}" for key in ("resident", "used", "plan"))
         where = f"{found['date']}, {found['commit']}, {found['machine']}"
         lines.append(f"| {name} | {sizes} | {gib} | {share:.2f} | {where} |")
-    RESULTS.write_text(
+    about = (
         "# Resident memory beside the plan\n\n"
         "Command: `python benchmarks/resident_memory.py`\n\n"
         "Each job is run by `ptf train` on a CPU: Qwen3-0.6B's published shape in bf16 in one process, and 12 of its\n"
@@ -292,11 +293,8 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         "needs room. The plan, with which the latter is compared, is that of `ptf plan` for as many GPUs, whose loss\n"
         "head has larger chunks; of GRPO it is the policy's update, and in one process the engine's weights too (with\n"
         "two ranks, the engine has a process of its own, and weights reach it through files).\n\n"
-        + "\n".join(lines)
-        + "\n"
     )
-    print(f"wrote {RESULTS.name}" + (f"; missed: {', '.join(missed)}" if missed else ""))
-    return 1 if missed else 0
+    return write_page(RESULTS, about, lines, missed)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def write(
             entries[name] = save_host(f"{directory}/{name}", state)
     except (Exception, CheckpointException) as e:  # reported to all ranks below
         error, entries = e, {}
-    own = (entries, error and f"rank {world.rank}: {_first(error)}")
+    own = (entries, error and f"rank {world.rank}: {first_error(error)}")
     of_all: list[Any] = [own]
     if world.size > 1:
         of_all = [None] * world.size
@@ -92,7 +92,7 @@ def write(
     return {name: entry for each, _ in of_all for name, entry in each.items()}
 
 
-def _first(error: BaseException) -> str:
+def first_error(error: BaseException) -> str:
     """Return the first error of a CheckpointException, which collects the errors of all ranks."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-READY, STARTED, REPLY = "ready", "started", "reply"  # to the parent, each with a number and a value
+READY, STARTED, REPLY, LEFT = "ready", "started", "reply", "left"  # to the parent, each with a number and a value
 
 
 @dataclass(frozen=True, slots=True)

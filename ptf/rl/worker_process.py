@@ -27,7 +27,7 @@ from typing import Any
 from ptf.compute.launch import start
 from ptf.config import Plugin, plugin
 from ptf.errors import UserError
-from ptf.rl.worker_messages import READY, REPLY, STARTED, Fault, Lost
+from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Lost
 
 STARTS_WITHIN_S = 60.0
 GRACE_S = 2.0  # beyond its limit, for a call that the process ends itself
@@ -292,6 +292,8 @@ class WorkerProcess:
                 self.begun[number] = call, time.monotonic() + self.timeout_s + GRACE_S * self.ends_in_time
             elif kind == REPLY and known:
                 self._finish(number, value)
+            elif kind == LEFT:
+                self._end("", blames=False)
             else:
                 said = f"answered question {number} twice (does it fork?)"
                 print(f"the process of the {self.kind} {self.what.use} {said}; it is replaced", flush=True)
@@ -335,7 +337,7 @@ class WorkerProcess:
             if self.kind == "environment":
                 call.resolve(Lost(suspect))
                 continue
-            call.unheard += not suspect
+            call.unheard += blames and not suspect
             call.alone = call.alone or suspect or call.unheard > 1
             self.queue.put(call, first=True)
 

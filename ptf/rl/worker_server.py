@@ -1,14 +1,14 @@
 """The program of a worker process (ptf.rl.worker_process): it answers numbered questions from a pipe, many at once.
 
 A coroutine function runs in the process's event loop. A plain function runs in a thread, an environment in one of its
-own for all of its calls; a function whose attribute `in_flight` is 1 runs in the main thread, one call after the other.
+own for all of its calls; a reward whose attribute `in_flight` is 1 runs in the main thread, one call after the other.
 Threads help only calls that wait, so no call begins in a thread while two others compute.
 
 A thread cannot be ended. If its call takes too long, it is left alone, and the process ends as soon as nothing else is
 in it; the parent then starts another.
 
 Messages of the parent: (number, question). Messages to it: (READY, 0, whether the process ends calls that take
-too long), (STARTED, number, None), (REPLY, number, reply).
+too long), (STARTED, number, None), (REPLY, number, reply), and (LEFT, 0, None) before it ends by itself.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from ptf.config.plugin_checks import environment_fault
 from ptf.data.trajectory import MAX_REWARD, is_reward
 from ptf.errors import UserError
 from ptf.rl.rewards import concurrent as overlapping
-from ptf.rl.worker_messages import READY, REPLY, STARTED, Fault, Gone
+from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Gone
 
 COMPUTING = 2  # calls that compute: a further call in a thread would only make them slower
 SHARE = 0.2  # of its time in which a thread used a processor: above it, its call computes
@@ -46,7 +46,10 @@ class TooLong(Exception):
 
 
 async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Return a coroutine's result, or cancel it. Raises TooLong."""
+    """Return a coroutine's result, or cancel it. Raises TooLong.
+
+    Unlike asyncio.wait_for, this does not wait for a coroutine that refuses to end, and a TimeoutError is its own.
+    """
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait({task}, timeout=timeout_s)
     if done:
@@ -168,8 +171,8 @@ class Threads:
             self.waiting.popleft().set_result(None)
             self.running += 1
             self.room -= 1
-        if self.waiting and self.running < most and self.timer is None:
-            self.timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        if self.waiting and self.running < self.most and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(LOOK_S, self.look)
 
     @property
     def is_full(self) -> bool:
@@ -177,7 +180,8 @@ class Threads:
         there are too many of them."""
         return 2 * self.stuck >= self.most or bool(self.stuck and self.computing and not self.running)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Measure the processor's use, and begin the calls that there is room for."""
         self.timer = None
         self._admit()
 
@@ -337,7 +341,9 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
     idle = 0
     while idle < 2:  # otherwise the process ends when the pipe closes
         await asyncio.sleep(IDLE_S)
+        calls.threads.look()
         idle = idle + 1 if calls.is_done_for and (not tasks or calls.threads.is_full) else 0
+    pipe.send(LEFT, 0)
     os._exit(0)
 
 

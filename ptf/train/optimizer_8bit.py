@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from ptf.compute.checkpoint import first_error
 from ptf.errors import UserError
 from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 from ptf.train.optimizer_offload import BUCKET_BYTES, buckets, local
@@ -28,18 +30,15 @@ BLOCK = 64  # values
 FEWEST = 4096  # values; the moments of smaller parameters are kept in fp32
 
 
-def block_size(parameter: Tensor) -> int | None:
-    """Return how many values share a scale; None for a parameter whose moments are kept in fp32: a vector, a small
-    matrix, or one whose rows are not a multiple of 64."""
-    if parameter.dim() < 2 or parameter.numel() < FEWEST:
-        return None
-    return None if local(parameter).shape[-1] % BLOCK else BLOCK
+def is_quantised(parameter: Tensor) -> bool:
+    """Return whether the moments of a parameter are in 8 bits; those of vectors, of small matrices, and of shards whose
+    rows are no multiple of 64 values are kept in fp32."""
+    return parameter.dim() > 1 and parameter.numel() >= FEWEST and local(parameter).shape[-1] % BLOCK == 0
 
 
 def moment_bytes(parameter: Tensor) -> float:
     """Return the bytes of both moments of this rank's shard, between steps."""
-    size, count = block_size(parameter), local(parameter).numel()
-    return 2.0 * count * (4 if size is None else 1 + 4 / size)
+    return 2.0 * local(parameter).numel() * (1 + 4 / BLOCK if is_quantised(parameter) else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,11 @@ class QuantisedMoments:
                 _quantise(self.optimizer.state[parameter], parameter)
         try:
             yield
-        except Exception as error:
-            if any(f"{name}{end}" in str(error) for name in SIGNED for end in ("_codes", "_scales", " ", "'", '"')):
+        except (Exception, CheckpointException) as error:
+            if "exp_avg" in (first := first_error(error)):
                 raise UserError(
                     "the moments of this checkpoint (train.optimizer: adamw_8bit) do not fit the shards of this run; "
-                    f"resume with the compute.workers and compute.mesh of before: {str(error)[:300]}"
+                    f"resume with the compute.workers and compute.mesh of before ({first})"
                 ) from error
             raise
 
@@ -120,20 +119,20 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 def _quantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
     """Put codes and scales in the place of the moments."""
-    if (size := block_size(parameter)) is None:
+    if not is_quantised(parameter):
         return
     functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
     for name, signed in SIGNED.items():
         moment = local(state.pop(name)).contiguous()
         values = _values(signed, moment.device)
-        scales_shape = (*moment.shape[:-1], moment.shape[-1] // size)
+        scales_shape = (*moment.shape[:-1], moment.shape[-1] // BLOCK)
         if moment.numel():
-            codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=size)
+            codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=BLOCK)
             scales = found.absmax.view(scales_shape)
         else:  # a kernel of a GPU needs a value
             codes, scales = moment.to(torch.uint8), moment.new_empty(scales_shape)
         state[f"{name}_codes"] = _like(parameter, codes.view(moment.shape), parameter.shape[-1])
-        state[f"{name}_scales"] = _like(parameter, scales, parameter.shape[-1] // size)
+        state[f"{name}_scales"] = _like(parameter, scales, parameter.shape[-1] // BLOCK)
 
 
 def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,21 +97,34 @@ def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
     return model
 
 
+def trainer_of(shape: str, recipe: Recipe) -> tuple[Trainer, World]:
+    """The real Trainer of a model of this shape, beside the frozen models that the recipe needs."""
+    frozen_models = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.frozen_models}
+    world = World(device=GPU)
+    return Trainer(decoder(shape, recipe.head), world, TrainConfig(steps=1, lr=1e-3), frozen_models), world
+
+
 def variants(shape: str, name: str) -> list[list[str]]:
     """The kinds of calls of FlexAttention that a run's warm-up makes, and those of a step and a validation after it."""
-    recipe, kinds = RECIPES[name], set[str]()
+    recipe, kinds, windows = RECIPES[name], set[str](), dict[int, int | None]()
+    made = attention.Flex.mask
+
+    def noted(self: attention.Flex, window: int | None) -> object:
+        mask = made(self, window)
+        windows[id(mask)] = window
+        return mask
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
         grads = [torch.is_grad_enabled() and t.requires_grad for t in (q, k, v)]
-        kinds.add(f"{tuple(q.shape)} {[t.stride() for t in (q, k, v)]} {q.dtype} {grads} {mask.shape} {scale}")
+        strides, window = [t.stride() for t in (q, k, v)], windows[id(mask)]
+        kinds.add(f"{tuple(q.shape)} {strides} {q.dtype} {grads} {mask.shape} {window} {scale}")
         return fused_attention(q, k, v, mask, scale)
 
-    attention._compiled_flex = lambda: recorded
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = decoder(shape, recipe.head)
-        frozen_models = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.frozen_models}
-        world = World(device=GPU)
-        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), frozen_models)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_compiled_flex", lambda: recorded)
+        patch.setattr(attention.Flex, "mask", noted)
+        trainer, world = trainer_of(shape, recipe)
+        model, frozen_models = trainer.model, trainer.frozen_models
         warm_up(model, world, SEQ_LEN, trained={1}, scored={1})
         for frozen_model in frozen_models.values():
             warm_up(frozen_model, world, SEQ_LEN, scored={1})
@@ -130,10 +144,7 @@ def host_syncs(shape: str, name: str) -> dict[str, int]:
     recipe = RECIPES[name]
     attention._compiled_flex = lambda: fused_attention
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = decoder(shape, recipe.head)
-        frozen_models = {role: decoder(shape, "lm").requires_grad_(False) for role in recipe.frozen_models}
-        world = World(device=GPU)
-        trainer = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), frozen_models)
+        trainer, _ = trainer_of(shape, recipe)
         with HostSyncs() as syncs:
             trainer.step(micro(recipe), recipe, 0)
     return dict(+syncs.counts)

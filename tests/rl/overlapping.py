@@ -9,7 +9,6 @@ import time
 from ptf.rl.environments.protocol import StepResult
 
 TOGETHER = threading.Barrier(32)
-SEEN: dict[str, int] = {}
 
 
 def together(row, text):

@@ -203,7 +203,7 @@ def test_calls_in_threads_begin_while_the_processor_is_free(monkeypatch: pytest.
     assert in_work == [1, 1, 1, 1, 38]
 
 
-def test_a_process_ends_with_its_parent_thread(tmp_path: Path) -> None:
+def test_a_process_ends_when_its_rewards_are_closed(tmp_path: Path) -> None:
     with scored_by("noted") as rewards:
         (outcome,) = rewards.score([({"calls": str(tmp_path / "calls")}, "x")])
         pid = int(outcome.value) if isinstance(outcome, Reward) else 0

@@ -19,11 +19,12 @@ from ptf.compute.world import World, make_mesh
 from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
+from ptf.errors import UserError
 from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train import optimizer_8bit
 from ptf.train.optim import ParameterGroup, adamw
-from ptf.train.optimizer_8bit import QuantisedMoments, block_size, moment_bytes
+from ptf.train.optimizer_8bit import QuantisedMoments, is_quantised, moment_bytes
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, packed
@@ -80,19 +81,19 @@ def test_the_first_update_has_the_bits_of_adamw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "size"),
-    [((64, 512), 64), ((8, 896), 64), ((64, 2880), 64), ((4096,), None), ((8, 256), None), ((64, 1000), None)],
+    ("shape", "in_8_bits"),
+    [((64, 512), True), ((8, 896), True), ((64, 2880), True), ((4096,), False), ((8, 256), False), ((64, 1000), False)],
 )
-def test_which_moments_are_in_8_bits_and_how_many_bytes_they_take(shape: tuple[int, ...], size: int | None) -> None:
+def test_which_moments_are_in_8_bits_and_how_many_bytes_they_take(shape: tuple[int, ...], in_8_bits: bool) -> None:
     parameter = nn.Parameter(torch.randn(shape))
     optimizer = ours(parameter)
     stepped(parameter, [torch.randn(shape)], optimizer)
     state: dict[str, torch.Tensor] = {k: v for k, v in optimizer.optimizer.state[parameter].items() if k != "step"}
-    assert block_size(parameter) == size
+    assert is_quantised(parameter) == in_8_bits
     assert moment_bytes(parameter) == sum(value.nbytes for value in state.values())
-    assert (torch.uint8 in {value.dtype for value in state.values()}) == (size is not None)
-    if size:
-        assert state["exp_avg_scales"].shape == (*shape[:-1], shape[-1] // size)
+    assert (torch.uint8 in {value.dtype for value in state.values()}) == in_8_bits
+    if in_8_bits:
+        assert state["exp_avg_scales"].shape == (*shape[:-1], shape[-1] // 64)
 
 
 def tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -137,6 +138,17 @@ def test_a_checkpoint_of_one_rank_has_the_same_codes_on_two(tmp_path: Path) -> N
         assert found.keys() == before.keys()
         assert {name: value.dtype for name, value in found.items()} == {n: value.dtype for n, value in before.items()}
         assert all(torch.equal(found[name], before[name]) for name in before)
+
+
+def test_a_checkpoint_whose_moments_are_stored_otherwise_is_refused(tmp_path: Path) -> None:
+    """As with another mesh, where other moments are in 8 bits."""
+    directory, stored = checkpoint(tmp_path / "m", hidden_size=64, intermediate_size=128), str(tmp_path / "stored")
+    model, _ = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
+    trainer = Trainer(model, World(), CONFIG.model_copy(update={"optimizer": "adamw"}))
+    trainer.step([BATCHES[0]], SFT(), 0)
+    checkpoints.write(stored, checkpoints.tensors_of(model, trainer.optimizer), {}, World())
+    with pytest.raises(UserError, match="do not fit the shards of this run"):
+        trained(directory, World(), range(0), stored)
 
 
 def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> None:

@@ -78,9 +78,9 @@ class TrainConfig(Section):
     cheap operations, that is, all except matrix products and attention."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw`: AdamW with moments in fp32, 8 bytes per trained parameter. `adamw_8bit`: the same update with moments in
-    8 bits, about 2 bytes; those of vectors, of matrices with fewer than 4,096 values, and of matrices whose rows are no
-    multiple of 64 stay in fp32. It needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`), and a step converts them
-    both ways. Checkpoints have the 8-bit values, so a resumed run has the same bits."""
+    8 bits, about 2 bytes; those of vectors, of matrices with fewer than 4,096 values, and of matrices whose rows (of a
+    worker's shard) are no multiple of 64 stay in fp32. It needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`), and a
+    step converts them both ways. Checkpoints have the 8-bit values, so a resumed run has the same bits."""
     optimizer_offload: bool = changeable(False)
     """Keep AdamW's two moments (8 bytes per trained parameter) in host memory. The optimizer step copies them to the
     device and back in buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit,

@@ -148,7 +148,7 @@ async def weighted_concurrently(row: Mapping[str, Any], text: str, *, parts: Seq
 
 
 def fewest_in_flight(*, parts: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many calls of `weighted` may overlap: as many as of each part that is a coroutine function."""
+    """Return how many calls of `weighted` may overlap: the fewest of its parts that are coroutine functions."""
     functions = [asynchronous(plugin) for plugin in plugins(parts)]
     return min(in_flight(function) for function in functions if is_asynchronous(function))
 
