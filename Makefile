@@ -20,10 +20,13 @@ setup: .venv/ready                       ## .venv from the pins, where it is mis
 run: setup                               ## the main job: SFT, then GRPO, and a table of what came of it
 	$(PY) benchmarks/main_job.py
 
-test: setup                              ## the suite, in two processes
+test: setup                              ## the suite but for its longer tests, in two processes
 	$(PY) -m pytest -n 2
 
-ALL := test test-e2e test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
+test-long: setup                         ## the suite's longer tests: whole trainings, several processes, vLLM
+	$(PY) -m pytest -n 2 -m "long and not cluster"
+
+ALL := test test-long test-e2e test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
 test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, pages and new ledgers in runs/nightly; some hours (MINUTES=5: less)
 	@rm -rf $(NIGHTLY_RESULTS); failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
@@ -80,6 +83,9 @@ bench-formats: setup                     ## what is made of the forms of people'
 bench-code: setup                        ## cheats and honest forms judged by the code reward in every mode; writes benchmarks/results/code_reward.md
 	$(PY) benchmarks/code_reward.py
 
+bench-tool-calls: setup                  ## tool calls that ptf and vLLM's parsers find in 10,000 texts of each format; writes benchmarks/results/tool_calls.md
+	$(PY) benchmarks/tool_calls.py
+
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py
 
@@ -107,6 +113,12 @@ bench-resident: setup                    ## memory of `ptf train` on a CPU besid
 bench-concurrency: setup                 ## calls of rewards and environments in one process; writes benchmarks/results/concurrency.md
 	$(PY) benchmarks/concurrency.py
 
+bench-serving: setup                     ## ptf serve: health and first tokens while 64 answers run, rankings, scores; writes benchmarks/results/serving.md
+	$(PY) benchmarks/serving.py
+
+fuzz-endpoint: setup                     ## 100,000 calls of random agents before the endpoint: nothing lost, nothing trained twice; on where the ledger ends; writes benchmarks/results/endpoint_fuzz.md
+	$(PY) benchmarks/endpoint_fuzz.py $(if $(NIGHTLY),--calls 10000 --anew)
+
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
 
@@ -123,6 +135,14 @@ learning-spmd: setup                     ## SFT, reward models, DPO and distilla
 
 learning-rl: setup                       ## GRPO, its family, PPO and on-policy distillation of it; writes benchmarks/results/learning_rl.md
 	$(PY) benchmarks/learning_rl.py
+
+.venv-smolagents/ready .venv-openenv/ready .venv-verifiers/ready: .venv-%/ready: requirements/%.txt  # interpreters of other packages
+	python3 -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$*.txt
+	touch $@
+
+learning-agents: setup .venv-smolagents/ready  ## an agent written with OpenAI's SDK and one of smolagents learn through the endpoint, and their controls do not; goes on where it was stopped; writes benchmarks/results/learning_agents.md
+	$(PY) benchmarks/learning_agents.py
 
 kills: setup                             ## kill and resume runs of every recipe; continues the ledger (ANEW=1 starts a new one); writes benchmarks/results/kills.md
 	$(PY) benchmarks/kills.py $(if $(ANEW)$(NIGHTLY),--anew) $(if $(NIGHTLY),--minutes $(MINUTES))

@@ -1,5 +1,6 @@
 """Calls of a reward and of an environment in one process: how long 32 of 0.25 s take together, and what one that hangs
-costs the others. Writes results/concurrency.md.
+costs the others. The judge is asked over HTTP: a server of its own process on the loopback interface, which waits for
+0.25 s before each reply. Writes results/concurrency.md.
 
     python benchmarks/concurrency.py [--rounds 5] [--load 2]
 
@@ -10,6 +11,7 @@ others by more than 0.1 s (medians).
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import statistics
 import subprocess
@@ -26,7 +28,8 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from benchmarks.pages import write_page  # noqa: E402
 from ptf.config import Plugin  # noqa: E402
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
-from ptf.rl.rewards.functions import RewardWorkers  # noqa: E402
+from ptf.rl.rewards.calls import Answer  # noqa: E402
+from ptf.rl.rewards.scoring import RewardWorkers  # noqa: E402
 from ptf.rl.worker_process import Call  # noqa: E402
 
 RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "concurrency.md"
@@ -74,24 +77,67 @@ class Coroutine(Plain):
         return StepResult(reward=1.0, done=True)
 
 
-def of_rewards(name: str) -> tuple[Callable[[list[str]], list[float]], Callable[[], None]]:
+Runner = tuple[Callable[[list[str]], list[float]], Callable[[], None]]
+
+
+def of_rewards(name: str) -> Runner:
     """Return a function that makes calls and returns the seconds after which each ended, and one that closes."""
-    workers = RewardWorkers(Plugin(use=f"benchmarks.concurrency:{name}"), LIMIT_S, retries=0)
+    return of_plugin(Plugin(use=f"benchmarks.concurrency:{name}"))
+
+
+def of_plugin(plugin: Plugin) -> Runner:
+    """Return the same for any reward."""
+    workers = RewardWorkers(plugin, LIMIT_S, retries=0)
 
     def run(texts: list[str]) -> list[float]:
         began, ends = time.monotonic(), [0.0] * len(texts)
-        calls = [Call(({}, text)) for text in texts]
+        calls = [Call((Answer({"prompt": "?"}, text),)) for text in texts]
         for i, call in enumerate(calls):
             call.future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.monotonic() - began))
             workers.calls.put(call)
-        for call in calls:
-            call.future.result()
+        replies = [call.future.result() for call in calls]
+        assert [reply == [1.0] for reply in replies] == [text not in ENDLESS for text in texts], replies
         return ends
 
     return run, workers.close
 
 
-def of_environments(name: str) -> tuple[Callable[[list[str]], list[float]], Callable[[], None]]:
+def of_judge(name: str) -> Runner:
+    """Return the same for a judge at a server, which is started and ended with it."""
+    server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    args = {"url": f"http://127.0.0.1:{server.stdout.readline().strip()}/v1", "model": name, "prompt": "{answer}"}
+    run, close = of_plugin(Plugin(use="ptf.rl.rewards:judge", args=args))
+
+    def end() -> None:
+        close()
+        server.kill()
+        server.wait()
+
+    return run, end
+
+
+async def serve() -> None:
+    """Answer chat completions with a score of 10 after 0.25 s, or never if the answer is `hang`; print the port."""
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                body = json.loads(await reader.readexactly(int(head.split("content-length:")[1].split()[0])))
+                await asyncio.sleep(600 if "\nhang\n" in body["messages"][0]["content"] else CALL_S)
+                message = {"role": "assistant", "content": "\\boxed{10}"}
+                reply = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(reply), reply))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0, backlog=256)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def of_environments(name: str) -> Runner:
     """Return the same for steps of environments, whose resets are not counted."""
     environments = Environments(Plugin(use=f"benchmarks.concurrency:{name}"), timeout_s=LIMIT_S, retries=0)
 
@@ -114,6 +160,7 @@ def of_environments(name: str) -> tuple[Callable[[list[str]], list[float]], Call
 KINDS = {
     "reward, plain": (of_rewards, "plain"),
     "reward, `async def`": (of_rewards, "coroutine"),
+    "reward, `judge` over HTTP": (of_judge, "judge"),
     "environment, plain": (of_environments, "Plain"),
     "environment, `async def`": (of_environments, "Coroutine"),
 }
@@ -147,7 +194,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
+    parser.add_argument("--serve", action="store_true", help="be the server of the judge")
     args = parser.parse_args()
+    if args.serve:
+        asyncio.run(serve())
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
     try:
         rows = measured(args.rounds)

@@ -107,11 +107,11 @@ def patched(owner: Any, name: str, value: Any):
 def unsynced(call: Callable) -> Callable:
     """An engine that says it has loaded what it was sent, and keeps what it had."""
 
-    def made(self: LocalRoleGroup, method: str, *args: Any) -> Any:
+    def made(self: LocalRoleGroup, method: str, *args: Any, **options: Any) -> Any:
         if self.spec.name == "rollout" and method == "load" and args[1].version > 0:
             self.role.engine.version = args[1].version
             return type("Receipt", (), {"version": args[1].version, "tensors": len(args[1].digests)})()
-        return call(self, method, *args)
+        return call(self, method, *args, **options)
 
     return made
 

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITE = ["-n", "2"]
+SUITE = ["-n", "2", "-m", "not cluster and not s3 and not e2e"]  # with the longer tests, which take the most
 TIMES = "PTF_SUITE_TIMES"  # the file that the pytest plugin below writes when tests begin and end
 PR_SET_CHILD_SUBREAPER = 36
 Sample = tuple[float, dict[int, int]]  # when; bytes of each process

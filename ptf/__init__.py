@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ptf.api import chat, check, evaluate, inspect, load, publish, train
+    from ptf.api import chat, check, evaluate, inspect, load, publish, serve, train, try_episodes
     from ptf.config import Job
     from ptf.conversation import Chat
     from ptf.errors import UserError
@@ -37,7 +37,9 @@ __all__ = [
     "inspect",
     "load",
     "publish",
+    "serve",
     "train",
+    "try_episodes",
 ]
 
 _MODULES = {"Chat": "conversation", "Job": "config", "Run": "training_run", "UserError": "errors"}  # the others: api

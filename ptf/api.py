@@ -4,6 +4,7 @@ The commands of `ptf`, the flows' steps and a Python script call the same functi
 transformers, Ray) are imported only when a function is called.
 """
 
+import os
 from collections.abc import Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from ptf.config.load import Problems
 from ptf.config.plugin_checks import load_checked, problems
 from ptf.config.tree import parse
 from ptf.errors import UserError
+from ptf.serving.options import ServingOptions
 
 if TYPE_CHECKING:
     from ptf.conversation import Chat
     from ptf.inspection.report import Report
     from ptf.training_run import Run
+    from ptf.trial.report import Trial
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -66,6 +69,19 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
     from ptf.inspection.report import report
 
     return report(job, rows, samples)
+
+
+def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "Trial":
+    """Play episodes of an online job without training, twice with the same seeds, and return what was found.
+
+    `policy` is `echo` (repeat the last user message), `empty`, a file of answers (a line for each episode; in `.jsonl`
+    a line is a string, or a list of strings by turn), or a model: a directory, a run's directory, a URI, a Hugging Face
+    id, or the YAML of a job that has published one. None is the model that the job begins with, or `echo` if its
+    weights are not on this machine. Raises UserError for a job that cannot be played.
+    """
+    from ptf.trial.trial import try_job
+
+    return try_job(job, episodes, policy, lambda line: print(line, flush=True))
 
 
 def train(job: Job, run_name: str | None = None) -> "Run":
@@ -124,6 +140,37 @@ def chat(
     else:
         where = fspath(model) if isinstance(model, str | PathLike) else fspath(model.model)
     return Chat(where, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+
+def serve(
+    model: "Run | Job | str | PathLike[str]",
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    name: str | None = None,
+    options: ServingOptions | None = None,
+) -> None:
+    """Serve a model at an address with OpenAI's API until SIGINT or SIGTERM, and print the address. `model` is a run,
+    a job (whose published version is served), or a directory, a URI or a Hugging Face id of a model, of an adapter in
+    PEFT format, or of a run. Clients ask for it as `name`. A host that other machines reach needs `api_key`. Raises
+    UserError for a model or an address that cannot be served."""
+    from ptf.serving.command import serve as serve_model
+    from ptf.serving.served_model import ServedModel
+
+    if isinstance(model, Job):
+        served = ServedModel(model.versions, name or model.output.rstrip("/").rpartition("/")[2], model)
+    elif isinstance(model, str | PathLike) and not os.path.isfile(os.path.join(fspath(model), "job.yaml")):
+        served = ServedModel(fspath(model), name or fspath(model).rstrip("/").rpartition("/")[2])
+    else:
+        run = _run(model, ())
+        run.raise_if_unfinished()
+        served = ServedModel(str(run.model), name or run.name, run.job, run.directory)
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
+    serve_model(served, options or ServingOptions(), host=host, port=port, key=api_key, report=report)
 
 
 def _run(run: "Run | str | PathLike[str]", overrides: Sequence[str]) -> "Run":

@@ -227,6 +227,25 @@ def only_ours(alone: bool) -> Iterator[TextIO]:
         os.close(kept)
 
 
+def try_episodes(options: argparse.Namespace) -> int:
+    """Play episodes of a job without training and show them. Returns 1 if none of them has a result."""
+    with only_ours(True) as out:
+        job = load_checked(*options.config, overrides=options.set)
+        from ptf.trial import page, report, terminal
+
+        trial = api.try_episodes(job, options.episodes, policy=options.policy)
+        if options.html:
+            storage.write_text(options.html, page.page(trial))
+        if options.json:
+            out.write(json.dumps(report.as_dict(trial), ensure_ascii=False, default=str) + "\n")
+        else:
+            screen = Console(file=out, width=None if out.isatty() else 120, highlight=False, emoji=False)
+            terminal.show(trial, screen, conversations=not options.html)
+            if options.html:
+                out.write(f"try: written to {options.html}\n")
+    return 0 if trial.has_result else 1
+
+
 def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
     from ptf.model.verify import as_json
@@ -334,6 +353,29 @@ def chat(options: argparse.Namespace) -> int:
                 return 2
 
 
+def serve(options: argparse.Namespace) -> int:
+    """Serve a model until a signal ends it."""
+    key = None
+    if options.api_key_env is not None:
+        key = os.environ.get(options.api_key_env)
+        if not key:
+            raise UserError(f"--api-key-env: the environment variable {options.api_key_env} is not set")
+    where = load(options.where) if options.where.endswith((".yaml", ".yml")) else options.where
+    from ptf.serving.options import ServingOptions
+
+    serving = ServingOptions(
+        engine=options.engine,
+        max_length=options.max_length,
+        max_new_tokens=options.max_new_tokens,
+        max_running=options.max_running,
+        catalogue=options.catalogue,
+        beam=options.beam,
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # while the model is loaded
+        api.serve(where, host=options.host, port=options.port, api_key=key, name=options.name, options=serving)
+    return 0
+
+
 def publish(options: argparse.Namespace) -> int:
     """Publish a run, list what is published, or go back to an earlier version."""
     from ptf import published_versions
@@ -403,9 +445,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_plan(commands, config)
     _add_inspect(commands, config)
+    _add_try(commands, config)
     _add_check_model(commands)
     _add_check_engine(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_publish(commands)
     return parser
 
@@ -423,7 +467,8 @@ def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--skip-paths",
         action="store_true",
-        help="do not look for data files and model directories: they are on other machines, or another job makes them",
+        help="do not look for data files, model directories and programs: they are on other machines, or "
+        "another job makes them",
     )
     command.set_defaults(run=check)
 
@@ -541,6 +586,25 @@ def _add_inspect(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.set_defaults(run=inspect)
 
 
+def _add_try(commands: Commands, config: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "try",
+        parents=[config],
+        help="play episodes of an online job without training: conversations, rewards, times, whether they repeat",
+    )
+    command.add_argument("--episodes", type=_positive, default=8, metavar="K", help="how many (default: 8)")
+    command.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="echo (the last user message, repeated), empty, a file of answers (a line for each episode; in .jsonl a "
+        "line is a string, or a list of strings by turn), or a model: a directory, a run, a URI, a Hugging Face id, a "
+        "job's YAML (default: the model that the job begins with, or echo if its weights are not on this machine)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.add_argument("--html", metavar="FILE", help="write the episodes as one self-contained page")
+    command.set_defaults(run=try_episodes)
+
+
 def _add_check_model(commands: Commands) -> None:
     command = commands.add_parser(
         "check-model", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
@@ -600,6 +664,69 @@ def _add_chat(commands: Commands) -> None:
     )
     command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sampling (default: 0)")
     command.set_defaults(run=chat)
+
+
+def _add_serve(commands: Commands) -> None:
+    command = commands.add_parser(
+        "serve", help="serve a model at an address with OpenAI's API: answers, or scores or rankings, by its head"
+    )
+    command.add_argument(
+        "where",
+        metavar="CONFIG_OR_RUN_OR_MODEL",
+        help="a job's YAML (what its flow published), the directory of a run, or a directory, a directory of versions, "
+        "a URI or a Hugging Face id of a model or of an adapter",
+    )
+    command.add_argument("--port", type=_whole, default=8000, metavar="N", help="0 takes any free port (default: 8000)")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, which only this machine reaches); others need --api-key-env",
+    )
+    command.add_argument(
+        "--api-key-env", metavar="NAME", help="the environment variable with the key that clients must send"
+    )
+    command.add_argument(
+        "--name",
+        metavar="NAME",
+        help="the model's name for clients (default: that of its directory, or of the job's output)",
+    )
+    command.add_argument(
+        "--engine", choices=["native", "vllm"], default="native", help="what samples answers (default: native)"
+    )
+    command.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="most tokens of a context with its answer (default: what the model can read, at most 8192)",
+    )
+    command.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="longest answer to a request that gives no limit (default: 1024)",
+    )
+    command.add_argument(
+        "--max-running",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="answers that the native engine samples at a time; others wait (default: 128)",
+    )
+    command.add_argument(
+        "--catalogue",
+        metavar="FILE",
+        help="catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's "
+        "evaluate.ranking)",
+    )
+    command.add_argument(
+        "--beam",
+        type=_positive,
+        metavar="N",
+        help="beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)",
+    )
+    command.set_defaults(run=serve)
 
 
 def _add_publish(commands: Commands) -> None:

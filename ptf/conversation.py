@@ -3,8 +3,6 @@
 The model is used as it was trained: with the chat template of its own tokenizer.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -12,7 +10,7 @@ from ptf.data.context import raise_if_unseen
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.adapter_directory import AdapterDirectory, is_adapter
+from ptf.model.served_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
 
@@ -35,25 +33,21 @@ class Chat:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> None:
-        place = bridge.local_directory(where)
-        adapter = AdapterDirectory.read(place) if is_adapter(place) else None
-        base = bridge.locate(where) if adapter is None else base_of(adapter)
-        if any("SequenceClassification" in name for name in bridge.read_config(base).get("architectures") or ()):
+        found = ServedDirectory.find(where)
+        if found.scores:
             raise UserError(f"{where} is a reward model: it scores answers, and cannot generate them")
-        tokenizer = place if (place / "tokenizer_config.json").is_file() else base
-        self.tokenizer = Tokenizer.load(str(tokenizer))
+        self.tokenizer = Tokenizer.load(str(found.tokenizer))
         if system and not self.tokenizer.hf.chat_template:
             raise UserError(f"{where} has no chat template, so it cannot take a system message")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = NativeEngine(
-            str(base),
+            str(found.base),
             device=device,
-            dtype=bridge.export_dtype(base),
+            dtype=bridge.export_dtype(found.base),
             version=0,
-            factory=adapter.factory(base) if adapter else None,
+            factory=found.factory(),
         )
-        if adapter:
-            adapter.fill(self.engine.model, self.engine.family)
+        found.fill(self.engine)
         self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, top_p if temperature else 1.0)
         self.system_messages = [{"role": "system", "content": system}] if system else []
         self.messages, self.seed, self.answers = [*self.system_messages], seed, 0
@@ -85,12 +79,3 @@ class Chat:
     def forget(self) -> None:
         """Start a new conversation, with the same system message."""
         self.messages = [*self.system_messages]
-
-
-def base_of(adapter: AdapterDirectory) -> Path:
-    """Return the directory of an adapter's base model. Raises UserError, which names the adapter, if it is missing."""
-    try:
-        return bridge.locate(adapter.base)
-    except UserError as error:
-        reason = str(error).removeprefix("model.path: ")
-        raise UserError(f"{adapter.directory} needs its base model {adapter.base}: {reason}") from None

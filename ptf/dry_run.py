@@ -246,9 +246,6 @@ def check_rewards(job: Job, directory: Path) -> None:
     """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     if job.rollout and (failed := rows[-1].get("no_result_share", 0.0)) > 0:
-        what = "reward" if job.rollout.reward else "environment"
-        plugin = job.rollout.reward or job.rollout.environment
-        raise UserError(
-            f"rollout.{what}: {plugin and plugin.use} gave no result for {failed:.0%} of the answers; "
-            "the lines above say why"
-        )
+        names = ("reward", "rewards", "environment", "environments", "play", "harness")
+        what = next((name for name in names if getattr(job.rollout, name)), "reward_model")
+        raise UserError(f"rollout.{what} gave no result for {failed:.0%} of the answers; the lines above say why")

@@ -33,8 +33,8 @@ from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reporte
 from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
-from ptf.rl.rewards.functions import RewardWorkers
-from ptf.rl.rollout_role import evaluation_engine, rewards_of, sampler_spec, trie_of
+from ptf.rl.rewards.by_source import Rewards
+from ptf.rl.rollout_role import evaluation_engine, evaluation_rewards, sampler_spec, trie_of
 from ptf.rl.validate import pass_rates
 from ptf.train.batch_sharding import deal
 from ptf.train.components import layer_factory_of, without_adapters
@@ -278,8 +278,8 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     The greedy answers are written to `run/answers/` and `run/answers/start/`.
     """
     evaluate_config = job.evaluate
-    rewards = rewards_of(job, evaluate_config.reward or (job.rollout.reward if job.rollout else None))
-    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.environment)):
+    rewards = evaluation_rewards(job)
+    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.has_episodes)):
         return {}
     starting = StartingModel.of(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
@@ -295,7 +295,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
         + evaluate_config.max_new_tokens
     )
-    if job.rollout and job.rollout.environment:
+    if job.rollout and job.rollout.has_episodes:
         length = max(length, job.data.seq_len)
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
@@ -327,7 +327,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_answers_to(
-    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: RewardWorkers | None, file: Path
+    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
 ) -> dict[str, float]:
     """Return the pass rates of a model's answers to the prompts of a source, and `evaluate.metrics` of its greedy
     answers, which are written to `file`."""

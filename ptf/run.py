@@ -20,6 +20,7 @@ from ptf import entry  # imported first: it records the parent process
 # isort: split
 from ptf import disk, published_versions, scratch, storage
 from ptf.compute import launch, shutdown
+from ptf.compute.lease import FILE as LEASE
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.renames import SEAL, sealed
@@ -247,9 +248,11 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
 
 
 def write_job_file(job: Job, directory: Path) -> None:
-    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key."""
+    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key, unless
+    the earlier attempt has made nothing yet."""
     directory.mkdir(parents=True, exist_ok=True)
-    if (then := read_job_file(directory)) is not None:
+    made = {path.name for path in directory.iterdir()} - {JOB, LEASE}
+    if (then := read_job_file(directory)) is not None and made:
         raise_if_fixed_keys_changed(then, job)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")

@@ -93,6 +93,7 @@ def test_texts_are_printed_without_secrets(monkeypatch):
     assert credentials.redacted(text) == f"GET http://me:***@host/ with *** and *** failed for {PLAIN}"
 
 
+@pytest.mark.long
 def test_a_job_leaves_none_of_its_secrets_anywhere(tmp_path):
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}

@@ -185,6 +185,7 @@ def wrong(tmp_path: Path) -> dict[str, Any]:
     return raw | {"model": {"path": str(first.model)}, "output": str(tmp_path / "runs")}
 
 
+@pytest.mark.long
 def test_a_training_that_made_it_worse_is_not_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = wrong(tmp_path)
     job, artifact = staged(raw)

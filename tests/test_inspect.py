@@ -117,6 +117,7 @@ def test_bad_rows_that_would_stop_training_are_a_status(job, tmp_path, capfd):
     inspected(capfd, job(data={"sources": {"sums": {"path": path, "kind": "chat"}}}), status=1)
 
 
+@pytest.mark.long
 def test_nothing_else_is_printed(job, tmp_path):
     (tmp_path / "printing.py").write_text(PLUGIN)
     config = job(data={"prepare": {"use": "printing:prepare"}})

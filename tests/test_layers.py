@@ -49,8 +49,10 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "load_check"}
     | {"model_card"},
     "conversation": DATA | {"rl"},
+    "serving": TRAIN | {"train", "rl", "events"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "rl", "run"},
+    "trial": TRAIN | {"train", "rl", "run"},
     "api": BASE
     | {
         "config",
@@ -61,8 +63,11 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
         "evaluation",
         "publishing",
         "conversation",
+        "serving",
+        "trial",
     },
-    "cli": TRAIN | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run"},
+    "cli": TRAIN
+    | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run", "serving", "trial"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
 FLOWS = {"config", "errors", "credentials", "disk"}
@@ -94,9 +99,14 @@ PACKAGES = {
         "ptf/data/token_file.py",
     ],
     "fsspec": ["ptf/storage/store.py"],
+    "httpx": ["ptf/model/hub.py", "ptf/data/sources/hub.py", "ptf/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
     "s3fs": ["ptf/storage/store.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
-    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py"],
+    "gymnasium": ["ptf/rl/environments/gymnasium.py"],
+    "textarena": ["ptf/rl/environments/textarena.py"],
+    "reasoning_gym": ["ptf/rl/environments/reasoning_gym.py"],
+    "mcp": ["ptf/rl/environments/mcp_connection.py"],
+    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/trial/terminal.py"],
 }
 ALGO_CONFIGS = [
     "ptf/recipes/registry.py",

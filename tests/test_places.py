@@ -99,3 +99,14 @@ def test_what_is_there_is_not_reported() -> None:
     Path("rows-0.jsonl").unlink()
     with pytest.raises(UserError, match=r"there is no rows-\*\.jsonl"):
         api.check(job)
+
+
+def test_the_programs_of_a_harness_are_looked_for() -> None:
+    assert found("rollout: {harness: {agent: {use: a:b}, python: ./python}}\n") == ["1 rollout.harness.python"]
+    assert found("rollout: {harness:\n  {command: [no-such-program, a]}}\n") == ["2 rollout.harness.command"]
+    Path("agent").write_text("#!/bin/sh\n")
+    assert found("rollout: {harness: {command: [./agent]}}\n") == ["1 rollout.harness.command"], "it cannot be run"
+    Path("agent").chmod(0o755)
+    assert found("rollout: {harness: {command: [./agent]}}\n") == []
+    assert found("rollout: {harness: {command: [sh, -c, x]}}\n") == []
+    assert found("rollout: {harness: {command: [], python: 3}}\n") == []

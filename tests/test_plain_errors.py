@@ -13,7 +13,7 @@ from ptf import cli, disk, published_versions, storage
 from ptf.config import Plugin, loads
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.functions import RewardWorkers
+from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.run import run
 from steps.artifact import Artifact
 from steps.retrain import has_new_data
@@ -29,6 +29,7 @@ def short(tmp_path: Path, **changes: object) -> Path:
     return tmp_path / "job.yaml"
 
 
+@pytest.mark.long
 def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
     config, place = short(tmp_path), tmp_path / "small"
     place.mkdir()

@@ -170,6 +170,7 @@ def publish_all(root: str, names: list[str]) -> list[str]:
     return won
 
 
+@pytest.mark.long
 def test_of_all_that_publish_at_once_none_is_lost(root, tmp_path):
     names = [[version(root, f"{who}{i}", tmp_path) for i in range(4)] for who in "abc"]
     if root.startswith("s3"):
@@ -194,6 +195,7 @@ MOVES = (
 )
 
 
+@pytest.mark.long
 def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
     root = str(tmp_path / "published")
     for name in "ab":

@@ -122,6 +122,7 @@ FOREIGN: dict[str, Here] = {
     "loss_type": at("algo.loss_aggregation", "algo.loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
+    "mask_truncated_completions": at("algo.overlong_filter"),
     "center_rewards_coefficient": at("algo.center_coef"),
     "precompute_ref_log_probs": at("algo.precompute"),
     **dict.fromkeys(

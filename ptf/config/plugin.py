@@ -26,6 +26,8 @@ def resolve(use: str) -> Any:
     if moved := renames.address(use):
         raise ConfigError(f"{use} is now {moved}")
     module, colon, name = use.partition(":")
+    if module.endswith(".py"):
+        raise ConfigError(f"{use!r}: give the module's name, without .py and with dots between directories")
     if not (module and colon and name):
         raise ConfigError(f"{use!r} is not of the form pkg.mod:name")
     module_object = _module(module, use)

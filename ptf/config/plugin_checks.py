@@ -9,10 +9,16 @@ from typing import Any
 
 from ptf.config import plugin
 from ptf.config.load import ConfigError, checked, on_path
+from ptf.config.reward_signature import reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
 
 Keys = tuple[str | int, ...]  # from the top of a config
+REWARDS: tuple[Keys, ...] = (("rollout", "reward"), ("evaluate", "reward"))
+EPISODES: dict[Keys, tuple[str, ...]] = {  # what plays an episode → what it is called with
+    ("rollout", "play"): ("prompt", "policy"),
+    ("rollout", "harness", "agent"): ("row", "base_url", "api_key", "seed"),
+}
 ENVIRONMENT = {"reset": "begin", "step": "act"}  # methods of an environment → their names in earlier versions
 
 
@@ -49,7 +55,12 @@ def problems(root: Node) -> Iterator[Problem]:
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
             continue
         yield from unknown(root, (*where, "args"), target, args, use)
-        if where == ("rollout", "environment") and isinstance(target, type) and (error := environment_fault(target)):
+        if (where in REWARDS or where[:-1] == ("rollout", "rewards")) and (error := reward_fault(target, use, args)):
+            yield problem(root, (*where, "use"), error)
+        if where in EPISODES and (error := episode_fault(target, use, args, EPISODES[where])):
+            yield problem(root, (*where, "use"), error)
+        is_environment = where == ("rollout", "environment") or where[:-1] == ("rollout", "environments")
+        if is_environment and isinstance(target, type) and (error := environment_fault(target)):
             yield problem(root, (*where, "use"), f"{use} {error}")
         if where == ("recipe",):
             algo = values.get("algo")
@@ -59,8 +70,11 @@ def problems(root: Node) -> Iterator[Problem]:
 def plugins(value: Any, where: Keys) -> Iterator[tuple[Keys, str, dict[str, Any]]]:
     """Every plugin at and below a value: its place, what it names, and its arguments."""
     if isinstance(value, dict):
+        if value.get("python"):  # a harness, whose agent is imported by that interpreter
+            value = {name: inner for name, inner in value.items() if name != "agent"}
         use, args = value.get("use"), value.get("args") or {}
-        if isinstance(use, str) and value.keys() <= {"use", "args"} and isinstance(args, dict):
+        # with a weight it is one of several rewards
+        if isinstance(use, str) and value.keys() <= {"use", "args", "weight"} and isinstance(args, dict):
             yield where, use, args
         for name, inner in value.items():
             yield from plugins(inner, (*where, name))
@@ -94,6 +108,23 @@ def environment_fault(environment: Any) -> str | None:
     renamed = [f"`{ENVIRONMENT[name]}` to `{name}`" for name in missing if hasattr(environment, ENVIRONMENT[name])]
     has_no = f"has no method {' and no method '.join(f'`{name}`' for name in missing)}"
     return f"{has_no}: rename {' and '.join(renamed)}" if renamed else has_no
+
+
+def episode_fault(
+    target: Callable[..., Any], use: str, args: Mapping[str, Any], positional: Sequence[str]
+) -> str | None:
+    """Return why a play or an agent cannot be called; None if it can."""
+    try:
+        signature = inspect.signature(target)
+        signature.bind(*positional, **{name: value for name, value in args.items() if name in signature.parameters})
+    except ValueError:  # it has no signature
+        pass
+    except TypeError as error:
+        return f"{use} does not take ({', '.join(positional)}): {error}"
+    inner = inspect.unwrap(target)
+    if positional[0] == "prompt" and inspect.isfunction(inner) and not inspect.iscoroutinefunction(inner):
+        return f"{use} is no coroutine function: write `async def`"
+    return None
 
 
 def unknown(

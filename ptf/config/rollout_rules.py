@@ -63,12 +63,36 @@ def rewarded(job: Job) -> list[str]:
     """Return the problems of the rewards: answers get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
-    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(rollout_config, name) is not None]
-    if not of_answers and not rollout_config.environment:
-        return ["rollout.reward: answers need a reward; give rollout.reward, reward_model or environment"]
+    of_answers = [f"rollout.{name}" for name in ("reward", "rewards", "reward_model") if getattr(rollout_config, name)]
+    players = [
+        f"rollout.{name}"
+        for name in ("environment", "environments", "play", "harness")
+        if getattr(rollout_config, name)
+    ]
+    if len(players) > 1:
+        return [f"{players[1]}: {players[0]} plays the episodes; give one, not both"]
+    usual = type(rollout_config).model_fields["max_turns"].default
+    if (rollout_config.play or rollout_config.harness) and rollout_config.max_turns != usual:
+        return [f"rollout.max_turns limits rollout.environment; {players[0]} decides itself how often it asks"]
+    harness = rollout_config.harness
+    if harness and bool(harness.command) == bool(harness.agent):
+        return ["rollout.harness: give command or agent, and not both"]
+    if harness and harness.command and harness.python:
+        return ["rollout.harness.python runs agent; a command names its own interpreter"]
+    if not of_answers and harness and harness.command:
+        return ["rollout.harness.command: the reward of what a program does comes from rollout.reward; give it"]
+    if not of_answers and not players:
+        return [
+            "rollout.reward: answers need a reward; give rollout.reward, reward_model, environment, play or harness"
+        ]
+    if rollout_config.reward and rollout_config.rewards:
+        return ["rollout.rewards: rollout.reward scores the answers of all sources; give one, not both"]
+    if errors := _of_unknown_sources(job) + _of_sources_without(job):
+        return errors
     if of_answers and rollout_config.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
-    if rollout_config.reward_model and not rollout_config.reward and job.evaluate.sources and not job.evaluate.reward:
+    has_function = rollout_config.reward or rollout_config.rewards
+    if rollout_config.reward_model and not has_function and job.evaluate.sources and not job.evaluate.reward:
         return [
             (
                 "evaluate.sources needs evaluate.reward: rollout.reward_model is not used for evaluation, because "
@@ -76,6 +100,33 @@ def rewarded(job: Job) -> list[str]:
             )
         ]
     return []
+
+
+def _of_unknown_sources(job: Job) -> list[str]:
+    """Return the rewards and environments of sources that the job does not have."""
+    assert job.rollout is not None
+    known = {*job.data.sources, *job.evaluate.sources}
+    return [
+        f"rollout.{key}.{name}: no source has this name; there are {', '.join(sorted(known))}"
+        for key in ("rewards", "environments")
+        for name in getattr(job.rollout, key)
+        if name not in known
+    ]
+
+
+def _of_sources_without(job: Job) -> list[str]:
+    """Return the sources whose answers get no reward, where rewards or environments are given by source."""
+    config = job.rollout
+    assert config is not None
+    if not (config.rewards or config.environments) or config.reward or config.reward_model:
+        return []
+    trained = {f"data.sources.{name}": name for name in job.data.sources}
+    held_out = {} if job.evaluate.reward else {f"evaluate.sources.{name}": name for name in job.evaluate.sources}
+    return [
+        f"{key}: neither rollout.rewards nor rollout.environments has {name}, so its answers get no reward"
+        for key, name in {**trained, **held_out}.items()
+        if name not in config.rewards and name not in config.environments
+    ]
 
 
 def transport(job: Job) -> list[str]:

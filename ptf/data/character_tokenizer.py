@@ -1,9 +1,10 @@
 """A tokenizer with one id for each character, for tasks small enough for a CPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from ptf.data.tokenizer import Tokenizer
@@ -15,16 +16,18 @@ CHARACTER_TEMPLATE = (
 )
 
 
-def character_tokenizer(alphabet: str, directory: str | Path) -> Tokenizer:
+def character_tokenizer(alphabet: str, directory: str | Path, words: Sequence[str] = ()) -> Tokenizer:
     """Write a tokenizer with one id per character as a directory for AutoTokenizer, and load it.
 
-    It is for tasks small enough for a CPU. `encode` refuses characters outside the alphabet.
+    It is for tasks small enough for a CPU. `encode` refuses characters outside the alphabet. Each of `words` is one
+    token too, wherever it stands.
     """
     special = ["<|pad|>", "<unk>", "<|im_start|>", "<|im_end|>", *(f"<|{role}|>" for role in ROLES)]
     vocab = {token: i for i, token in enumerate([*special, *sorted(set(alphabet))])}
     backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(word, normalized=False) for word in words])
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",

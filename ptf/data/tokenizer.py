@@ -133,6 +133,11 @@ class Tokenizer:
         """Return the text of ids, special tokens included."""
         return self.hf.decode(np.asarray(ids, dtype=np.int64).tolist(), clean_up_tokenization_spaces=False)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Return the length of the longest token, in characters or, for tokens of bytes, in bytes."""
+        return max(map(len, self.hf.get_vocab()))
+
     @property
     def template_name(self) -> str:
         """Return the name of the chat template in messages: its origin and the start of its hash."""

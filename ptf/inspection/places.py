@@ -1,7 +1,8 @@
-"""Data files and model directories that a config names and this machine does not have."""
+"""Data files, model directories and programs that a config names and this machine does not have."""
 
 import glob
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ def missing(root: Node) -> Iterator[Problem]:
     for where in _model_keys(values, ()):
         if not _has_model(path := _at(values, where)):
             yield problem(root, where, f"there is no model directory {path} on this machine{ELSEWHERE}")
+    for where, program in _programs(values):
+        if shutil.which(program) is None:
+            yield problem(root, where, f"there is no program {program} on this machine{ELSEWHERE}")
 
 
 def _at(values: Any, where: tuple[str, ...]) -> Any:
@@ -47,6 +51,16 @@ def _model_keys(values: Any, where: tuple[str, ...]) -> Iterator[tuple[str, ...]
     for name in teachers if isinstance(teachers, Mapping) else ():
         if isinstance(_at(teachers, (name, "path")), str):
             yield ("algo", "teachers", name, "path")
+
+
+def _programs(values: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys that name a program to run, and the program: an agent's interpreter, or its command."""
+    harness = ("rollout", "harness")
+    if isinstance(python := _at(values, (*harness, "python")), str):
+        yield (*harness, "python"), python
+    command = _at(values, (*harness, "command"))
+    if isinstance(command, list) and command and isinstance(command[0], str):
+        yield (*harness, "command"), command[0]
 
 
 def _has_data(path: str) -> bool:

@@ -22,9 +22,7 @@ def fetch(path: str, revision: str | None = None) -> Path:
     Raise UserError where it cannot be had: there is no such model or revision, it may not be read, or the hub cannot be
     reached and the cache is incomplete.
     """
-    from huggingface_hub import snapshot_download
-
-    get = partial(snapshot_download, path, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES))
+    get = _download(path, revision)
     commit = revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
     obstacle = _obstacle(path, revision, ask=not commit)
     if (commit or obstacle) and (snapshot := _cached(get)):
@@ -37,6 +35,18 @@ def fetch(path: str, revision: str | None = None) -> Path:
         return Path(get())
     except Exception as error:  # the hub raises a dozen kinds; each means that the model cannot be had
         raise UserError(f"model.path: {path} could not be fetched: {_first_line(error)}") from error
+
+
+def cached(path: str, revision: str | None = None) -> Path | None:
+    """Return the complete snapshot of `path` in the cache, without asking the hub; None if there is none."""
+    return _cached(_download(path, revision))
+
+
+def _download(path: str, revision: str | None) -> partial[str]:
+    """Return the call that downloads the files that training reads."""
+    from huggingface_hub import snapshot_download
+
+    return partial(snapshot_download, path, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES))
 
 
 def _obstacle(path: str, revision: str | None, *, ask: bool) -> str:

@@ -25,14 +25,17 @@ def overlong_penalty(tokens: int, longest: int, margin: int) -> float:
     return max(-1.0, min(0.0, (longest - margin - tokens) / margin)) if margin else 0.0
 
 
-def generalised_advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """Return the advantages of one answer's tokens, [n], from their rewards and the values of the states before them,
+def generalised_advantages(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float, value_after: float = 0.0
+) -> np.ndarray:
+    """Return the advantages of one episode's tokens, [n], from their rewards and the values of the states before them,
     [n] each.
 
-    GAE, Schulman et al. 2016, eq. 16; nothing follows the last token.
+    GAE, Schulman et al. 2016, eq. 16. `value_after` is the value of the state after the last token: 0 where the episode
+    ended by itself.
     """
     advantages = np.zeros(len(rewards))
-    next_advantage, next_value = 0.0, 0.0
+    next_advantage, next_value = 0.0, value_after
     for t in reversed(range(len(rewards))):
         next_advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
         advantages[t], next_value = next_advantage, values[t]

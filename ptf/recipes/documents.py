@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
+from ptf.model.decoder import Decoder
+from ptf.model.scalar import Scalar
 
 
 def sums(values: Tensor, batch: Batch) -> Tensor:
@@ -17,11 +19,34 @@ def document_weights(batch: Batch) -> Tensor:
     return flat.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, flat, "amax")[1:]
 
 
+def episode_shares(batch: Batch) -> Tensor:
+    """Return the share of its episode's sampled tokens that each document has, [documents].
+
+    It is 1 except for an episode that was split into several samples, whose documents add up to 1.
+    """
+    counts = sums(torch.ones_like(batch.loss_weights), batch)
+    if "episode_tokens" not in batch.token_columns:
+        return torch.ones_like(counts)
+    index, flat = batch.segments.reshape(-1) + 1, batch.token_columns["episode_tokens"].reshape(-1)
+    of_episode = torch.zeros(len(counts) + 1, dtype=flat.dtype, device=flat.device)
+    of_episode = of_episode.scatter_reduce(0, index, flat, "amax")[1:]  # 0 in a document that is a whole episode
+    return torch.where(of_episode > 0, counts / of_episode.clamp(min=1), 1.0)
+
+
 def ends(batch: Batch) -> Tensor:
     """Return the index of each document's last token in the flattened sequences: [documents], int64."""
     index = batch.segments.reshape(-1) + 1
     positions = torch.arange(index.numel(), device=index.device)
     return positions.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, positions, "amax")[1:]
+
+
+def last_values(model: Decoder, batch: Batch) -> Tensor:
+    """Return the output of a model with a scalar head at each document's last token: [documents], fp32."""
+
+    def head_fn(x: Tensor, head: Scalar) -> Tensor:
+        return head.values(x.flatten(0, 1).index_select(0, ends(batch)))
+
+    return model(batch.tokens, batch.positions, batch.segments, head_fn)
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:

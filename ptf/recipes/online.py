@@ -63,6 +63,12 @@ class RewardedConfig(OnlineConfig):
     overlong_buffer_tokens: Count = 0
     """Length penalty (DAPO): a term is added to the reward that falls linearly from 0, this many tokens before
     `rollout.max_new_tokens`, to -1 at it. 0: no penalty."""
+    overlong_filter: bool = False
+    """Do not train on answers and episodes that were cut off at a limit (DAPO's overlong filtering). Their rewards
+    still enter the baseline of their group."""
+    credit_level: Literal["episode", "turn"] = "episode"
+    """Where the rewards of an episode's turns count. `episode`: their sum is the reward of the whole episode. `turn`:
+    the reward of each turn counts for this turn and the turns before it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -76,6 +82,12 @@ class RewardedConfig(OnlineConfig):
             errors.append(
                 "algo.kl_estimator: on policy, the gradient of k1 is 0 on average: in the loss it adds noise alone; "
                 "use k2 or k3, or kl_in: reward"
+            )
+        rollout = job.rollout
+        if self.credit_level == "turn" and not (rollout.environment or rollout.play or rollout.harness):
+            errors.append(
+                "algo.credit_level: turn is for episodes (rollout.environment, play or harness); an answer is one "
+                "turn, whose credit is its reward; set algo.credit_level: episode"
             )
         if self.overlong_buffer_tokens and job.rollout.environment:
             errors.append(

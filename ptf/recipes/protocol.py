@@ -138,6 +138,12 @@ class OnlineRecipe(Recipe, Protocol):
         ...
 
 
+def bootstraps_cut_off(recipe: OnlineRecipe) -> bool:
+    """Return whether `compute_advantages` reads `value_after` of the trajectories that were cut off: the critic's own
+    `bootstrap_cut_off` if it has one, else False."""
+    return getattr(recipe.critic, "bootstrap_cut_off", False)
+
+
 def as_evaluated(recipe: Recipe) -> Recipe:
     """Return the recipe by which its models are evaluated: its own `evaluated` if it has one, else itself."""
     return getattr(recipe, "evaluated", recipe)

@@ -17,7 +17,7 @@ from ptf.compute.tracking import StepLines
 from ptf.config.sections.track import TrackConfig
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
+from ptf.data.trajectory import Group, Reward, Trajectory, documents_of, samples_of
 
 
 class AnswerLog:
@@ -56,9 +56,14 @@ class AnswerLog:
         """Return the line of one answer; its advantages are removed from `credited`, by the tokens of its samples."""
         ids = [int(token) for generation in t.generations for token in generation.sampled_ids]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
-        advantages = np.concatenate([part.pop(0) for part in parts]).tolist() if parts and all(parts) else []
-        # a plugin recipe may train other tokens than the sampled ones
-        advantages = advantages if len(advantages) == len(ids) else [None] * len(ids)
+        advantages: list[float | None] = [None] * len(ids)
+        if all(parts):
+            for document, part in zip(documents_of(t.generations), parts, strict=True):
+                values = part.pop(0)
+                # a plugin recipe may train other tokens than the sampled ones
+                if len(values) == len(document.indices):
+                    for i, value in zip(document.indices, values, strict=True):
+                        advantages[i] = float(value)
         outcome = (
             {"reward": t.outcome.value}
             if isinstance(t.outcome, Reward)

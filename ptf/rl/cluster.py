@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ptf.compute.world import World
 from ptf.errors import UserError
@@ -56,11 +56,21 @@ def _marked(method: F, **attributes: Any) -> F:
     return method
 
 
-def in_order(results: Any) -> Any:
-    """Return a generator's (index, result) pairs as a list in the order of the indices; anything else unchanged."""
+OnResult = Callable[[int, Any], None]  # takes the index of an item, and its result
+
+
+def in_order(results: Any, on_result: OnResult | None = None) -> Any:
+    """Return a generator's (index, result) pairs as a list in the order of the indices; anything else unchanged.
+
+    `on_result` is called with each pair.
+    """
     if not isinstance(results, Iterator):
         return results
-    by_index = dict(results)
+    by_index = dict[int, Any]()
+    for index, result in results:
+        by_index[index] = result
+        if on_result:
+            on_result(index, result)
     return [by_index[i] for i in range(len(by_index))]
 
 
@@ -123,16 +133,26 @@ class RoleSpec:
     tensor_parallel_size: int = 1
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """A role that has something to end when its group does."""
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
 class RoleGroup(Protocol):
     """One role on all of its workers, as the controller calls it."""
 
     spec: RoleSpec
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """Call a method of the role on its workers, dispatched by the method's marker.
 
-        An error of a worker is raised here; RuntimeError, with role and method, if a worker died or the deadline
-        passed.
+        `on_result` is called with the index and the result of each item as soon as it is there, from any thread, if the
+        method yields its results; the call returns all of them. An error of a worker is raised here; RuntimeError, with
+        role and method, if a worker died or the deadline passed.
         """
         ...
 
@@ -284,9 +304,9 @@ class LocalRoleGroup:
         self.spec = spec
         self.role = spec.cls(world, **spec.kwargs)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call."""
-        return in_order(getattr(self.role, method)(*args))
+        return in_order(getattr(self.role, method)(*args), on_result)
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""
@@ -295,6 +315,11 @@ class LocalRoleGroup:
     def where(self) -> list[str]:
         """See RoleGroup.where."""
         return ["in this process"]
+
+    def close(self) -> None:
+        """End the processes that the role has started; most roles start none."""
+        if isinstance(self.role, Closing):
+            self.role.close()
 
 
 class LocalCluster(PoolSchedule):
@@ -314,6 +339,8 @@ class LocalCluster(PoolSchedule):
         return group
 
     def close(self) -> None:
-        """Forget all groups."""
+        """End all groups."""
+        for group in self.role_groups:
+            group.close()
         self.role_groups.clear()
         self.loaded.clear()

@@ -22,13 +22,13 @@ from ptf.config.logprob_limits import logprob_limits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, samples_of
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Stopped, UserError
-from ptf.recipes.protocol import OnlineRecipe
+from ptf.recipes.protocol import OnlineRecipe, bootstraps_cut_off
 from ptf.rl.answer_log import AnswerLog
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.rewards.functions import RewardWorkers, score_groups
+from ptf.rl.rewards.by_source import GroupScoring, Rewards, with_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
@@ -60,9 +60,9 @@ class Controller:
         rollout: RoleGroup,
         logprob_models: Mapping[str, RoleGroup],
         critic: RoleGroup | None = None,
-        rewards: RewardWorkers | None,
+        rewards: Rewards | None,
         reward_model: RewardModelClient | None,
-        validation_rewards: RewardWorkers | None,
+        validation_rewards: Rewards | None,
         made_with: Mapping[str, Any],
         tokenizer: Tokenizer,
         run: Path,
@@ -126,7 +126,8 @@ class Controller:
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
         """Sample answers and score them.
 
-        Returns the groups to train on, metrics over the rewards of all answers, and the seconds that scoring took.
+        Returns the groups to train on, metrics over the rewards of all answers, and the seconds that scoring took after
+        the last answer was there.
         With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO), prompts are drawn until
         `rollout.prompts_per_step` groups have different rewards, at most `rollout.max_resampling_rounds` times.
         """
@@ -136,16 +137,20 @@ class Controller:
         for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts_per_step - len(usable))]
             limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
-            with self.cluster.phase(self.rollout, "rollout"):
-                groups = self.rollout.call("rollout", prompts, self.step, f"step {self.step}", *limits)
-                if number == rounds - 1:  # now: a reward model's phase may offload the engine
-                    self.rollout.call("expect_weights")
-            began = time.perf_counter()
-            groups = score_groups(self.rewards, groups)
-            reward_s += time.perf_counter() - began
+            with GroupScoring(self.rewards) as scoring:
+                with self.cluster.phase(self.rollout, "rollout"):
+                    arguments = ("rollout", prompts, self.step, f"step {self.step}", *limits)
+                    groups = self.rollout.call(*arguments, on_result=scoring.add)
+                    if number == rounds - 1:  # now: a reward model's phase may offload the engine
+                        self.rollout.call("expect_weights")
+                began = time.perf_counter()
+                groups = scoring.finish(groups)
+                reward_s += time.perf_counter() - began
             if self.reward_model:
                 with self.cluster.phase(self.reward_model.role, "reward_model"):
                     groups = self.reward_model.score(groups)
+            else:
+                groups = [tuple(map(with_result, group)) for group in groups]
             sampled += groups
             usable += (
                 groups
@@ -174,9 +179,10 @@ class Controller:
 
     def take_retries(self) -> float:
         """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
-        if self.rollout_config.environment:
-            return float(self.rollout.call("take_retries"))
-        return 0.0 if self.rewards is None else float(self.rewards.take_retries())
+        retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
+        if self.rollout_config.environments_by_source:
+            retried += float(self.rollout.call("take_retries"))
+        return retried
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics over the rewards of all answers. Raises UserError if too many answers have no reward."""
@@ -194,31 +200,53 @@ class Controller:
                 f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no reward "
                 f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}"
             )
-        versions = np.concatenate([generation.versions for t in answers for generation in t.generations])
+        versions = [generation.versions for t in answers for generation in t.generations]
+        if not versions:
+            raise UserError(
+                f"step {self.step + 1}: no answer of the policy is trained: the trajectories name none (`calls`)"
+            )
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
             **self.reward_by_source(answers),
-            "staleness": float((self.step - versions).mean()),
+            "staleness": float((self.step - np.concatenate(versions)).mean()),
             "no_result_share": len(reasons) / len(answers),
             "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
             "cut_off_share": float(np.mean([not t.complete for t in answers])),
             "sampled_tokens": float(sum(t.num_sampled_tokens for t in answers)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in answers]))}
-                if self.rollout_config.environment
+                if self.rollout_config.has_episodes
                 else {}
             ),
+            **self.episode_counts(answers),
             "zero_variance_share": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 
+    @staticmethod
+    def episode_counts(answers: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the means of what episodes count, over those that count it."""
+        values: dict[str, list[float]] = {}
+        for t in answers:
+            for name, value in t.counts.items():
+                values.setdefault(name, []).append(float(value))
+        return {f"episode/{name}": float(np.mean(of)) for name, of in sorted(values.items())}
+
     def reward_source(self) -> str:
         """Return the name of the reward function, model or environment, for messages."""
+        found = []
+        if self.rollout_config.harness:
+            found.append("the harness")
+        if self.rollout_config.play:
+            found.append(f"the play {self.rollout_config.play.use}")
         if self.rewards:
-            return f"the reward {self.rewards.reward.use}"
-        if self.reward_model:
-            return "the reward model"
-        return f"the environment {self.rollout_config.environment and self.rollout_config.environment.use}"
+            found.append(f"the reward {self.rewards.name}")
+        elif self.reward_model:
+            found.append("the reward model")
+        if found:
+            return " or ".join(found)
+        names = (what.use for what in self.rollout_config.environments_by_source.values())
+        return f"the environment {', '.join(names)}"
 
     def reward_by_source(self, answers: Sequence[Trajectory]) -> dict[str, float]:
         """Return the mean reward of each data source; empty if there is only one source."""
@@ -252,18 +280,30 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "values"):
                 groups, _ = self.add_token_column(groups, self.critic, "values", "values")
+                if bootstraps_cut_off(self.recipe):
+                    groups = self.add_values_after(groups, self.critic)
         return groups, metrics
+
+    def add_values_after(self, groups: Sequence[Group], critic: RoleGroup) -> list[Group]:
+        """Add the critic's value of the state after the last token to the episodes that were cut off."""
+
+        def is_cut_off(t: Trajectory) -> bool:
+            return not t.complete and t.num_sampled_tokens > 0
+
+        samples = [last_sample_of(t) for group in groups for t in group if is_cut_off(t)]
+        values = iter(critic.call("last_values", samples) if samples else [])
+        return [tuple(replace(t, value_after=next(values)) if is_cut_off(t) else t for t in g) for g in groups]
 
     def add_token_column(
         self, groups: Sequence[Group], role: RoleGroup, name: str, method: str = "logprobs"
     ) -> tuple[list[Group], np.ndarray]:
         """Add a role's values per sampled token as the token column `name`; also return |role − engine| of each."""
-        samples = [samples_of(t) for g in groups for t in g]
+        trajectories = [t for g in groups for t in g]
+        samples = [samples_of(t) for t in trajectories]
         values = iter(role.call(method, [sample for of in samples for sample in of]))
-        token_columns = []  # one per trajectory: [n], a value for each sampled token
-        for of in samples:
-            parts = [next(values)[sample.loss_weights != 0] for sample in of]
-            token_columns.append(np.concatenate([np.zeros(0, np.float32), *parts]))
+        token_columns = [
+            token_column(t, [next(values) for _ in of]) for t, of in zip(trajectories, samples, strict=True)
+        ]
         rest = iter(token_columns)
         extended = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
         difference = np.concatenate([np.abs(t.token_columns[name] - t.logprobs) for g in extended for t in g])
@@ -290,7 +330,9 @@ class Controller:
         if not units:
             raise UserError(
                 f"step {self.step + 1}: no group has as many answers with a reward as the recipe needs; "
-                "there is nothing to train on. The lines above say why rewards are missing; or raise rollout.group_size"
+                "there is nothing to train on. The lines above say why rewards are missing; or raise "
+                "rollout.group_size. (With algo.overlong_filter, answers that were cut off are not trained on either: "
+                "see cut_off_share, and raise rollout.max_new_tokens or rollout.max_turns)"
             )
         out = []
         for epoch in range(self.recipe.update_epochs):

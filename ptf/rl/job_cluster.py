@@ -38,7 +38,11 @@ def _start_cluster(job: Job, run: Path, pools: Sequence[Pool], threads: int, loc
     compute = job.compute
     if local or compute.launcher == "local":
         with joined(compute.device, compute.timeout_s, threads=threads) as world:
-            yield LocalCluster(world, pools)
+            cluster = LocalCluster(world, pools)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
     elif compute.launcher == "ray":
         from ptf.compute.ray_session import ray_session
         from ptf.rl.ray_cluster import VerlCluster

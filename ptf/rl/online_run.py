@@ -32,7 +32,14 @@ from ptf.rl.job_cluster import job_cluster, pools_of, with_offload_path
 from ptf.rl.prompts import held_out_prompts, training_prompts
 from ptf.rl.rewards.model import RewardModel, RewardModelClient, raise_if_without_score
 from ptf.rl.roles import Learner, LogprobModel
-from ptf.rl.rollout_role import raise_if_cut_answers, rewards_of, sampler_spec, trie_of, with_logits_processing
+from ptf.rl.rollout_role import (
+    evaluation_rewards,
+    raise_if_cut_answers,
+    sampler_spec,
+    training_rewards,
+    trie_of,
+    with_logits_processing,
+)
 from ptf.rl.weights.transports import advice, with_lora_sync
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
@@ -128,9 +135,9 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             rollout=rollout,
             logprob_models={role: groups.get(role, policy) for role in recipe.frozen_models},
             critic=groups.get("critic"),
-            rewards=rewards_of(job, rollout_config.reward),
+            rewards=training_rewards(job),
             reward_model=_reward_model_client(job, run, plans, groups),
-            validation_rewards=rewards_of(job, job.evaluate.reward),
+            validation_rewards=evaluation_rewards(job) if job.evaluate.reward else None,
             made_with=made_with,
             tokenizer=tokenizer,
             run=run,

@@ -14,7 +14,7 @@ from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
-from ptf.rl.cluster import Pool, PoolSchedule, RoleSpec, split
+from ptf.rl.cluster import OnResult, Pool, PoolSchedule, RoleSpec, split
 from ptf.rl.replicas import HUNG_S, Replicas
 
 
@@ -63,8 +63,8 @@ class VerlRoleGroup:
         devices = gang.invoke("build", [arguments] * spec.workers, doing=f"building {spec.cls.__name__}")
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """See RoleGroup.call."""
+    def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
+        """See RoleGroup.call. Its workers give their results together, so `on_result` is not called."""
         workers, tensor = self.spec.workers, self.spec.tensor_parallel_size
         is_split = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "split"
         shared = [put(arg) for arg in args[is_split:]]  # stored once, however many workers read it

@@ -12,7 +12,7 @@ from typing import Any
 from ptf.compute.gang import Gang, put
 from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, full_text
-from ptf.rl.cluster import RoleSpec
+from ptf.rl.cluster import OnResult, RoleSpec
 from ptf.rl.weights.verification import SyncError
 
 HUNG_S = 60.0  # a replica whose heartbeat is older than this is replaced
@@ -52,12 +52,12 @@ class Replicas:
             raise
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call. A replica that fails is replaced. Raises Retryable if it fails too often."""
         function = getattr(self.spec.cls, method)
         dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "split":
-            return self._call_sharded(method, args[0], args[1:], function.cost)
+            return self._call_sharded(method, args[0], args[1:], function.cost, on_result)
         shared = tuple(put(arg) for arg in args)
         unreplayable = dispatch == "unreplayable_broadcast"
         self.irreplaceable |= unreplayable
@@ -74,13 +74,18 @@ class Replicas:
         return results[0]
 
     def _call_sharded(
-        self, method: str, items: Sequence[Any], rest: Sequence[Any], cost: Callable[[Any], float]
+        self,
+        method: str,
+        items: Sequence[Any],
+        rest: Sequence[Any],
+        cost: Callable[[Any], float],
+        on_result: OnResult | None,
     ) -> list[Any]:
         """Return the result of each item; the items are divided among all replicas."""
         shared = [put(arg) for arg in rest]  # stored once, however many replicas read it
         shares = by_cost(items, self.count, cost)
         results: dict[int, Any] = {}
-        for part in self._each(lambda i: self._part(i, method, items, shares[i], shared)):
+        for part in self._each(lambda i: self._part(i, method, items, shares[i], shared, on_result)):
             results |= part
         return [results[i] for i in range(len(items))]
 
@@ -103,7 +108,13 @@ class Replicas:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _part(
-        self, i: int, method: str, items: Sequence[Any], mine: Sequence[int], shared: Sequence[Any]
+        self,
+        i: int,
+        method: str,
+        items: Sequence[Any],
+        mine: Sequence[int],
+        shared: Sequence[Any],
+        on_result: OnResult | None,
     ) -> Mapping[int, Any]:
         """Return the results of one replica's items, by their indices."""
         results: dict[int, Any] = {}
@@ -115,6 +126,8 @@ class Replicas:
                 arguments = (method, [items[k] for k in missing], *shared)
                 for which, result in gang.stream("call_streaming", arguments, doing=doing):
                     results[missing[which]] = result
+                    if on_result:
+                        on_result(missing[which], result)
 
         def progress() -> str:
             return f"; {len(mine) - len(results)} of its {len(mine)} items are computed again"

@@ -28,9 +28,10 @@ from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
+from ptf.recipes.documents import last_values
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, split_over_workers
-from ptf.rl.forward_passes import packer_of, per_token, sample_logprobs
+from ptf.rl.forward_passes import packer_of, per_document, per_token, sample_logprobs
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Transfer
@@ -231,6 +232,18 @@ class Learner:
             samples,
             self.world,
             values,
+            seq_len=self.scoring_seq_len,
+            micro_batch_sequences=self.micro_batch_sequences,
+        )
+
+    @split_over_workers
+    def last_values(self, samples: list[Sample]) -> list[float]:
+        """Return the critic's value after the last token of each sample."""
+        return per_document(
+            self.model,
+            samples,
+            self.world,
+            last_values,
             seq_len=self.scoring_seq_len,
             micro_batch_sequences=self.micro_batch_sequences,
         )

@@ -1,5 +1,6 @@
 """Build the rollout role of a job: the engine, the environment, the allowed answers, and the rewards."""
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -7,7 +8,7 @@ from typing import Any, cast
 from ptf import storage
 from ptf.config import Job, Plugin, plugin
 from ptf.config.plugin_checks import environment_fault
-from ptf.config.sections.rollout import RolloutConfig
+from ptf.config.sections.rollout import RolloutConfig, SourcePlugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
@@ -16,7 +17,8 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
-from ptf.rl.rewards.functions import RewardWorkers
+from ptf.rl.rewards.by_source import Rewards
+from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.sampler import EnvironmentSpec, Sampler
 
 
@@ -82,7 +84,7 @@ def sampler_spec(
         "vocabulary": shape.vocab,
         "timeout_s": job.compute.timeout_s,
         **_engine_options(job, engine, trie, adapter, tensor),
-        **_rollout_options(job, trie),
+        **rollout_options(job, trie),
     }
     return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor_parallel_size=tensor)
 
@@ -105,32 +107,42 @@ def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: 
         options["spec"] = job.model
         if adapter:
             options["adapted"] = True
+        # agents think between their requests; where a run must repeat, all wait for all
+        if job.rollout and job.rollout.harness and not job.train.deterministic:
+            options["continuous"] = True
     return options
 
 
-def _rollout_options(job: Job, trie: Trie | None) -> dict[str, object]:
+def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
     """Return the arguments that come from the section `rollout`: how answers are sampled, and the environment."""
     rollout_config = job.rollout
     if rollout_config is None:
         return {}
-    options: dict[str, object] = {"top_p": rollout_config.top_p, "trie": trie}
-    if rollout_config.environment:
-        limits = (
-            rollout_config.max_turns,
-            rollout_config.scoring_processes,
-            rollout_config.scoring_timeout_s,
-            rollout_config.scoring_retries,
-        )
-        raise_if_wrong_environment(rollout_config.environment)
-        options["environment"] = EnvironmentSpec(rollout_config.environment, *limits)
-    return options
+    options: dict[str, Any] = {
+        "top_p": rollout_config.top_p,
+        "trie": trie,
+        "play": rollout_config.play,
+        "harness": rollout_config.harness,
+        "episode_timeout_s": rollout_config.episode_timeout_s or (600.0 if rollout_config.harness else None),
+    }
+    limits = (
+        rollout_config.max_turns,
+        rollout_config.scoring_processes,
+        rollout_config.scoring_timeout_s,
+        rollout_config.scoring_retries,
+    )
+    environments = dict[str, EnvironmentSpec]()
+    for source, what in rollout_config.environments_by_source.items():
+        raise_if_wrong_environment(what.plugin, f"rollout.environments.{source}" if source else "rollout.environment")
+        environments[source] = EnvironmentSpec(what.plugin, what.weight, *limits)
+    return {**options, "environments": environments}
 
 
-def raise_if_wrong_environment(what: Plugin) -> None:
+def raise_if_wrong_environment(what: Plugin, key: str = "rollout.environment") -> None:
     """Raise UserError for a class without the methods of an environment; what a function makes is checked later."""
     target = plugin.resolve(what.use)
     if isinstance(target, type) and (fault := environment_fault(target)):
-        raise UserError(f"rollout.environment: {what.use} {fault}")
+        raise UserError(f"{key}: {what.use} {fault}")
 
 
 def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
@@ -196,17 +208,31 @@ def with_logits_processing(
     return recipe, processing
 
 
-def rewards_of(job: Job, reward: Plugin | None) -> RewardWorkers | None:
-    """Return the processes that score answers with this reward; None if there is none."""
-    if reward is None:
+def training_rewards(job: Job) -> Rewards | None:
+    """Return the processes that score the answers of a step; None if there is no reward function."""
+    assert job.rollout is not None
+    return _rewards(job, job.rollout.rewards_by_source)
+
+
+def evaluation_rewards(job: Job) -> Rewards | None:
+    """Return the processes that score held-out answers: by `evaluate.reward`, otherwise as in training."""
+    if reward := job.evaluate.reward:
+        return _rewards(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
+    return _rewards(job, job.rollout.rewards_by_source) if job.rollout else None
+
+
+def _rewards(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
+    rollout_config, limits = job.rollout, dict[str, Any]()
+    if rollout_config is not None:
+        limits = {
+            "timeout_s": rollout_config.scoring_timeout_s,
+            "processes": rollout_config.scoring_processes,
+            "retries": rollout_config.scoring_retries,
+        }
+    if not by_source:
         return None
-    rollout_config, within_s = job.rollout, job.compute.timeout_s
-    if rollout_config is None:
-        return RewardWorkers(reward, within_s=within_s)
-    return RewardWorkers(
-        reward,
-        rollout_config.scoring_timeout_s,
-        processes=rollout_config.scoring_processes,
-        retries=rollout_config.scoring_retries,
-        within_s=within_s,
-    )
+    workers = {
+        source: (RewardWorkers(what.plugin, within_s=job.compute.timeout_s, **limits), what.weight)
+        for source, what in by_source.items()
+    }
+    return Rewards(workers)

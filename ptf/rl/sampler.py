@@ -6,7 +6,7 @@ answer's number, not on the worker that generates it.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -19,15 +19,19 @@ from ptf.compute.offload import own_file, release_freed_memory
 from ptf.compute.world import World
 from ptf.config import Plugin, plugin
 from ptf.config.logprob_limits import LogprobLimits
+from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
+from ptf.rl.endpoint.harness import HarnessPlay
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
+from ptf.rl.environments.play import EnvironmentPlay
 from ptf.rl.environments.protocol import Environments
-from ptf.rl.episodes import Episode, Limits, run_episodes
+from ptf.rl.episodes import Episode, Play, one_answer, run_episodes
 from ptf.rl.logprob_guard import LogprobDifference
+from ptf.rl.policy.policy import Limits
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
 from ptf.train.components import layer_factory_of
@@ -38,6 +42,7 @@ class EnvironmentSpec:
     """The environment of a rollout role and its limits: picklable values that are sent to the workers."""
 
     plugin: Plugin
+    weight: float
     max_turns: int
     processes: int
     timeout_s: float
@@ -57,7 +62,7 @@ class Sampler:
         self,
         world: World,
         *,
-        engine: str | Plugin,
+        engine: str | Plugin | RolloutEngine,
         directory: str,
         tokenizer: str,
         version: int,
@@ -66,7 +71,10 @@ class Sampler:
         max_length: int,
         timeout_s: float,
         vocabulary: int | None = None,
-        environment: EnvironmentSpec | None = None,
+        environments: Mapping[str, EnvironmentSpec] | None = None,
+        play: Plugin | None = None,
+        harness: HarnessConfig | None = None,
+        episode_timeout_s: float | None = None,
         top_p: float = 1.0,
         trie: Trie | None = None,
         **options: Any,
@@ -74,12 +82,31 @@ class Sampler:
         self.world, self.seed, self.timeout_s = world, seed, timeout_s
         self.max_length, self.vocabulary = max_length, vocabulary
         self.top_p, self.trie = top_p, trie
-        self.environments = environment and environment.start()
-        self.max_turns = environment.max_turns if environment else 1
         self.tokenizer = Tokenizer.load(tokenizer)
-        self.engine = make_engine(
-            engine, directory, world, version=version, seed=seed, precision=precision, max_length=max_length, **options
-        )
+        self.plays: dict[str, Play] = {}  # by source; the one of all sources has the name ""
+        self.environments: list[Environments] = []
+        for source, spec in (environments or {}).items():
+            self.environments.append(spec.start())
+            self.plays[source] = EnvironmentPlay(self.environments[-1], spec.max_turns, spec.weight)
+        if play:
+            self.plays[""] = plugin.bind(play)
+        if harness:
+            self.plays[""] = HarnessPlay.of(harness, self.tokenizer)
+        self.episode_timeout_s = episode_timeout_s
+        try:
+            self.engine = make_engine(
+                engine,
+                directory,
+                world,
+                version=version,
+                seed=seed,
+                precision=precision,
+                max_length=max_length,
+                **options,
+            )
+        except BaseException:
+            self.close()
+            raise
 
     @split_over_workers(cost=lambda prompt: len(prompt.tokens))
     def rollout(
@@ -95,15 +122,11 @@ class Sampler:
                 f"the rollout engine has weights of version {self.engine.version}, the policy is at {version}: "
                 "a sync was lost; nothing was generated"
             )
-        limits = Limits(
-            Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie),
-            self.max_length,
-            self.max_turns,
-            self.vocabulary,
-        )
+        limits = self.limits(max_new_tokens, temperature)
 
         def episode(p: Prompt, i: int) -> Episode:
-            return Episode(p, limits, self.tokenizer, partial(seed_of, self.seed, key, p.index, i), self.environments)
+            seeds = partial(seed_of, self.seed, key, p.index, i)
+            return Episode(p, limits, self.tokenizer, seeds, self.play_of(p.source), self.episode_timeout_s)
 
         answers: list[dict[int, Trajectory]] = [{} for _ in prompts]
         for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
@@ -111,6 +134,15 @@ class Sampler:
             answers[which][i] = trajectory
             if len(answers[which]) == n:
                 yield which, tuple(answers[which][i] for i in range(n))
+
+    def play_of(self, source: str) -> Play:
+        """Return what plays the episodes of a source."""
+        return self.plays.get(source, self.plays.get("", one_answer))
+
+    def limits(self, max_new_tokens: int, temperature: float) -> Limits:
+        """Return the limits of an episode, and how its answers are sampled."""
+        sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie)
+        return Limits(sampling, self.max_length, self.vocabulary)
 
     def _run_episodes(self, episodes: list[Episode]) -> Iterator[tuple[int, Trajectory]]:
         """Yield (index, trajectory) of each episode as it ends. Raises TimeoutError after `timeout_s` seconds."""
@@ -121,20 +153,22 @@ class Sampler:
 
         with asyncio.Runner() as runner:
             # Runner.run would call signal.getsignal twice, which formats the whole result
-            run = runner.get_loop().run_until_complete
+            run, left = runner.get_loop().run_until_complete, len(episodes)
             try:
                 while (ended := run(next_ended())) is not None:
+                    left -= 1
                     yield ended
             except TimeoutError:
-                raise TimeoutError(self._too_slow(episodes)) from None
+                raise TimeoutError(self._too_slow(left, len(episodes))) from None
         # leaving the Runner cancels unfinished episodes, and closes `running`
 
-    def _too_slow(self, episodes: list[Episode]) -> str:
+    def _too_slow(self, left: int, episodes: int) -> str:
         """Return the error message for episodes of a step that do not end in time."""
-        left, environments = sum(not e.done for e in episodes), self.environments
-        processes = f" in {len(environments.processes)} processes" if environments else ""
+        environments = self.environments
+        count = sum(len(one.processes) for one in environments)
+        processes = f" in {count} processes" if environments else ""
         return (
-            f"{left} of {len(episodes)} episodes{processes} did not end within {self.timeout_s:g} s "
+            f"{left} of {episodes} episodes{processes} did not end within {self.timeout_s:g} s "
             "(compute.timeout_s): a step has too many answers or they are too long"
             f"{', or rollout.scoring_processes is too low' if environments else ''}"
         )
@@ -142,7 +176,7 @@ class Sampler:
     @broadcast
     def take_retries(self) -> int:
         """Return the number of requests to environments that this worker retried since the last call."""
-        return self.environments.take_retries() if self.environments else 0
+        return sum(environments.take_retries() for environments in self.environments)
 
     @replayed_broadcast
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
@@ -177,6 +211,14 @@ class Sampler:
         if expect := getattr(self.engine, "expect_weights", None):  # which not every engine has a use for
             expect()
 
+    def close(self) -> None:
+        """End the processes of the environments and of the harness."""
+        for environments in self.environments:
+            environments.close()
+        for play in self.plays.values():
+            if isinstance(play, HarnessPlay):
+                play.close()
+
     @broadcast
     def offload(self) -> None:
         """See Role.offload."""
@@ -201,7 +243,7 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
 
 
 def make_engine(
-    kind: str | Plugin,
+    kind: str | Plugin | RolloutEngine,
     directory: str,
     world: World,
     *,
@@ -211,7 +253,10 @@ def make_engine(
     max_length: int,
     **options: Any,
 ) -> RolloutEngine:
-    """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory."""
+    """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory; an engine that exists
+    is returned as it is."""
+    if not isinstance(kind, str | Plugin):
+        return kind
     dtype = "bfloat16" if precision == "bf16" else "float32"
     if isinstance(kind, Plugin):
         made = plugin.bind(kind)(
@@ -234,6 +279,7 @@ def make_engine(
             factory=factory,
             seed=seed,
             offload_file=offload_file,
+            continuous=bool(options.get("continuous")),
         )
     from ptf.rl.engines.vllm_engine import VLLMEngine
 

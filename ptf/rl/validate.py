@@ -8,12 +8,12 @@ import numpy as np
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import RoleGroup
-from ptf.rl.rewards.functions import RewardWorkers, score_groups
+from ptf.rl.rewards.by_source import Rewards, score_groups
 
 
 def pass_rates(
     rollout: RoleGroup,
-    rewards: RewardWorkers | None,
+    rewards: Rewards | None,
     prompts: Sequence[Prompt],
     version: int,
     key: str,
@@ -32,9 +32,8 @@ def pass_rates(
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
-        return score_groups(
-            rewards, rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature)
-        )
+        groups = rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature)
+        return score_groups(rewards, groups)
 
     greedy = [group[0] for group in answer(1, 0.0, "greedy")]
     values = np.array([t.outcome.value for t in greedy if isinstance(t.outcome, Reward)])

@@ -24,14 +24,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ptf.config import Plugin, plugin
 from ptf.config.plugin_checks import environment_fault
-from ptf.data.trajectory import MAX_REWARD, is_reward
+from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
 from ptf.rl.rewards import concurrent as overlapping
+from ptf.rl.rewards.calls import Answer, call_arguments, checked_rewards
 from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Gone
 
 COMPUTING = 2  # calls that compute: a further call in a thread would only make them slower
@@ -86,16 +87,6 @@ def fault_of(error: BaseException) -> Fault:
     if "main thread of the main interpreter" in str(error):
         hint = "; it runs in a thread: give the function the attribute `in_flight = 1`, and it runs in the main thread"
     return Fault(f"{type(error).__name__}: {error}{hint}")
-
-
-def checked_reward(value: Any) -> float | Fault:
-    """Return the value as a number, or a Fault that says why it is no reward."""
-    if isinstance(value, str | bytes | bytearray):  # float() would accept some of them
-        return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
-    value = float(value)
-    if not is_reward(value):
-        return Fault(f"the reward is {value}, not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
-    return value
 
 
 class Threads:
@@ -187,9 +178,10 @@ class Threads:
 
 
 class RewardCalls:
-    """Answers questions (row, text) with the reward, a number, or a Fault."""
+    """Answers questions, each the answers that one call scores, with a number or a Fault for each, or one Fault."""
 
     def __init__(self, what: Plugin, timeout_s: float) -> None:
+        self.signature = RewardSignature.of(plugin.resolve(what.use), what.args)
         self.function = overlapping.asynchronous(what)
         overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
         self.timeout_s = timeout_s
@@ -212,16 +204,19 @@ class RewardCalls:
         """Whether the process should end: it has a thread that never came back, and nothing else to do."""
         return bool(self.threads.stuck) and not self.threads.running
 
-    def answer(self, question: tuple[Mapping[str, Any], str]) -> float | Fault:
+    def answer(self, question: Sequence[Answer]) -> list[float | Fault] | Fault:
         """Answer in this thread."""
-        return checked_reward(self.function(*question))
+        positional, keywords = call_arguments(self.signature, question)
+        return checked_rewards(self.signature, self.function(*positional, **keywords), len(question))
 
-    async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
+    async def answer_concurrently(self, question: Sequence[Answer], started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
         if self.is_coroutine:
+            positional, keywords = call_arguments(self.signature, question)
             async with self.limit:
                 started()
-                return checked_reward(await in_time(self.function(*question), self.timeout_s))
+                value = await in_time(self.function(*positional, **keywords), self.timeout_s)
+            return checked_rewards(self.signature, value, len(question))
         return await self.threads.call(self.pool, started, functools.partial(self.answer, question))
 
 
@@ -236,6 +231,7 @@ class EnvironmentCalls:
         self.coroutines = 0  # calls in the event loop
         self.environments = dict[int, Any]()
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
+        self.closings = set[asyncio.Task]()
 
     def begin(self) -> None:
         """Prepare for concurrent calls, in the event loop."""
@@ -260,13 +256,13 @@ class EnvironmentCalls:
             pool = self.pools[episode] = concurrent.futures.ThreadPoolExecutor(1)
             try:
                 environment = await self.threads.call(pool, started, functools.partial(self._made, row, seed))
+                if self.pools.get(episode) is pool:
+                    self.environments[episode] = environment
                 messages = await self._result(pool, started, environment.reset)
             except BaseException:
                 if self.pools.get(episode) is pool:
                     self._forget(episode)
                 raise
-            if self.pools.get(episode) is pool:
-                self.environments[episode] = environment
             return list(messages), getattr(environment, "tools", None)
         environment = self.environments.get(episode)
         if environment is None:
@@ -295,9 +291,25 @@ class EnvironmentCalls:
         return await self.threads.call(pool, started, function)
 
     def _forget(self, episode: int) -> None:
-        """Discard an episode's environment. Its thread ends with the call that it is in."""
-        self.environments.pop(episode, None)
-        if pool := self.pools.pop(episode, None):
+        """Discard an episode's environment, and close it if it has a `close`. Its thread ends with the call that it is
+        in."""
+        environment, pool = self.environments.pop(episode, None), self.pools.pop(episode, None)
+        if pool is not None and (close := getattr(environment, "close", None)) is not None:
+            task = asyncio.create_task(self._close(pool, close))
+            self.closings.add(task)
+            task.add_done_callback(self.closings.discard)
+        elif pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _close(self, pool: concurrent.futures.Executor, close: Callable[[], Any]) -> None:
+        """Call an environment's `close`; a failure is printed, because the episode does not need it."""
+        try:
+            await self._result(pool, lambda: None, close)
+        except TooLong:
+            print(f"`close` of the environment {self.what.use} took longer than {self.timeout_s:g} s", flush=True)
+        except Exception as error:
+            print(f"`close` of the environment {self.what.use} failed: {fault_of(error).reason}", flush=True)
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -85,17 +85,30 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int = 3) -> None:
+def write_model(
+    directory: Path,
+    alphabet: str,
+    *,
+    dim: int = 128,
+    layers: int = 3,
+    max_length: int = 128,
+    template: str | None = None,
+    words: Sequence[str] = (),
+) -> None:
     """Write the config of a Qwen3 (without weights, for `model.init: random`) and a tokenizer with one id a character.
 
-    The model has 0.6 million parameters with the default sizes.
+    The model has 0.6 million parameters with the default sizes. `template` is a chat template of its own; each of
+    `words` is one token.
     """
     from ptf.data.character_tokenizer import (
         character_tokenizer,  # 3 CPU-seconds, which a reward's process has no use for
     )
 
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = character_tokenizer(alphabet, directory)
+    tokenizer = character_tokenizer(alphabet, directory, words)
+    if template is not None:
+        tokenizer.hf.chat_template = template
+        tokenizer.hf.save_pretrained(directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -112,7 +125,7 @@ def write_model(directory: Path, alphabet: str, *, dim: int = 128, layers: int =
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": max_length,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.02,

@@ -16,7 +16,7 @@ from pathlib import Path
 from ptf.compute.launch import ENTRY
 from ptf.compute.reaper import end, family
 from ptf.entry import PARENT
-from tests.workflow.gateway import free_port
+from tests.server_process import free_port
 
 START_S, GRACE_S = 180.0, 20.0
 

@@ -133,6 +133,7 @@ def test_the_control_without_the_entry_both_live_on(family):
     assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family.stalled())
 
 
+@pytest.mark.long
 def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(family):
     family.start("torchrun", STALL_UNTIL=family.go, STALL_RANKS=1)
     assert until(lambda: len(family.stalled()) == 2)

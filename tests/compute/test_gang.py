@@ -22,7 +22,7 @@ from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
 from ptf.errors import UserError
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def child():
         one.process.wait()
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_with_step_phase_place_and_last_lines_and_once(child):
     rank = child("export")
     rank.process.send_signal(signal.SIGSTOP)
@@ -99,6 +100,7 @@ def test_a_rank_that_hangs_in_a_phase_whose_length_is_known_is_named(child):
     assert rank.news[1].startswith("  rank 1: step 6, forward_backward for ")
 
 
+@pytest.mark.long
 def test_a_rank_in_a_phase_that_it_has_not_been_in_is_left_alone(child):
     rank = child("export")
     assert not rank.hear("rank 1", 3.5), rank.news

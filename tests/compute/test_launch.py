@@ -29,6 +29,7 @@ CODE = """
 """
 
 
+@pytest.mark.long
 def test_one_worker_trains_and_is_evaluated_without_ray(tmp_path: Path) -> None:
     raw: dict[str, Any] = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}

@@ -237,6 +237,7 @@ def held(directory: Path) -> dict[Path, tuple[int, bytes]]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remote", [False, True], ids=["disk", "memory"])
 def test_a_run_that_was_taken_over_ends_without_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool

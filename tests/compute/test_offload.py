@@ -60,6 +60,7 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[to
     return [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
 
 
+@pytest.mark.long
 def test_training_goes_on_as_if_nothing_had_been_parked(offloaded):
     (model, optimizer), (other, others) = trained(), trained()
     half = model[0].weight[:512]  # a view

@@ -133,6 +133,7 @@ jobs = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(jobs)
 def test_dump_and_loads_are_inverse(values):
     job = loads(json.dumps(values))
@@ -141,6 +142,7 @@ def test_dump_and_loads_are_inverse(values):
     assert dump(loads(dump(job))) == dump(job)
 
 
+@pytest.mark.long
 @given(plain)
 def test_any_value_survives_yaml_and_json(value):
     job = loads(SFT).model_copy(update={"recipe": Plugin(use="a:b", args={"value": value})})
@@ -319,7 +321,7 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
         ),
         (
             "rollout.reward=null",
-            "rollout.reward  answers need a reward; give rollout.reward, reward_model or environment",
+            "rollout.reward  answers need a reward; give rollout.reward, reward_model, environment, play or harness",
         ),
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
         (

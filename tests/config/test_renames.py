@@ -469,6 +469,18 @@ def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
         write_job_file(other, stored)
 
 
+def test_a_start_that_made_nothing_does_not_fix_the_keys(stored, tmp_path):
+    today = upgraded_job(stored)
+    other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_sequences": 16})})
+    write_job_file(today, tmp_path / "run")
+    (tmp_path / "run" / "lease.json").touch()
+    write_job_file(other, tmp_path / "run")
+    assert read_job_file(tmp_path / "run") == dump(other)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=r"train\.global_batch_sequences: 16 → 4"):
+        write_job_file(today, tmp_path / "run")
+
+
 def digest(values: dict) -> str:
     """What `fingerprint` makes of values with their first names."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -481,8 +493,11 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
     # these were added since
     del whole["publish"]["what"], whole["model"]["quantization"]
     del whole["train"]["optimizer_offload"], whole["train"]["optimizer"]
+    for key in ("credit_level", "overlong_filter", "turn_discount"):
+        whole["algo"].pop(key, None)
     assert digest({"train": whole["train"]}) == FINGERPRINTS[stored.name]["train"]
-    for key in ("max_logprob_diff_mean", "max_logprob_diff_share"):
+    added = ("play", "harness", "rewards", "environments", "episode_timeout_s")
+    for key in ("max_logprob_diff_mean", "max_logprob_diff_share", *added):
         if whole["rollout"]:
             del whole["rollout"][key]
     assert digest(whole) == WHOLE[stored.name]

@@ -143,6 +143,7 @@ def test_masks_agree_with_the_oracle(template: str) -> None:
     masks_agree(templated(template), template in WHOLE, 20)
 
 
+@pytest.mark.long
 @pytest.mark.hypothesis
 def test_masks_of_real_templates_agree_with_the_oracle(shared: Path) -> None:
     # Mistral-Nemo shows the system message only before the first answer: see below

@@ -48,6 +48,7 @@ def test_conversations_turn_by_turn(template: str) -> None:
     assert encode_incrementally(texts, tokenizer) == [tokenizer.encode(text) for text in texts]
 
 
+@pytest.mark.long
 def test_real_conversations_turn_by_turn(shared: Path) -> None:
     with gzip.open(shared / "chat/oasst_en100_paths.jsonl.gz") as lines:
         conversations = [json.loads(line)["messages"] for line in itertools.islice(lines, 15)]

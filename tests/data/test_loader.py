@@ -240,6 +240,7 @@ def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, t
     assert threading.active_count() == before - 2
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
 def test_resumes_after_any_step_and_again(sources: Any, characters: Tokenizer, whole: Any, cuts: list[int]) -> None:
@@ -518,6 +519,7 @@ def test_partitions_have_one_pass_to_count_and_the_next_to_train(
     loader.close()
 
 
+@pytest.mark.long
 def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> None:
     """The same over 1,000,000 is `make ledger`."""
     counts = ledger(40_000, tmp_path)

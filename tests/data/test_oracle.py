@@ -64,6 +64,7 @@ def test_each_refused_model_trains_by_default_or_by_a_key() -> None:
         assert any(spans_of(name, [thinking]) == 1 for name in names) or model == "Gemma 4", model
 
 
+@pytest.mark.long
 def test_real_templates(shared: Path) -> None:
     grouped = {source: list(group) for source, group in itertools.groupby(real(shared), lambda c: c.source)}
     for name in REAL:

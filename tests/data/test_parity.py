@@ -10,6 +10,7 @@ from ptf.data.tokenizer import Tokenizer
 from tests.data.parity import compared, pairs, shared_data
 
 
+@pytest.mark.long
 def test_ids_are_autotokenizers(tmp_path: Path) -> None:
     for pair in pairs(tmp_path, shared_data(), once=True):
         found = compared(pair, 0, 50)

@@ -240,6 +240,7 @@ def test_streams_that_only_some_samples_carry_are_refused(
         write(rows, tmp_path / "t", characters, encode)
 
 
+@pytest.mark.long
 def test_processes_write_what_one_does(
     characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

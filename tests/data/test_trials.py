@@ -11,6 +11,7 @@ from ptf.data.tokenizer import Tokenizer
 from tests.data.trials import Trial, tried
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_a_resumed_run_is_one_that_never_stopped(seed: int, characters: Tokenizer, tmp_path: Path) -> None:
     found = tried(Trial.drawn(random.Random(seed), 200, 64), tmp_path, characters)

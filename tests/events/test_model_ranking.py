@@ -25,11 +25,14 @@ from ptf.train.starting_model import extended
 
 @pytest.fixture(scope="module", params=["items", {"levels": [5, 3]}], ids=["items", "semantic"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared catalogue with a model that has weights, in `model`."""
+    return prepared_model(tmp_path_factory.mktemp("ranking"), request.param)
+
+
+def prepared_model(at: Path, ids: Any) -> Path:
+    """A prepared catalogue with a model that has weights, in `extended`."""
     from ptf.config.sections.model import ModelConfig
 
-    at = tmp_path_factory.mktemp("ranking")
-    generated(str(at / "made"), users=20, items=24, kinds=3, ids=request.param, window=64)
+    generated(str(at / "made"), users=20, items=24, kinds=3, ids=ids, window=64)
     tokens = TokensConfig(
         file=str(at / "made/tokens.jsonl"), init="vectors", vectors=str(at / "made/tokens.safetensors")
     )
@@ -60,7 +63,7 @@ def by_hand(engine: NativeEngine, catalogue: Catalogue, tokenizer: Tokenizer, co
     for item in catalogue.items:
         ids = tokenizer.encode(item.text)
         logits = engine._prefill(
-            [np.array([*context, *ids[:n]], np.int32) for n in range(len(ids))], _cache(engine, context, ids)
+            [np.array([*context, *ids[:n]], np.int32) for n in range(len(ids))], _cache(engine, context, ids).prefill
         ).double()
         states, total = trie.walked(ids)[:, 0], 0.0
         for n, token in enumerate(ids):

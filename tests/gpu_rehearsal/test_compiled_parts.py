@@ -90,6 +90,7 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
 
 
 # graphs of a layer: two norms, a gate, queries and keys rotated; norms of queries and keys, norms after
+@pytest.mark.long
 @pytest.mark.parametrize(("model_type", "parts"), [("qwen3", 7), ("qwen3_moe", 7), ("gpt_oss", 5), ("gemma3_text", 9)])
 def test_few_operations_are_left_between_the_products(pretend_cuda, model_type, parts) -> None:
     plain, none = pretend_cuda(counted, model_type, False)
@@ -100,6 +101,7 @@ def test_few_operations_are_left_between_the_products(pretend_cuda, model_type, 
     assert outside < SHARE * plain
 
 
+@pytest.mark.long
 def test_rotary_embeddings_that_are_not_compiled_are_found(pretend_cuda) -> None:
     plain, _ = pretend_cuda(counted, "qwen3", False)
     outside, graphs = pretend_cuda(counted, "qwen3", True, "rotate")

@@ -11,6 +11,7 @@ OTHERS = ("Gemma-3-4B", "gpt-oss-20b", "Qwen3-30B-A3B")
 CASES = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), *((shape, "sft") for shape in OTHERS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "recipe"), CASES)
 def test_a_step_waits_for_the_gpu_twice(pretend_cuda, shape, recipe):
     syncs = pretend_cuda(host_syncs, shape, recipe)

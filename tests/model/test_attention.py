@@ -37,6 +37,7 @@ def test_every_family_is_looked_at() -> None:
     assert MODULES.keys() - {"gemma3"} <= {mixer.model_type for mixer in MIXERS}  # which is gemma3_text's model
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(
     "mixer", [m for m in MIXERS if m.model_type != "mamba"], ids=lambda m: f"{m.model_type}, {m.path}"

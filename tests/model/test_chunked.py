@@ -205,6 +205,7 @@ CANCELLED = [  # gradients that all but cancel: random examples that failed whil
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
 @given(problem=problems, rows=st.integers(1, 30))
 @example(problem=CANCELLED[0], rows=1)
@@ -553,6 +554,7 @@ def parallel() -> list[tuple[float, tuple[Tensor, ...], Tensor]]:
     return results
 
 
+@pytest.mark.long
 def test_a_vocabulary_over_two_ranks_equals_one(tmp_path):
     ranks = zip(*two_ranks(parallel, tmp_path), strict=True)
     for _, softcap, dtype in CASES:

@@ -182,6 +182,7 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
     return {n: t.clone() for n, t in bridge.hf_tensors(models[1][0], family)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")

@@ -138,6 +138,7 @@ def test_a_step_is_what_torch_counts(model_type: str) -> None:
     assert expected(model, batch) == pytest.approx(counted(model, batch), rel=BOUND)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", LORAS)
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_frozen_weights_have_no_gradient_to_count(model_type: str, which: str) -> None:

@@ -235,6 +235,7 @@ def _row(batch: Batch, row: int) -> Batch:
     return packed([lengths[seed][row]], 30, seed=100 * seed + row)
 
 
+@pytest.mark.long
 def test_two_ranks_are_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PTF_TEST_MODELS", str(tmp_path))
     directories = [foreign(tmp_path / name, name) for name in SHARDED]

@@ -74,6 +74,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("environment", [OFFLINE, NO_NETWORK], ids=["offline", "no network"])
 def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, environment):
     commits = {None: OTHER, "v1": COMMIT, COMMIT: COMMIT}
@@ -84,6 +85,7 @@ def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, envi
         assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)
 
 
+@pytest.mark.long
 def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
     commands = {
         ("me/other", None): "hf download me/other`",

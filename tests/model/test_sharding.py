@@ -40,6 +40,7 @@ def alone(models) -> dict[tuple[str, bool], Trained]:
     return {(family, lora): train(Case(models[family], lora=lora, steps=STEPS)) for family, lora in KINDS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.cluster)])
 def test_steps_are_those_of_one_rank(models, alone, tmp_path, size) -> None:
     """20 of them are `make bench-sharding`."""
@@ -51,6 +52,7 @@ def test_steps_are_those_of_one_rank(models, alone, tmp_path, size) -> None:
     assert {case: gap for case, gap in apart.items() if not max(gap) <= BOUND} == {}
 
 
+@pytest.mark.long
 def test_steps_beside_packed_experts_are_those_of_one_rank(tmp_path) -> None:
     wide = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     directory = checkpoint(tmp_path / "model", "qwen3_moe", **wide)

@@ -10,6 +10,7 @@ from ptf.model.verify import as_json, verify
 from tests.model.mistakes import MISTAKES, Mistake
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", MODULES)
 def test_family_equals_transformers(model_type: str) -> None:
     report = verify(model_type, configs=12)
@@ -22,6 +23,7 @@ def test_family_equals_transformers(model_type: str) -> None:
     assert not failures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.model_type}: {m.name}")
 def test_mistake_is_caught(mistake: Mistake) -> None:
     with mistake.made():

@@ -118,6 +118,7 @@ def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
     return {"local": model.embed.weight.to_local().clone()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab", [131, 50])  # rank 1 holds some padding; nothing but padding
 def test_a_sharded_model_reads_and_writes_only_real_rows(tmp_path, vocab):
     config = family_of({"model_type": "qwen3"}).small(random.Random(4)) | {
@@ -135,6 +136,7 @@ def test_a_sharded_model_reads_and_writes_only_real_rows(tmp_path, vocab):
     assert len(whole) % 64 == 0
 
 
+@pytest.mark.long
 def test_random_rows_do_not_depend_on_sharding_or_padding(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m", tied=False)
     found = two_ranks(partial(_sharded, directory, tmp_path / "out", True), tmp_path)

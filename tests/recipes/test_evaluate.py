@@ -44,6 +44,7 @@ def test_calibration_error_of_what_is_calibrated_and_what_is_not():
     assert calibration_error(truth * 0.999, truth) == pytest.approx(0.0005, abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if "kd" not in name])
 def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):

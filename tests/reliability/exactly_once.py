@@ -30,14 +30,14 @@ def keep(ledger: Path, attempt: int) -> None:
     from ptf.rl.cluster import LocalRoleGroup
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, score, run = LocalRoleGroup.call, controller.score_groups, controller.Controller.run
+    call, run = LocalRoleGroup.call, controller.Controller.run
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
         os.write(file, (json.dumps({"attempt": attempt, "event": event, "step": step, **more}) + "\n").encode())
 
-    def calling(self: LocalRoleGroup, method: str, *args: Any) -> Any:
-        done = call(self, method, *args)
+    def calling(self: LocalRoleGroup, method: str, *args: Any, **options: Any) -> Any:
+        done = call(self, method, *args, **options)
         if method == "rollout" and args[2].startswith("step "):  # not those of an evaluation
             at[0] = args[1]
             note(
@@ -51,24 +51,25 @@ def keep(ledger: Path, attempt: int) -> None:
             )
         return done
 
-    def scoring(rewards: Any, groups: Sequence[Group]) -> list[Group]:
-        scored = score(rewards, groups)
-        values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
-        note(
-            "scored",
-            at[0],
-            answers=[
-                [known_by(s), v]
-                for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
-            ],
-        )
-        return scored
+    class NotedScoring(controller.GroupScoring):  # not that of an evaluation
+        def finish(self, groups: Sequence[Group]) -> list[Group]:
+            scored = super().finish(groups)
+            values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
+            note(
+                "scored",
+                at[0],
+                answers=[
+                    [known_by(s), v]
+                    for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
+                ],
+            )
+            return scored
 
     def beginning(self: controller.Controller) -> None:
         note("restored", self.step)
         run(self)
 
-    LocalRoleGroup.call, controller.score_groups, controller.Controller.run = calling, scoring, beginning
+    LocalRoleGroup.call, controller.GroupScoring, controller.Controller.run = calling, NotedScoring, beginning
 
 
 def read(ledger: Path) -> list[dict[str, Any]]:

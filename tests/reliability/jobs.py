@@ -1,6 +1,7 @@
 """Tiny jobs of every recipe, which write everything that a run writes: seconds each,
 with a checkpoint every few steps."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def online(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, A
     return made
 
 
+def harness(directory: Path) -> dict[str, Any]:
+    """GRPO of an agent that asks over HTTP, from a process of its own."""
+    raw = online("grpo", {"num_minibatches": 2})(directory)
+    raw["train"]["deterministic"] = True
+    del raw["rollout"]["reward"], raw["evaluate"]
+    raw["rollout"]["harness"] = {"agent": {"use": "tests.rl.plugs:agent"}, "python": sys.executable}
+    return raw
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "SFT": job,
     "DPO": preference("dpo"),
@@ -74,5 +84,6 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "GRPO": online("grpo", {"num_minibatches": 2, "kl_coef": 0.01}),
     "PPO": online("ppo", {"num_minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01}),
     "OPD": online("opd", {"num_minibatches": 2}),
+    "GRPO, harness": harness,
 }
-ON_POLICY = ("GRPO", "PPO", "OPD")
+ON_POLICY = ("GRPO", "PPO", "OPD", "GRPO, harness")

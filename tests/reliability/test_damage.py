@@ -39,6 +39,7 @@ def whole(made: Made, make: Callable[[Made], Scene]) -> tuple[Scene, Path]:
     return made.scenes[make], place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SCENES)
 def test_nothing_is_silent(made: Made, kind: str) -> None:
     outcomes, faults = trials(*whole(made, SCENES[kind]), 8, seed=1000)
@@ -46,6 +47,7 @@ def test_nothing_is_silent(made: Made, kind: str) -> None:
     assert sum(outcomes.values()) == 8
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_harmed_gives_way_to_the_one_before_it(made: Made) -> None:
     outcomes, faults = trials(*whole(made, scenes.sft_checkpoints), 40, seed=1)
     assert faults == []

@@ -4,7 +4,7 @@ and nothing else changes."""
 import pytest
 
 from ptf.data.trajectory import Reward
-from ptf.rl.rewards import functions
+from ptf.rl.rewards import scoring
 from ptf.rl.worker_messages import Fault
 from tests.reliability.fallible import CALLS, ENDS, REWARDS, TURNS
 from tests.reliability.faults import Trial, Trials, drawn
@@ -32,7 +32,12 @@ def test_a_fault_is_named_and_is_no_reward(trials: Trials, trial: Trial, outcome
 def test_a_fault_that_becomes_a_reward_is_seen(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, in the fork that is the run."""
     trials.undisturbed(Trial("grpo", "reward", "NaN", 20, True))
-    monkeypatch.setattr(functions, "outcome_of", lambda reply: Reward(0.0 if isinstance(reply, Fault) else reply))
+
+    def paid(reply, count: int) -> list[Reward]:
+        replies = [reply] * count if isinstance(reply, Fault) else reply
+        return [Reward(0.0 if isinstance(one, Fault) else one) for one in replies]
+
+    monkeypatch.setattr(scoring, "outcomes_of", paid)
     wrong = trials.play(Trial("grpo", "reward", "NaN", 20, True), "zero")["wrong"]
     assert any("the reward 0.0 in place of" in line for line in wrong)
 

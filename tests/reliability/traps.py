@@ -150,7 +150,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (tokenized.RowFile, "write"),
         (precompute, "tokenize"),
         (precompute._Precomputing, "compute"),
-        (ptf.rl.controller, "score_groups"),
+        (ptf.rl.controller.GroupScoring, "finish"),
         (ptf.rl.controller.Controller, "save"),
         (ptf.rl.controller.Controller, "_restore"),
         (AnswerLog, "log"),

@@ -50,8 +50,9 @@ def main() -> None:
     uid, *command = sys.argv[1:]
     _check(LIBC.unshare(0x20000), "unshare")
     _mount(None, "/", None, RECURSIVE | PRIVATE)
-    for path in (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])):
-        readable(Path(os.path.realpath(path)))
+    places = (Path(os.path.realpath(path)) for path in (sys.base_prefix, sys.prefix, Path(__file__).parents[2]))
+    for path in sorted(places, key=lambda path: len(path.parts)):  # what lies in another comes with it
+        readable(path)
     os.environ |= {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
     if int(uid):
         os.setgroups([])

@@ -110,3 +110,36 @@ class Counting:
     def step(self, text):
         self.turn += 1
         return StepResult([{"role": "user", "content": "1"}], reward=float(self.turn))
+
+
+class Closes:
+    """An environment that notes in a file when it was closed; the row says what goes wrong."""
+
+    def __init__(self, row, seed):
+        self.row = row
+
+    def reset(self):
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, text):
+        if self.row.get("fault") == "raise":
+            raise OSError("broken")
+        return StepResult([{"role": "user", "content": "2"}])
+
+    def close(self):
+        with open(self.row["file"], "a") as file:
+            print(self.row["name"], file=file)
+        if self.row.get("fault") == "close":
+            raise OSError("it cannot be closed")
+        if self.row.get("fault") == "hang":
+            time.sleep(600)
+
+
+class ClosesLater(Closes):
+    """The same with coroutine functions."""
+
+    async def reset(self):
+        return Closes.reset(self)
+
+    async def close(self):
+        Closes.close(self)

@@ -11,6 +11,42 @@ def by_wordiness(row, text):
     return 1 - by_length(row, text)
 
 
+def ask(base_url, api_key, messages):
+    """Return the policy's message."""
+    import json
+    import urllib.request
+
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())["choices"][0]["message"]
+
+
+def agent(row, base_url, api_key, seed):
+    """Ask twice; the reward is that of `by_length` for the second answer, and differs for different seeds."""
+    first = ask(base_url, api_key, row["messages"])
+    second = ask(base_url, api_key, [*row["messages"], first, {"role": "user", "content": f"{seed % 10}+"}])
+    return by_length(row, second["content"] or "") + seed % 3 / 10
+
+
+def agent_killed_once(row, base_url, api_key, seed, place):
+    """Play as `agent`; the first process that gets so far is killed between its turns."""
+    import os
+    import signal
+
+    ask(base_url, api_key, row["messages"])
+    try:
+        os.close(os.open(os.path.join(place, "killed"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return agent(row, base_url, api_key, seed)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asks_once(row, base_url, api_key, seed):
+    """Leave the reward to `rollout.reward`."""
+    ask(base_url, api_key, row["messages"])
+
+
 def crashes(row, text):
     raise OSError("no connection to the judge")
 

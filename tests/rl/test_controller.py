@@ -2,6 +2,7 @@
 it."""
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +60,10 @@ def intercept(monkeypatch, method: str, wrapper) -> None:
     monkeypatch.setattr(
         LocalRoleGroup,
         "call",
-        lambda self, name, *args: (
-            wrapper(lambda *a: call(self, name, *a), *args) if name == method else call(self, name, *args)
+        lambda self, name, *args, **options: (
+            wrapper(lambda *a: call(self, name, *a, **options), *args)
+            if name == method
+            else call(self, name, *args, **options)
         ),
     )
 
@@ -103,10 +106,10 @@ def test_an_engine_is_told_before_it_sleeps_that_new_weights_come(raw, monkeypat
     calls = list[str]()
     call = LocalRoleGroup.call
 
-    def noted(self, name, *args):
+    def noted(self, name, *args, **options):
         if self.spec.name == "rollout":
             calls.append(name)
-        return call(self, name, *args)
+        return call(self, name, *args, **options)
 
     monkeypatch.setattr(LocalRoleGroup, "call", noted)
     raw["train"] = {**raw["train"], "steps": 3, "validate_every": 0}
@@ -116,6 +119,7 @@ def test_an_engine_is_told_before_it_sleeps_that_new_weights_come(raw, monkeypat
     assert order[1:] == ["rollout", "expect_weights", "load"] * 3
 
 
+@pytest.mark.long
 def test_it_learns_what_the_reward_asks_for(raw):
     raw = {**raw, "train": {**raw["train"], "steps": 30, "lr": 3e-3, "validate_every": 0, "schedule": "constant"}}
     raw["checkpoint"] = {"every": 30}
@@ -123,6 +127,7 @@ def test_it_learns_what_the_reward_asks_for(raw):
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
 
 
+@pytest.mark.long
 def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monkeypatch):
     """About half of the prompts have such groups: without replacement, fewer groups are trained."""
     trained: dict[str, list[int]] = {"keep": [], "replace": []}
@@ -156,6 +161,7 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
         train(raw)
 
 
+@pytest.mark.long
 def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
     raw["rollout"] |= {
         "reward": {"use": "tests.rl.plugs:settles"},
@@ -168,6 +174,7 @@ def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
     assert [row["zero_variance_share"] for row in rows[3:]] == [1.0] * 3
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     whole = train(raw, "whole")
     with monkeypatch.context() as patch:
@@ -192,6 +199,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert facts[0] == facts[1]
 
 
+@pytest.mark.long
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     noisy = {
         **raw,
@@ -219,6 +227,7 @@ def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     assert [row["grad_norm"] for row in rows] != [row["grad_norm"] for row in found[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["lost", "without a tensor", "garbled", "twice", "old"])
 def test_a_wrong_sync_is_caught_before_a_token_is_sampled(raw, fault, monkeypatch):
     kept = {}
@@ -326,6 +335,7 @@ def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
         train(raw)
 
 
+@pytest.mark.long
 def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
     calculator.prepare(str(tmp_path / "task"))
     raw["model"]["path"] = str(tmp_path / "task" / "model")
@@ -354,6 +364,16 @@ def test_an_interrupt_while_it_generates_is_that_and_nothing_else(raw, monkeypat
     assert stopped.value.__context__ is None
 
 
+def test_a_reward_of_groups_gets_all_answers_to_a_prompt_and_their_episodes(raw, tmp_path):
+    """In training those of the group, in validation the greedy answer."""
+    raw["rollout"]["reward"] = {"use": "tests.rl.rewards.shapes:noted", "args": {"place": str(tmp_path / "noted")}}
+    raw["train"] |= {"steps": 1, "validate_every": 1}
+    (row,) = read_metrics(train(raw) / "metrics.jsonl")
+    assert row["no_result_share"] == row["no_result_share/dev"] == 0
+    assert row["reward"] > 1
+    assert Counter((tmp_path / "noted").read_text().splitlines()) == {"4 p 0": 8, "1 dev 1": 20}
+
+
 def test_rewards_are_told_by_source(raw, tmp_path):
     """With several sources, the metrics contain the mean reward of each."""
     (row,) = read_metrics(train({**raw, "train": {**raw["train"], "steps": 1}}) / "metrics.jsonl")
@@ -368,6 +388,7 @@ def test_rewards_are_told_by_source(raw, tmp_path):
     assert any(row["source_reward/p"] != row["source_reward/q"] for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algo", [{}, {"num_minibatches": 2}])
 def test_log_probs_of_the_engine_that_are_not_the_policys_stop_the_run_before_anything_is_trained(
     raw, monkeypatch, algo

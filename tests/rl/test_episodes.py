@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -17,10 +16,13 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, group_into_documents, samples_of
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
+from ptf.rl.engines.answers import EngineFault
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
+from ptf.rl.environments.play import EnvironmentPlay
 from ptf.rl.environments.protocol import Environments
-from ptf.rl.episodes import EngineFault, Episode, Limits, run_all
+from ptf.rl.episodes import Episode, one_answer, run_all
+from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
@@ -69,15 +71,18 @@ def environments(request):
 
 def episodes(rows, tokenizer, environments, **limits):
     how = Limits(
-        Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids), limits.get("length", 200), limits.get("turns", 8)
+        Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids),
+        limits.get("length", 200),
+        limits.get("vocabulary"),
     )
+    play = EnvironmentPlay(environments, limits.get("turns", 8)) if environments else one_answer
     return [
         Episode(
             Prompt(np.array([9], np.int32), row, "a", i),
             how,
             tokenizer,
             lambda turn, i=i: 100 * i + turn + 1,
-            environments,
+            play,
         )
         for i, row in enumerate(rows)
     ]
@@ -120,6 +125,7 @@ def turns_with_tools(n: int) -> Conversation:
     return Conversation("made", messages, [schema("lookup")])
 
 
+@pytest.mark.long
 def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained():
     """Through environment and engine come the samples that the same conversation has as training data:
     tokens and masks."""
@@ -128,6 +134,7 @@ def test_recorded_conversations_are_replayed_with_the_ids_that_are_trained():
         assert (split > 0) == (name == "drops_thinking")
 
 
+@pytest.mark.long
 def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
     for name in ("qwen3", "minimind"):
         split = replayed(spread(shared), Tokenizer.load(str(shared / "tokenizers" / name)))
@@ -145,13 +152,13 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
             for sample in wanted:
                 edges = np.flatnonzero(np.diff(sample.loss_weights != 0, prepend=False, append=False)).reshape(-1, 2)
                 script |= {sample.tokens[:a].tobytes(): sample.tokens[a:b] for a, b in edges}
-            how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6, 1000)
+            how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6)
             episode = Episode(
                 Prompt(np.zeros(0, np.int32), {"messages": c.messages, "tools": c.tools}, "a", 0),
                 how,
                 tokenizer,
                 lambda turn: 0,
-                environments,
+                EnvironmentPlay(environments, 1000),
             )
             (made,) = asyncio.run(run_all(Scripted(tokenizer, script), [episode]))
             assert made.outcome == Reward(1.0)
@@ -242,6 +249,7 @@ SAID = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", SAID)
 def test_a_fault_is_named_and_the_others_play_on_as_if_nothing_had_been(tokenizer, environments, fault, capsys):
     rows = [{}, {}, {"at": 2, "fault": fault}, {}, {}, {}]
@@ -263,6 +271,7 @@ def test_after_a_fork_no_answer_is_taken_for_anothers(tokenizer, environments, c
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_a_fault_that_passes_leaves_no_trace_but_a_count(tokenizer, environments, tmp_path, fault):
     undisturbed = [facts(t) for t in played([{}] * 3, tokenizer, environments)]
@@ -311,15 +320,13 @@ def test_an_answer_of_the_engine_that_is_none_is_named(tokenizer, what):
             change = GARBAGE.get(self.what, {})
             return Generation(**{**right, **change}, finished=False) if isinstance(change, dict) else change
 
-    (episode,) = episodes([{}], tokenizer, None)
-    episode.limits = replace(episode.limits, vocabulary=20)
+    (episode,) = episodes([{}], tokenizer, None, vocabulary=20)
     engine = Broken(tokenizer)
     engine.what = ""
     (found,) = asyncio.run(run_all(engine, [episode]))
     assert found.generations[0].sampled_ids.tolist() == [3, 4]
     engine.what = what
-    (episode,) = episodes([{}], tokenizer, None)
-    episode.limits = replace(episode.limits, vocabulary=20)
+    (episode,) = episodes([{}], tokenizer, None, vocabulary=20)
     with pytest.raises(EngineFault, match="the rollout engine scripted answered with"):
         asyncio.run(run_all(engine, [episode]))
 
@@ -403,7 +410,9 @@ def test_who_imports_the_old_name_of_a_step_result_is_told_the_new_names():
 
 def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
-    (tmp_path / "shop_of_the_page.py").write_text(page.split("```python\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    (shop,) = [block for block in blocks if "class Shop" in block]
+    (tmp_path / "shop_of_the_page.py").write_text(shop)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     environments = Environments(Plugin(use="shop_of_the_page:Shop"))
@@ -413,8 +422,3 @@ def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeyp
         assert found.outcome in (Reward(0.0), Reward(1.0))
     finally:
         environments.close()
-
-
-def test_an_episode_begins_open_and_without_a_reward():
-    episode = Episode(None, None, None, lambda turn: 0)  # type: ignore[arg-type]
-    assert (episode.done, episode.complete, episode.failure, episode.reward) == (False, False, None, 0.0)

@@ -1,6 +1,7 @@
 """GRPO's family: losses and advantages beside verl's own, on random numbers, wherever both define them;
 what verl does not have beside the papers."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -188,6 +189,11 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
             {"overlong_buffer_tokens": 999},
             r"algo\.overlong_buffer_tokens +\(999\) is more than rollout\.max_new_tokens",
         ),
+        ({"turn_discount": 0.5}, r"algo\.turn_discount +has no effect without algo\.credit_level: turn"),
+        (
+            {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False},
+            r"algo\.credit_level +turn is for episodes",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(algo, message):
@@ -204,6 +210,51 @@ def test_settings_that_do_not_go_together_are_refused(algo, message):
     }
     with pytest.raises(UserError, match=message):
         loads(yaml.safe_dump({**raw, "algo": algo}))
+
+
+ENVIRONMENT = {"reward": None, "environment": {"use": "a:b"}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "algo", "message"),
+    [
+        ("grpo", {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}, None),
+        ("grpo", {"credit_level": "turn"}, r"algo\.baseline +must be leave_one_out with algo\.credit_level: turn"),
+        ("ppo", {"credit_level": "turn", "bootstrap_cut_off": True}, None),
+        ("ppo", {"overlong_filter": True, "bootstrap_cut_off": True}, r"algo\.bootstrap_cut_off +has no effect"),
+    ],
+)
+def test_the_credit_of_episodes_has_rules_of_its_own(recipe, algo, message):
+    import yaml
+
+    raw = {
+        "recipe": recipe,
+        "algo": algo,
+        "model": {"path": "m"},
+        "data": {"sources": {"a": {"path": "a"}}},
+        "train": {"steps": 1, "lr": 1},
+        "rollout": ENVIRONMENT,
+    }
+    if message is None:
+        build(loads(yaml.safe_dump(raw)))
+    else:
+        with pytest.raises(UserError, match=message):
+            loads(yaml.safe_dump(raw))
+
+
+def test_an_overlong_filter_leaves_out_of_the_loss_what_was_cut_off_and_not_of_the_baseline():
+    (group,) = groups(1)
+    cut = tuple(dataclasses.replace(t, complete=i != 1) for i, t in enumerate(group))
+    for recipe in (GRPO(), GRPO(baseline="leave_one_out", scale_by_std=False, credit_level="turn")):
+        every = recipe.compute_advantages([cut])
+        kept = dataclasses.replace(recipe, overlong_filter=True).compute_advantages([cut])
+        assert len(every) == len(kept) + 1 == 4
+        for (sample,), (wanted,) in zip(kept, every[:1] + every[2:], strict=True):
+            assert sample.tokens.tolist() == wanted.tokens.tolist()
+            assert sample.token_columns["advantages"].tolist() == wanted.token_columns["advantages"].tolist()
+    none = tuple(dataclasses.replace(t, complete=False) for t in group)
+    assert GRPO(overlong_filter=True).compute_advantages([none]) == []
+    assert len(GRPO(overlong_filter=True).compute_advantages([group])) == 4
 
 
 def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():

@@ -191,6 +191,34 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     assert found[0] != pytest.approx(found[2], rel=1e-3)
 
 
+@pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl_coef=0.1, loss_aggregation="sequence_mean")])
+def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator(tmp_path, recipe, weight):
+    """∇(L₁ + w L₂) / (n₁ + w n₂), where n counts the tokens, or the answers, of a prompt's group."""
+    model, family = bridge.build(checkpoint(tmp_path / "m"))
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, tmp_path / "m", family)
+    model.double()
+    one, two = groups(2)
+    weighed = tuple(dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, weight=weight)) for t in two)
+
+    def gradient(these):
+        batch = Batch.of(pack_all(recipe.compute_advantages(these), 40), 40)
+        loss, _ = recipe.loss(model, batch, {})
+        return torch.autograd.grad(loss, list(model.parameters())), float(recipe.denominator(batch))
+
+    of_one, n_one = gradient([one])
+    of_two, n_two = gradient([two])
+    of_both, n_both = gradient([one, weighed])
+    assert n_both == pytest.approx(n_one + weight * n_two)
+    counted = [len(t.generations[0].sampled_ids) if recipe.loss_aggregation == "token_mean" else 1 for t in two]
+    assert n_two == sum(counted)
+    for both, a, b in zip(of_both, of_one, of_two, strict=True):
+        assert torch.allclose(both, a + weight * b, rtol=1e-5, atol=1e-7 * float(both.abs().max()))
+    unweighed = max(float((both - a - b).abs().max()) for both, a, b in zip(of_both, of_one, of_two, strict=True))
+    assert (unweighed > 1e-4) == (weight != 1)
+
+
 def test_context_is_never_trained():
     for (sample,), t in zip(GRPO().compute_advantages(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)

@@ -27,29 +27,29 @@ KILLED = """
     phase, step = sys.argv[2], int(sys.argv[3])
     methods = {"rollout": "rollout", "logprobs": "logprobs", "reference": "logprobs", "update": "update",
                "sync": "load", "save": "save"}
-    at, call, score = [0], LocalRoleGroup.call, controller.score_groups
+    at, call, score = [0], LocalRoleGroup.call, controller.GroupScoring.finish
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def killing(self, method, *args):
+    def killing(self, method, *args, **options):
         if method == "update":
             at[0] = args[1]
         here = at[0] == step if phase in ("sync", "save") else True
         if method == "rollout":
             at[0] = args[1]
         role = "reference" if phase == "reference" else "rollout" if phase in ("rollout", "sync") else "policy"
-        done = call(self, method, *args)
+        done = call(self, method, *args, **options)
         if here and at[0] == step and method == methods.get(phase) and self.spec.name == role:
             die()
         return done
 
-    def scoring(rewards, groups):
+    def scoring(begun, groups):
         if phase == "reward" and at[0] == step:
             die()
-        return score(rewards, groups)
+        return score(begun, groups)
 
-    LocalRoleGroup.call, controller.score_groups = killing, scoring
+    LocalRoleGroup.call, controller.GroupScoring.finish = killing, scoring
     run(load(sys.argv[1]), "killed")
 """
 

@@ -1,23 +1,34 @@
 """PPO: advantages and the critic's loss beside verl's own; the loop with a critic runs, resumes to the bit,
 and learns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import yaml
 
 from ptf.compute.tracking import is_clock, read_metrics
+from ptf.compute.world import World
 from ptf.config import loads
+from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
-from ptf.data.trajectory import NoResult, Reward
+from ptf.data.sample import Sample
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of
 from ptf.errors import UserError
 from ptf.recipes.advantages import generalised_advantages
+from ptf.recipes.documents import last_values
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.ppo.recipe import PPO, Critic
+from ptf.recipes.protocol import bootstraps_cut_off
+from ptf.rl.forward_passes import per_document, per_token
+from ptf.train.trainer import load_model
 from tests.rl.test_controller import intercept, train
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_family import Given, padded
 from tests.rl.test_grpo import trajectory
+from tests.tiny import checkpoint
 
 
 @pytest.fixture
@@ -121,6 +132,95 @@ def test_kl_is_taken_from_every_tokens_reward():
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
+def of_turns(*lengths: int, **fields) -> Trajectory:
+    """Return an episode of turns with these numbers of sampled tokens, and random values."""
+    generations, context = [], np.array([1, 2], np.int32)
+    for n in lengths:
+        ids = np.full(n, 3, np.int32)
+        generations.append(Generation(context, ids, np.zeros(n, np.float32), np.zeros(n, np.int32), True))
+        context = np.concatenate([context, ids, np.array([4], np.int32)])
+    values = np.random.default_rng(1).normal(size=sum(lengths)).astype(np.float32)
+    prompt = Prompt(np.array([1, 2], np.int32), {}, "a", 0)
+    return Trajectory(prompt, tuple(generations), "", **{"token_columns": {"values": values}, **fields})
+
+
+def test_the_reward_of_a_turn_is_at_its_last_token():
+    t = of_turns(2, 1, 3, outcome=Reward(1.5), turn_rewards=np.array([0.5, -1.0, 2.0]))
+    assert PPO(credit_level="turn").rewards(t).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
+    assert PPO().rewards(t).tolist() == [0, 0, 0, 0, 0, 1.5]  # the default
+    assert PPO(credit_level="turn").rewards(replace(t, turn_rewards=None)).tolist() == [0, 0, 0, 0, 0, 1.5]
+    recipes = [PPO(credit_level=at, lam=1.0, whiten=False) for at in ("turn", "episode")]
+    found, before = (recipe.compute_advantages([(t,)]) for recipe in recipes)
+    # what a token is credited with is what follows it, and no longer what came before
+    returns = [unit[0][0].token_columns["returns"][unit[0][0].loss_weights != 0] for unit in (found, before)]
+    assert returns[0] == pytest.approx([1.5, 1.5, 1.0, 2.0, 2.0, 2.0], abs=1e-6)
+    assert returns[1] == pytest.approx([1.5] * 6, abs=1e-6)
+
+
+def test_what_was_cut_off_is_bootstrapped_with_the_critics_value():
+    t = of_turns(3, outcome=Reward(0.5), complete=False, value_after=2.0)
+    values = t.token_columns["values"].astype(float)
+    (unit,) = PPO(whiten=False, gamma=0.9, lam=0.8).compute_advantages([(t,)])
+    errors = np.array([0.0, 0.0, 0.5]) + 0.9 * np.append(values[1:], 2.0) - values
+    wanted = [sum((0.9 * 0.8) ** (u - i) * errors[u] for u in range(i, 3)) for i in range(3)]
+    assert unit[0].token_columns["advantages"][-3:] == pytest.approx(wanted, abs=1e-6)
+    (plain,) = PPO(whiten=False, gamma=0.9, lam=0.8).compute_advantages([(replace(t, value_after=None),)])
+    assert plain[0].token_columns["advantages"][-1] == pytest.approx(0.5 - values[-1], abs=1e-6)
+    assert PPO(overlong_filter=True).compute_advantages([(t,)]) == []
+    assert len(PPO(overlong_filter=True).compute_advantages([(replace(t, complete=True), t)])) == 1
+
+
+def test_the_last_sample_of_an_episode_ends_with_its_last_token():
+    """Of an episode whose second turn begins anew, and whose third continues the first."""
+    first, anew, third = of_turns(2, 1, outcome=Reward(0.0)).generations, of_turns(3).generations[0], of_turns(2, 1, 2)
+    anew = replace(anew, context=np.array([9], np.int32))
+    whole = of_turns(2, outcome=Reward(0.0))
+    made = replace(whole, generations=(first[0], anew, third.generations[1]), token_columns={})
+    assert len(samples_of(made)) == 2
+    assert last_sample_of(made).tokens.tolist() == [1, 2, 3, 3, 4, 3]
+    made = replace(made, generations=made.generations[:2])
+    assert last_sample_of(made).tokens.tolist() == [9, 3, 3, 3]
+
+
+def test_a_run_computes_the_value_after_what_was_cut_off(ppo, monkeypatch):
+    """And only of that."""
+    seen, asked, credit = list[Trajectory](), [], PPO.compute_advantages
+
+    def noting(self, groups):
+        seen.extend(t for group in groups for t in group)
+        return credit(self, groups)
+
+    monkeypatch.setattr(PPO, "compute_advantages", noting)
+    intercept(monkeypatch, "last_values", lambda call, samples: asked.append((samples, call(samples))) or asked[-1][1])
+    ppo["train"] |= {"steps": 1, "validate_every": 0}
+    ppo["rollout"]["max_new_tokens"] = 2
+    train({**ppo, "evaluate": {}, "algo": {**ppo["algo"], "bootstrap_cut_off": True}})
+    ((samples, values),) = asked
+    cut = [t for t in seen if not t.complete]
+    assert 0 < len(cut) < len(seen)
+    assert [s.tokens.tolist() for s in samples] == [last_sample_of(t).tokens.tolist() for t in cut]
+    assert [t.value_after for t in cut] == values
+    assert len({*values}) > 1
+    assert all(t.value_after is None for t in seen if t.complete)
+    assert not bootstraps_cut_off(PPO())
+    assert not bootstraps_cut_off(GRPO())  # no critic
+
+
+def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp_path):
+    """Beside the values of samples that are one token longer."""
+    place = checkpoint(tmp_path / "m")
+    critic, _ = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
+    units = PPO(whiten=False).compute_advantages(scored())
+    samples = [sample for (sample,) in units]
+    longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
+    arguments = {"seq_len": 40, "micro_batch_sequences": 2}
+    after = per_document(critic, samples, World(), last_values, **arguments)
+    before = per_token(critic, longer, World(), lambda x, head, batch: head.values(x), **arguments)
+    assert after == pytest.approx([float(values[-1]) for values in before], abs=1e-5)
+    assert after != pytest.approx([float(values[-2]) for values in before], abs=1e-3)
+
+
+@pytest.mark.long
 def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
     ppo["algo"] |= {"critic_warmup": 2, "kl_coef": 0.01}
     whole = train(ppo, "whole")

@@ -23,7 +23,7 @@ from ptf.rl import ray_cluster, replicas
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers
 from ptf.rl.ray_cluster import VerlCluster
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 class Echo:

@@ -119,6 +119,7 @@ def group(ray_cluster, tmp_path):
     cluster.close()
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("raise", marks=pytest.mark.cluster)])
 def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_path, capsys, fault):
@@ -135,6 +136,7 @@ def test_one_that_is_lost_is_replaced_and_asked_for_the_rest_alone(group, tmp_pa
     assert ("died while doing workers.squares" if fault == "SIGKILL" else "the engine is out of order") in said
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_one_that_was_told_what_cannot_be_said_again_has_no_successor(group, tmp_path):
     assert group.call("receive", 8) == 8
@@ -245,5 +247,5 @@ def test_a_successor_is_asked_for_the_rest_alone():
         ask(Answering())
 
     replicas._with_restarts = twice
-    assert replicas._part(0, "squares", [5, 6, 7, 8], [3, 0, 2], ["shared"]) == {3: 80, 0: 50, 2: 70}
+    assert replicas._part(0, "squares", [5, 6, 7, 8], [3, 0, 2], ["shared"], None) == {3: 80, 0: 50, 2: 70}
     assert asked == [([8, 5, 7], ("shared",), "a role.squares"), ([7], ("shared",), "a role.squares")]

@@ -44,6 +44,7 @@ def answers(run: Path) -> set[str]:
     return {json.loads(line)["answer"] for line in (run / "samples.jsonl").read_text().splitlines()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{}, {"kl_coef": 0.05}, {"entropy_coef": 0.01}, {"num_minibatches": 1}])
 def test_only_what_is_allowed_is_said_and_the_trainer_knows(short, tmp_path, change):
     short["algo"] |= change
@@ -54,6 +55,7 @@ def test_only_what_is_allowed_is_said_and_the_trainer_knows(short, tmp_path, cha
     assert rows[0]["entropy"] < np.log(3)  # among few, and not among all 20 characters
 
 
+@pytest.mark.long
 def test_a_policy_learns_which_of_them(raw, tmp_path):
     raw["train"] |= {"steps": 25, "lr": 3e-3, "validate_every": 25}
     raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:by_length"}}
@@ -81,6 +83,7 @@ def test_distinct_answers(short, tmp_path, lines):
     assert all(row["logprob_diff_max"] <= 1e-5 for row in read_metrics(run / "metrics.jsonl"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_trie", [False, True])
 @pytest.mark.parametrize("top_p", [0.5, 0.9])
 def test_a_nucleus_is_the_trainers_too(short, tmp_path, top_p, with_trie):

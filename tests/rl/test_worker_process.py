@@ -16,7 +16,7 @@ from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.rl import worker_server
 from ptf.rl.environments.protocol import EnvironmentFault, Environments
-from ptf.rl.rewards.functions import RewardWorkers
+from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.worker_server import Threads
 
 
@@ -105,6 +105,7 @@ def test_of_calls_in_a_process_that_dies_the_one_at_fault_alone_has_no_result(tm
     assert max(Counter(calls.read_text().split()).values()) == 2, "each at most once more"
 
 
+@pytest.mark.long
 def test_a_call_that_takes_too_long_beside_others_is_made_again_alone() -> None:
     """None of them is at fault: each computes for a tenth of its time."""
     with scored_by("waits_then_computes", timeout_s=1.5) as rewards:
@@ -156,6 +157,7 @@ def test_an_environment_lost_between_two_questions_of_its_replay_is_replayed_aga
         assert environments.retried == 0
 
 
+@pytest.mark.long
 def test_a_coroutine_that_hangs_or_blocks_the_loop_has_no_result_and_the_others_do() -> None:
     for fault in ("hang", "block"):
         rows = [{"parties": 3}, {"fault": fault}, {"parties": 3}, {"parties": 3}]
@@ -210,3 +212,23 @@ def test_a_process_ends_when_its_rewards_are_closed(tmp_path: Path) -> None:
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("name", ["Closes", "ClosesLater"])
+def test_an_environment_is_closed_once_after_its_episode_or_before_it_is_replayed(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    rows = [{"file": str(file), "name": fault, "fault": fault} for fault in ("none", "raise", "close")]
+    with environments_of(name, retries=1) as environments:
+        assert play(environments, rows) == [0.0, "OSError: broken", 0.0]
+        until = time.monotonic() + 20
+        while len(file.read_text().split() if file.exists() else []) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sorted(file.read_text().split()) == ["close", "none", "raise", "raise"]
+        assert play(environments, rows[:1]) == [0.0]  # in the same process
+
+
+def test_a_close_that_hangs_costs_no_other_episode_anything(tmp_path: Path) -> None:
+    row = {"file": str(tmp_path / "closed"), "name": "a"}
+    with environments_of("Closes", timeout_s=1.0) as environments:
+        assert play(environments, [{**row, "fault": "hang"}]) == [0.0]
+        assert play(environments, [row] * 4) == [0.0] * 4

@@ -59,6 +59,7 @@ def again(raw: dict, run_name: str) -> Artifact | None:
     return artifact
 
 
+@pytest.mark.long
 def test_new_data_are_trained_on_and_only_what_is_better_is_published(raw, tmp_path, capsys):
     root = f"{raw['output']}/published"
     first = again(raw, "first")
@@ -129,6 +130,7 @@ def test_what_a_link_leads_to_is_what_counts(tmp_path):
     assert stamps(spec) != before
 
 
+@pytest.mark.long
 def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):
     root = f"{raw['output']}/published"
     again(raw, "first")
@@ -142,6 +144,7 @@ def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):
     assert more.models == {root: f"{root}/first"}
 
 
+@pytest.mark.long
 def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, tmp_path, capsys):
     first = again(raw, "first")
     sums(tmp_path, 150, 300, wrong=True)
@@ -252,6 +255,7 @@ def toy(tmp_path) -> Toy:
     return Toy(tmp_path / "flow")
 
 
+@pytest.mark.long
 def test_the_flow_ends_early_where_nothing_is_new(raw, toy):
     again(raw | {"train": {**raw["train"], "steps": 2}}, "first")
     said = flow(raw, toy)

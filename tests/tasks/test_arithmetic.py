@@ -46,6 +46,7 @@ def test_answers_are_right(task: Path) -> None:
             assert eval(row["messages"][0]["content"].rstrip("=")) == int(row["answer"])
 
 
+@pytest.mark.long
 def test_the_model_directory_is_one_of_hugging_face(task: Path) -> None:
     tokenizer = Tokenizer.load(str(task / "model"))
     config = AutoConfig.from_pretrained(task / "model")

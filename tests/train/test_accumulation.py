@@ -168,6 +168,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
+@pytest.mark.long
 def test_no_whole_gradient_is_held_between_passes(found):
     expected = alone(micro(0) + micro(1))
     for by_mesh in found["held"]:
@@ -176,6 +177,7 @@ def test_no_whole_gradient_is_held_between_passes(found):
             assert_equal(gradient, expected)
 
 
+@pytest.mark.long
 def test_a_pass_that_fails_leaves_nothing_for_the_next_step(found):
     expected = alone(micro(0) + micro(1))
     for by_mesh in found["failed"]:

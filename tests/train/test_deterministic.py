@@ -20,6 +20,7 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     return raw
 
 
+@pytest.mark.long
 def test_how_sequences_are_split_into_passes_changes_no_bit(raw: dict[str, Any]) -> None:
     runs = [train(raw, f"split-{n}", train__micro_batch_sequences=n) for n in (1, 2, 4)]
     assert all(facts(run) == facts(runs[0]) and same(weights(run), weights(runs[0])) for run in runs)

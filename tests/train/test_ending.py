@@ -157,6 +157,7 @@ def test_a_place_that_cannot_be_written_leaves_the_checkpoint_before_it(
     assert same(weights(again), weights(train(raw, "whole")))
 
 
+@pytest.mark.long
 def test_saving_goes_on_beside_training(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is the state of the step it belongs to, however long the writing takes;
     and steps are made meanwhile."""

@@ -104,10 +104,12 @@ def trained(raw: dict[str, Any], run_name: str) -> tuple[dict[str, float], Path]
     return measure_run(job, directory), directory
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_bits(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     test_loop.test_a_resumed_run_ends_with_the_same_bits(raw, [5, 10], monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form", ["items", "head", *(pytest.param(form, marks=pytest.mark.cluster) for form in ("semantic", "sampled"))]
 )
@@ -171,6 +173,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
     }
 
 
+@pytest.mark.long
 def test_slates_are_made_of_items_alone_and_what_they_are_worth_rises(tmp_path: Path) -> None:
     found, directory = trained(slates(tmp_path), "grpo")
     assert found["invalid/slates"] == found["starting_model/invalid/slates"] == 0
@@ -218,6 +221,7 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
         measure_run(job, directory)
 
 
+@pytest.mark.long
 def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     """Each turn shows what the user did, and not what was recommended; every slate is of items, and its reward is what
     it was worth beside its basket."""

@@ -110,6 +110,7 @@ def adapter_of(run: Path) -> dict[str, Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.long
 def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, monkeypatch) -> None:
     narrow = train(raw, "narrow")
     stopped(monkeypatch, 8, lambda: train(raw, "resumed"))

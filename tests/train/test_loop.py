@@ -65,6 +65,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, step: int, training: Callable[[], A
             training()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stops", [[3], [8], [5, 10, 11]])
 def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
     whole = train(raw, "whole")
@@ -76,6 +77,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, stops, monkeypatch):
     assert [row["step"] for row in facts(whole)] == list(range(1, 13))
 
 
+@pytest.mark.long
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     """A resumed run draws the same numbers, whatever torch's generator has drawn before and wherever the run was
     stopped, also before its first checkpoint."""
@@ -103,6 +105,7 @@ def test_how_sequences_are_split_into_passes_does_not_change_the_loss(raw):
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_bf16_trains_near_fp32_over_fp32_weights(raw):
     a, b = train(raw, "a"), train(raw, "b", train__precision="bf16")
     assert facts(a)[-1]["loss"] == pytest.approx(facts(b)[-1]["loss"], rel=0.02)
@@ -110,6 +113,7 @@ def test_bf16_trains_near_fp32_over_fp32_weights(raw):
     assert weights(b)["model.norm.weight"].dtype == torch.float32
 
 
+@pytest.mark.long
 def test_the_decay_begins_where_the_held_out_loss_says_and_a_resume_knows_it(raw, monkeypatch):
     raw["train"] |= {"steps": 40, "schedule": "linear", "lr_decay_steps": 6, "validate_every": 2}
     plain = facts(train(raw, "plain"))
@@ -165,6 +169,7 @@ def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
     assert resolved(job, recorded_models(job, "third")).model.path == str(versions / "v1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_passed_over(raw, damage, monkeypatch, capsys):
     whole = train(raw, "whole")

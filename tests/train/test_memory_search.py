@@ -67,6 +67,7 @@ def test_without_any_that_fits_every_number_of_gpus_was_tried(tmp_path: Path) ->
     assert {trial.refused for trial in trials if trial.plan is None} == {"the heads are 4"}
 
 
+@pytest.mark.long
 def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"

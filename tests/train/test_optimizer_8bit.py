@@ -151,6 +151,7 @@ def test_a_checkpoint_whose_moments_are_stored_otherwise_is_refused(tmp_path: Pa
         trained(directory, World(), range(0), stored)
 
 
+@pytest.mark.long
 def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> None:
     raw = arithmetic(tmp_path)
     raw["train"] = {**raw["train"], "validate_every": 0, "optimizer": "adamw_8bit"}

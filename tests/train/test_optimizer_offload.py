@@ -85,6 +85,7 @@ def test_shards_of_two_ranks_have_the_same_bits(tmp_path) -> None:
     assert two_ranks(partial(sharded, str(checkpoint(tmp_path / "m"))), tmp_path) == [True, True]
 
 
+@pytest.mark.long
 def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> None:
     raw = arithmetic(tmp_path)
     raw["train"] = {**raw["train"], "validate_every": 0}

@@ -102,6 +102,7 @@ def test_a_declared_head_trains_by_its_own_loss_and_is_published_in_its_own_file
         model_difference(job, found, found / "model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 def test_a_scalar_head_is_a_transformers_classifier(raw, tmp_path, init, capsys):
     if init == "pretrained":
@@ -153,6 +154,7 @@ def items(directory: Path) -> Path:
     return write_jsonl(directory / "items.jsonl", rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 def test_semantic_ids_are_single_tokens_everywhere(raw, tmp_path, init):
     base = Tokenizer.load(str(tmp_path / "model"))

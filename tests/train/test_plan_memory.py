@@ -91,6 +91,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_holds_what_was_planned(case: str) -> None:
     shape, ranks, changes, more = CASES[case]
@@ -101,6 +102,7 @@ def test_a_step_holds_what_was_planned(case: str) -> None:
     assert planned.total == pytest.approx(counted, rel=0.05), (planned.total / GIB, counted / GIB, planned)
 
 
+@pytest.mark.long
 def test_inputs_of_layers_in_host_memory_save_what_was_planned() -> None:
     changes, found = {"num_hidden_layers": 9, "vocab_size": 1024}, []
     with published("Qwen3-0.6B", **changes) as directory:

@@ -63,6 +63,7 @@ def raw(request, tmp_path) -> dict[str, Any]:
     return preferences(tmp_path, request.param)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     whole = train(raw, "whole")
     stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
@@ -74,6 +75,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert 0 <= last.get("accuracy/held_out", 0) <= 1
 
 
+@pytest.mark.long
 def test_how_sequences_are_split_changes_no_bit_in_the_deterministic_mode(raw):
     if raw["algo"].get("precompute"):
         with pytest.raises(UserError, match=r"algo\.precompute .*because the last bits of precomputed values depend"):
@@ -117,6 +119,7 @@ def perturb(path: Path) -> None:
     save_file(near, path, metadata={"format": "pt"})
 
 
+@pytest.mark.long
 def test_adapters_make_a_policy_its_own_reference(tmp_path):
     """The run begins at ln 2, as it must whatever the reference is, and goes as with a second model."""
     raw = preferences(tmp_path, "dpo")
@@ -176,6 +179,7 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(tmp_path):
         train(taught, "b")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dpo", "kd"])
 def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys):
     """The log-probs of reference or teacher are computed before training or beside it; the batches and losses are
@@ -196,6 +200,7 @@ def test_what_was_found_ahead_trains_what_is_found_beside(tmp_path, name, capsys
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dpo", "kd"])
 def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside(tmp_path, name):
     raw = preferences(tmp_path, f"{name} ahead")

@@ -44,6 +44,7 @@ def raw(tmp_path: Path) -> dict:
     return {**raw, "model": lora, "train": {**raw["train"], "lr": 1e-2}}
 
 
+@pytest.mark.long
 def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the_checkpoint(raw, monkeypatch, capsys):
     whole = train(raw, "whole")
     said = capsys.readouterr().out

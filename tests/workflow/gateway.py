@@ -3,7 +3,6 @@ gone with the block that started them."""
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -11,6 +10,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.server_process import free_port
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool")
 WAIT_S = 120.0
@@ -155,12 +156,6 @@ def ended(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def until(so: Callable[[], bool], what: str) -> None:

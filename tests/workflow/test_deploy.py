@@ -71,6 +71,7 @@ def test_an_argo_template_has_what_the_config_says(toy):
     assert "retryStrategy" not in steps["prepare"]
 
 
+@pytest.mark.long
 def test_our_packages_go_along_and_are_those_that_are_imported(toy):
     listed = toy("package", "list", flow=SFT)
     names = {line.removeprefix(f"{ROOT}/") for line in (listed.stdout + listed.stderr).splitlines()}

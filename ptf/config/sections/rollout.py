@@ -30,17 +30,72 @@ class ConstrainedDecodingConfig(Section):
     """An answer contains no line twice: lines that the answer already has are no longer allowed."""
 
 
+class SourcePlugin(Plugin):
+    """The reward or the environment of one source."""
+
+    weight: float = 1.0
+    """Factor on its rewards."""
+
+    @property
+    def plugin(self) -> Plugin:
+        """Return it without its weight, as a process of its own gets it."""
+        return Plugin(use=self.use, args=self.args)
+
+
+class HarnessConfig(Section):
+    """An agent in its own code that calls the policy at an OpenAI-compatible address, in place of `environment`."""
+
+    command: list[str] = []
+    """A program with its arguments, started for each episode. It finds the address in `OPENAI_BASE_URL`, its key in
+    `OPENAI_API_KEY`, and one line of JSON on its standard input: the row's `messages`, `columns` and `seed`. It ends
+    with status 0, and may write a result for `reward` into the file that `PTF_RESULT` names."""
+    agent: Plugin | None = None
+    """In place of `command`, a function: `agent(row, base_url, api_key, seed, **args) -> float | None`, plain (in a
+    thread) or `async def`. A number is the reward; None leaves it to `reward`. It runs in the rollout's process, or
+    with `python`."""
+    python: str | None = None
+    """An interpreter that runs `agent` in processes of its own, for packages that do not fit into ptf's environment:
+    `/opt/agent/.venv/bin/python`, with which ptf need not be installed. The processes are started once."""
+    processes: Positive = 1
+    """Number of processes of `python`; each plays many episodes at once."""
+    columns: list[str] = []
+    """Columns of the row that `command` gets beside `messages`. What it gets, the policy may find: no answers."""
+    environment: list[str] = []
+    """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
+    models: dict[str, Literal["policy", "policy:frozen"]] = {}
+    """Names of models that the agent asks for, and what serves them: `policy`, whose answers are trained, or
+    `policy:frozen`."""
+    tool_format: str | None = None
+    """How the model writes tool calls, such as `hermes`. Default: what its chat template asks for."""
+    max_calls: Positive = 1000
+    """Largest number of answers in one episode; further requests are refused."""
+
+
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
     reward: Plugin | None = None
-    """`f(row, text, **args) -> float`; an exception counts as no result, never as 0."""
+    """`f(row, text, **args) -> float`, or a reward of groups or batches (ptf.rl.rewards); an exception counts as no
+    result, never as 0."""
     reward_model: RewardModelConfig | None = None
     """A reward model, which is a role of its own. The reward is its score × `weight`, plus that of `reward` if both are
     given."""
     environment: Plugin | None = None
     """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
     (ptf.rl.environments.protocol), which returns the rewards."""
+    rewards: dict[str, SourcePlugin] = {}
+    """In place of `reward`: a reward for each of several sources, by the source's name."""
+    environments: dict[str, SourcePlugin] = {}
+    """In place of `environment`: an environment for each of several sources, by the source's name. Rows of other
+    sources are answered once and scored by `reward` or `rewards`."""
+    play: Plugin | None = None
+    """For episodes of your own, in place of `environment`: `async def play(prompt, policy, **args) -> Trajectory`
+    (ptf.rl.policy), which asks the policy as often as it likes. It gives the reward, or leaves that to `reward`."""
+    harness: HarnessConfig | None = None
+    """For an agent in its own code, in place of `environment` and `play`; `reward` scores what it does."""
+    episode_timeout_s: PositiveFloat | None = changeable(None)
+    """Time limit of an episode, which has no result if it takes longer. Default: 600 with `harness`; otherwise none but
+    `compute.timeout_s`, which ends the whole run."""
     max_turns: Positive = 8
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
@@ -48,8 +103,8 @@ class RolloutConfig(Section):
     """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
     engine replica."""
     scoring_timeout_s: PositiveFloat = changeable(10.0)
-    """Time limit of one call of `reward`, or of an environment's `reset` or `step`. Many calls are in flight in a
-    process; each has its own limit."""
+    """Time limit of one call of `reward`, with all requests that it makes, or of an environment's `reset` or `step`.
+    Many calls are in flight in a process; each has its own limit."""
     scoring_retries: Count = changeable(1)
     """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
     result."""
@@ -114,3 +169,22 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: PositiveFloat = changeable(0.25)
     """Key-value cache of one vLLM engine on a CPU, in GiB. On a GPU vLLM determines its own, from
     `gpu_memory_utilization`."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Return whether an answer may have several turns."""
+        return bool(self.environment or self.environments or self.play or self.harness)
+
+    @property
+    def rewards_by_source(self) -> dict[str, SourcePlugin]:
+        """Return the rewards of answers by source; the one of all sources has the name ""."""
+        if self.reward is not None:
+            return {"": SourcePlugin(use=self.reward.use, args=self.reward.args)}
+        return self.rewards
+
+    @property
+    def environments_by_source(self) -> dict[str, SourcePlugin]:
+        """Return the environments by source; the one of all sources has the name ""."""
+        if self.environment is not None:
+            return {"": SourcePlugin(use=self.environment.use, args=self.environment.args)}
+        return self.environments

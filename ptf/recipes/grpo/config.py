@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
+from ptf.config.section import Fraction
 from ptf.recipes.online import RewardedConfig
 
 if TYPE_CHECKING:
@@ -15,8 +16,9 @@ class GRPOConfig(RewardedConfig):
     `loss_aggregation: sequence_mean`, clips near 3e-4.
 
     In the values `sequence` and `sequence_mean` a sequence is one answer, not a packed sequence of `data.seq_len`
-    tokens. In an episode of several turns, consecutive turns form one sequence as long as each context extends the one
-    before; otherwise a new one starts."""
+    tokens. In an episode of several turns, `loss_aggregation` counts the whole episode as one sequence. For
+    `importance_sampling_level` consecutive turns form one as long as each context extends the one before; otherwise a
+    new one starts."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
@@ -28,6 +30,9 @@ class GRPOConfig(RewardedConfig):
     """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
     `sequence_mean`: the mean within each sequence, then the mean over sequences. `constant_length`: the sum within each
     sequence, divided by `rollout.max_new_tokens`, then the mean over sequences."""
+    turn_discount: Fraction = 1.0
+    """With `credit_level: turn`, a turn is credited with its reward plus this times the credit of the next turn: 1 is
+    the sum of what follows, 0 the reward of the turn alone."""
 
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
@@ -42,4 +47,12 @@ class GRPOConfig(RewardedConfig):
                 "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "
                 "standard deviation; its default is true"
             )
+        if self.credit_level == "turn" and self.baseline != "leave_one_out":
+            errors.append(
+                "algo.baseline must be leave_one_out with algo.credit_level: turn (and algo.scale_by_std: false): "
+                "where episodes differ in their numbers of turns, a mean that includes the episode itself, and a "
+                "standard deviation of the turn, bias the gradient"
+            )
+        if self.turn_discount != 1 and self.credit_level != "turn":
+            errors.append("algo.turn_discount has no effect without algo.credit_level: turn; set that, or remove it")
         return errors

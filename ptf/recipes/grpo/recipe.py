@@ -14,8 +14,15 @@ without a critic.
 
 The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their
 tokens (GRPO, eq. 3), or over sequences of the sums over their tokens divided by the largest length (Dr.GRPO, Liu et al.
-2025, section 3.2). As in these papers, a sequence is an answer, or turns of an episode of which each continues the
-context of the one before; in the batch it is one document.
+2025, section 3.2). In these means a sequence is an answer or a whole episode, also one that was split into several
+samples. For ρ it is one sample: turns of an episode of which each continues the context of the one before.
+
+With `credit_level: turn` the advantage of a token is that of its turn (ptf/recipes/turns.py). If b leaves the episode
+itself out and nothing is divided by a standard deviation, the gradient is that of the expected reward, up to what the
+mean divides by: `constant_length` divides by the number of episodes, which does not depend on the answers, and the
+others by numbers of tokens, which do (Dr.GRPO, section 3.1). With the mean over a whole group of n, the gradient is
+(n − 1)/n times as large. Dividing by the group's own deviation changes its direction: groups whose rewards differ
+little count more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +43,10 @@ from ptf.model.chunked import TokenLogprobs, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
-from ptf.recipes.documents import document_weights, sums
+from ptf.recipes.documents import document_weights, episode_shares, sums
 from ptf.recipes.grpo.config import GRPOConfig
 from ptf.recipes.protocol import Critic, FrozenModelSpec, Metrics
+from ptf.recipes.turns import leave_one_out_by_turn, rewards_of_turns, rewards_to_go, turn_ends
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,9 @@ class GRPO:
     tis_cap: float | None = None
     entropy_coef: float = 0.0
     overlong_buffer_tokens: int = 0
+    overlong_filter: bool = False
+    credit_level: Literal["episode", "turn"] = "episode"
+    turn_discount: float = 1.0
     update_epochs: int = 1
     num_minibatches: int = 1
     processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
@@ -84,43 +95,69 @@ class GRPO:
         """Return the sampled answers with their advantages.
 
         Answers without a result enter no baseline and are not trained on; a group with fewer than two results is left
-        out.
+        out. With `overlong_filter`, episodes that were cut off enter the baseline and are not trained on.
         """
         units: list[PackUnit] = []
         for group in groups:
             scored = [t for t in group if isinstance(t.outcome, Reward)]
             if len(scored) < 2:
                 continue
-            rewards = np.array([self.reward(t) for t in scored])
-            advantages = (
-                leave_one_out(rewards)
-                if self.baseline == "leave_one_out"
-                else group_relative(rewards, self.scale_by_std)
-            )
-            units += [(sample,) for t, a in zip(scored, advantages, strict=True) for sample in samples_of(t, a)]
+            units += [
+                (sample,)
+                for t, a in zip(scored, self.advantages(scored), strict=True)
+                if self.is_trained(t)
+                for sample in samples_of(t, a)
+            ]
         return units
+
+    def advantages(self, group: Sequence[Trajectory]) -> Sequence[float | np.ndarray]:
+        """Return the advantage of each episode of a group, or of each of its sampled tokens, [n]."""
+        if self.credit_level == "turn":
+            returns = [rewards_to_go(self.turn_rewards(t), self.turn_discount) for t in group]
+            by_turn = leave_one_out_by_turn(returns)
+            return [np.repeat(a, t.turn_lengths) for t, a in zip(group, by_turn, strict=True)]
+        rewards = np.array([self.reward(t) for t in group])
+        if self.baseline == "leave_one_out":
+            return list(leave_one_out(rewards))
+        return list(group_relative(rewards, self.scale_by_std))
+
+    def is_trained(self, trajectory: Trajectory) -> bool:
+        """Return whether an episode with a result is trained on."""
+        return trajectory.complete or not self.overlong_filter
 
     def reward(self, trajectory: Trajectory) -> float:
         """Return the reward, less the penalties for the answer's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + overlong_penalty(
-            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens
-        )
+        value = trajectory.outcome.value + self.length_penalty(trajectory)
         if self.kl_coef and self.kl_in == "reward":
-            token_columns = {
-                name: torch.from_numpy(trajectory.token_columns[name])
-                for name in ("old_logprobs", "reference_logprobs")
-            }
-            value -= self.kl_coef * float(
-                estimate_kl(self.kl_estimator, token_columns["old_logprobs"], token_columns["reference_logprobs"]).sum()
-            )
+            value -= self.kl_coef * float(self.kl_of_tokens(trajectory).sum())
         return value
 
-    def denominator(self, batch: Batch) -> Tensor:
-        """Count what the loss is a mean over: tokens, or samples."""
-        return (batch.loss_weights if self.loss_aggregation == "token_mean" else document_weights(batch)).sum(
-            dtype=torch.float64
+    def turn_rewards(self, trajectory: Trajectory) -> np.ndarray:
+        """Return the reward of each turn, [turns], less the KL of its tokens; the last one less the length penalty."""
+        rewards = rewards_of_turns(trajectory)
+        if self.kl_coef and self.kl_in == "reward":
+            kl = np.cumsum(self.kl_of_tokens(trajectory).numpy(), dtype=np.float64)[turn_ends(trajectory)]
+            rewards -= self.kl_coef * np.diff(kl, prepend=0.0)
+        rewards[-1:] += self.length_penalty(trajectory)
+        return rewards
+
+    def length_penalty(self, trajectory: Trajectory) -> float:
+        """Return what is added to the reward of an episode for its length; 0 without `overlong_buffer_tokens`."""
+        return overlong_penalty(trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens)
+
+    def kl_of_tokens(self, trajectory: Trajectory) -> Tensor:
+        """Return the estimated KL to the reference of each sampled token, [n]."""
+        old, reference = (
+            torch.from_numpy(trajectory.token_columns[name]) for name in ("old_logprobs", "reference_logprobs")
         )
+        return estimate_kl(self.kl_estimator, old, reference)
+
+    def denominator(self, batch: Batch) -> Tensor:
+        """Count what the loss is a mean over: tokens, or episodes."""
+        if self.loss_aggregation == "token_mean":
+            return batch.loss_weights.sum(dtype=torch.float64)
+        return (document_weights(batch) * episode_shares(batch)).sum(dtype=torch.float64)
 
     def can_fuse_policy_gradient(self, batch: Batch) -> bool:
         """Return whether the derivative of the loss with respect to each log-prob is known before the forward pass.
@@ -235,12 +272,14 @@ class GRPO:
     def metric_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the sums of metrics, which the step divides by `denominator`: [B, T].
 
-        The quotient is the mean over tokens, or over samples of the mean over their tokens.
+        The quotient is the mean over tokens, or over episodes of the mean over their tokens.
         """
         if self.loss_aggregation == "token_mean":
             return batch.loss_weights
         tokens = sums(torch.ones_like(batch.loss_weights), batch).clamp(min=1)
-        return batch.loss_weights / broadcast_to_tokens(tokens, batch)
+        return (
+            batch.loss_weights / broadcast_to_tokens(tokens, batch) * broadcast_to_tokens(episode_shares(batch), batch)
+        )
 
     def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
         """Return the mean over each sequence's tokens, at every one of them: [B, T]."""

@@ -24,6 +24,9 @@ class PPOConfig(RewardedConfig):
     """Peak learning rate of the critic; default `train.lr`."""
     critic_warmup: Count = 0
     """Steps at the start in which only the critic is trained."""
+    bootstrap_cut_off: bool = False
+    """Where an answer or episode was cut off at a limit, count the critic's value of the state after its last token as
+    what would have followed; otherwise nothing follows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "reward"
@@ -35,6 +38,11 @@ class PPOConfig(RewardedConfig):
         if job.model.backend == "hf":
             errors.append(
                 "model.backend: hf has no recipe ppo, because a critic needs a scalar head; use the default backend"
+            )
+        if self.bootstrap_cut_off and self.overlong_filter:
+            errors.append(
+                "algo.bootstrap_cut_off has no effect with algo.overlong_filter, which trains on no answer that was "
+                "cut off; set one of them to false"
             )
         return errors
 

@@ -1,8 +1,10 @@
 """Proximal policy optimisation (Schulman et al. 2017) of a policy, with a critic that values every token.
 
 δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ
-        (Schulman et al. 2016, eq. 16), over the tokens of an answer; V is 0 after the last
-rₜ      the reward at the last token; with `kl_in: reward`, − kl_coef · K at every token
+        (Schulman et al. 2016, eq. 16), over the sampled tokens of an episode; V is 0 after the last, or with
+        `bootstrap_cut_off` the critic's value if the episode was cut off (Pardo et al. 2018)
+rₜ      the reward at the last token, with `credit_level: turn` the reward of each turn at the turn's last token;
+        with `kl_in: reward`, − kl_coef · K at every token
 policy  the objective of grpo/recipe.py with these advantages, by default centred and scaled over all tokens of a step
 critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V_old, before centring
 """
@@ -21,10 +23,11 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
-from ptf.recipes.advantages import generalised_advantages, overlong_penalty
-from ptf.recipes.grpo.recipe import GRPO, estimate_kl
+from ptf.recipes.advantages import generalised_advantages
+from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.ppo.config import PPOConfig
 from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.turns import rewards_of_turns, turn_ends
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Critic:
     value_clip: float = 0.2
     lr: float | None = None
     warmup: int = 0
+    bootstrap_cut_off: bool = False
     online: ClassVar[bool] = PPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
@@ -82,17 +86,24 @@ class PPO(GRPO):
     value_clip: float = 0.2
     critic_lr: float | None = None
     critic_warmup: int = 0
+    bootstrap_cut_off: bool = False
 
     @property
     def critic(self) -> Critic:
         """The recipe of the critic."""
-        return Critic(self.value_clip, self.critic_lr, self.critic_warmup)
+        return Critic(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_cut_off)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Return the answers that have a result, with generalised advantages and returns."""
-        scored = [t for group in groups for t in group if isinstance(t.outcome, Reward)]
+        """Return the answers that have a result, with generalised advantages and returns.
+
+        With `overlong_filter`, those that were cut off are left out.
+        """
+        scored = [t for group in groups for t in group if isinstance(t.outcome, Reward) and self.is_trained(t)]
         advantages = [
-            generalised_advantages(self.rewards(t), t.token_columns["values"], self.gamma, self.lam) for t in scored
+            generalised_advantages(
+                self.rewards(t), t.token_columns["values"], self.gamma, self.lam, t.value_after or 0.0
+            )
+            for t in scored
         ]
         if not advantages:
             return []
@@ -112,11 +123,10 @@ class PPO(GRPO):
         assert isinstance(trajectory.outcome, Reward)
         rewards = np.zeros(trajectory.num_sampled_tokens)
         if self.kl_coef and self.kl_in == "reward":
-            old, reference = (
-                torch.from_numpy(trajectory.token_columns[name]) for name in ("old_logprobs", "reference_logprobs")
-            )
-            rewards -= self.kl_coef * estimate_kl(self.kl_estimator, old, reference).numpy()
-        rewards[-1] += trajectory.outcome.value + overlong_penalty(
-            trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens
-        )
+            rewards -= self.kl_coef * self.kl_of_tokens(trajectory).numpy()
+        if self.credit_level == "turn":
+            rewards[turn_ends(trajectory)] += rewards_of_turns(trajectory)
+            rewards[-1:] += self.length_penalty(trajectory)
+        else:
+            rewards[-1] += trajectory.outcome.value + self.length_penalty(trajectory)
         return rewards

@@ -1,33 +1,40 @@
 """Generation with ptf's own Decoder: for CPUs without vLLM, and for models that vLLM does not support.
 
-All waiting requests are answered as one batch over a static key-value cache; equal contexts (those of the samples of
-one prompt) are computed once. A request has its own generator of random numbers, so its answer does not depend on its
-batch.
+By default all waiting requests are answered as one batch over a static key-value cache, so that a run repeats to the
+bit; equal contexts (those of the samples of one prompt) are computed once. With `continuous`, requests enter and leave
+the batch at any token (ptf.rl.engines.continuous_batch). A request has its own generator of random numbers, so its
+answer does not depend on its batch.
 """
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation
-from ptf.data.trie import OVER, Trie, TrieCursor
+from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import PeftFormat
-from ptf.model.sampling import nucleus, restrict
+from ptf.model.sampling import restrict
+from ptf.rl.engines.continuous_batch import Answer, ContinuousBatch
+from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
 from ptf.rl.engines.kv_cache import Cache
-from ptf.rl.engines.protocol import Request, edges_of
+from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
+from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
@@ -38,7 +45,6 @@ class NativeEngine:
     """RolloutEngine on ptf's own Decoder."""
 
     name = "native"
-    in_batches = True
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class NativeEngine:
         dtype: torch.dtype,
         version: int,
         batch: int = BATCH,
+        continuous: bool = False,
         factory: LayerFactory | None = None,
         seed: int = 0,
         offload_file: Path | None = None,
@@ -58,28 +65,93 @@ class NativeEngine:
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
         self.offloaded = OffloadedTensors(offload_file)
-        self.waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
+        self.in_batches = not continuous
+        self.numbers = itertools.count()
+        self.stepper = Stepper(self)
+        self.waiting: list[tuple[Request, asyncio.Future[Generation]]] = []  # for the next batch
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.batches: deque[tuple[Sequence[int], Sequence[Request]]] = deque()
+        # attention over a cache is computed in fp32
+        self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
+        self.continuous = (
+            ContinuousBatch(self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch)
+            if continuous
+            else None
+        )
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        if self.continuous:
+            return await self.stepper.generate(request)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Generation] = loop.create_future()
+        self.waiting = [
+            one for one in self.waiting if one[1].get_loop() is loop
+        ]  # an earlier loop may have been closed
         self.waiting.append((request, answer))
-        await asyncio.sleep(0)  # let the other callers queue their requests; the first to continue serves them all
-        while self.waiting and not answer.done():
-            batch, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
+        if len(self.waiting) == 1:
+            loop.call_soon(self._begin_batch)  # not at once: let the other callers queue their requests
+        return await answer
+
+    def _begin_batch(self) -> None:
+        """Answer the waiting requests together, in a task of its own: a caller that is cancelled stops no other."""
+        waiting, self.waiting = self.waiting, []
+        task = asyncio.create_task(self._answer_waiting(waiting))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answer_waiting(self, waiting: list[tuple[Request, "asyncio.Future[Generation]"]]) -> None:
+        for first in range(0, len(waiting), self.batch):
+            batch = waiting[first : first + self.batch]
             try:
-                generations = self.answer([r for r, _ in batch])
-                if len(generations) != len(batch):
-                    raise RuntimeError(
-                        f"the rollout engine {self.name} gave {len(generations)} answers to {len(batch)} requests"
-                    )
+                generations = await self.stepper.generate_all([request for request, _ in batch])
                 for (_, future), generation in zip(batch, generations, strict=True):
-                    future.set_result(generation)
+                    if not future.done():
+                        future.set_result(generation)
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
-        return await answer
+
+    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
+        """See StreamingEngine. An engine that answers in batches yields a whole answer at once."""
+        async with contextlib.aclosing(self.stepper.stream(request)) as news:
+            async for progress in news:
+                yield progress
+
+    def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
+        """See SteppingEngine."""
+        numbers = [next(self.numbers) for _ in requests]
+        if self.continuous:
+            for number, request in zip(numbers, requests, strict=True):
+                self.continuous.add(Answer(number, request, streamed))
+        else:
+            self.batches.append((numbers, requests))
+        return numbers
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """See SteppingEngine: one token of each answer, or all of a batch."""
+        if self.continuous:
+            return self.continuous.step(self.version)
+        numbers, requests = self.batches.popleft()
+        try:
+            generations = self.answer(requests)
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise
+            return [Progress(number, *NOTHING, error=error) for number in numbers]
+        if len(generations) != len(requests):
+            raise RuntimeError(
+                f"the rollout engine {self.name} gave {len(generations)} answers to {len(requests)} requests"
+            )
+        return [Progress(n, g.sampled_ids, g.logprobs, g) for n, g in zip(numbers, generations, strict=True)]
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """See SteppingEngine. A batch is answered whole, unless nobody waits for any of it."""
+        if self.continuous:
+            self.continuous.abort(numbers)
+        self.batches = deque(batch for batch in self.batches if not set(batch[0]) <= set(numbers))
 
     @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Generation]:
@@ -87,23 +159,19 @@ class NativeEngine:
         contexts = {r.context.tobytes(): r.context for r in requests}
         index = {key: i for i, key in enumerate(contexts)}
         limits = np.array([r.sampling.max_new_tokens for r in requests])
-        dtype = torch.float32 if self.device.type == "cpu" else self.dtype  # attention over it is computed in fp32
-        cache = Cache(
-            self.model.config, [len(context) for context in contexts.values()], int(limits.max()), self.device, dtype
-        )
-        logits = self._prefill(list(contexts.values()), cache)  # [contexts, V]
+        lengths_of = [len(context) for context in contexts.values()]
+        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype)
+        logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)
         logits = logits[which]
 
         n = len(requests)
         temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
-        top_p = torch.tensor(
-            [r.sampling.top_p if r.sampling.temperature else 1.0 for r in requests], device=self.device
-        )
+        top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
         allowed = TrieStates(requests, self.device)
         lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
-        draws = _draws(requests).to(self.device)
+        draws = pad_sequence([random_numbers(r) for r in requests], batch_first=True).to(self.device)
         stops = [frozenset(r.sampling.stop) for r in requests]
         sampled: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
@@ -111,7 +179,7 @@ class NativeEngine:
         live = np.arange(n)  # the request that each row of the cache belongs to
         for turn in range(int(limits.max())):
             rows = torch.from_numpy(live).to(self.device)
-            tokens, chosen = _draw(allowed.restrict(logits, live), temperature[rows], top_p[rows], draws[rows, turn])
+            tokens, chosen = draw(allowed.restrict(logits, live), temperature[rows], top_p[rows], draws[rows, turn])
             allowed.follow(live, tokens)
             for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
                 sampled[i].append(token)
@@ -147,7 +215,7 @@ class NativeEngine:
         their context, the trie's state after them, and their log-probability among the allowed answers, [n] each.
         """
         cache = Cache(self.model.config, list(map(len, contexts)), max(trie.longest - 1, 1), self.device, torch.float32)
-        logits = self._prefill(contexts, cache).float()
+        logits = self._prefill(contexts, cache.prefill).float()
         owner, states, scores = np.arange(len(contexts)), np.zeros(len(contexts), np.int64), np.zeros(len(contexts))
         cache.map_contexts(torch.from_numpy(owner).to(self.device))
         lengths = np.array(list(map(len, contexts)))
@@ -182,17 +250,17 @@ class NativeEngine:
                 torch.from_numpy(tokens).long()[:, None].to(self.device), positions, cache.step(turn)
             ).float()
 
-    def _prefill(self, contexts: Sequence[np.ndarray], cache: Cache) -> Tensor:
-        """Compute the contexts into the cache; return the logits after each, [contexts, V]."""
+    def _prefill(self, contexts: Sequence[np.ndarray], attend_of: Callable[[Tensor, Tensor], Attend]) -> Tensor:
+        """Compute the contexts with attention by `attend_of(segments, positions)`, which fills a cache; return the
+        logits after each, [contexts, V]."""
         batch = self._packed(contexts)
         ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
 
         def last(x: Tensor, head: Head) -> Tensor:
             return head.logits(x[0, ends])
 
-        return self.model(
-            batch.tokens, batch.positions, batch.segments, last, cache.prefill(batch.segments, batch.positions)
-        )
+        attend = attend_of(batch.segments, batch.positions)
+        return self.model(batch.tokens, batch.positions, batch.segments, last, attend)
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)
@@ -216,6 +284,10 @@ class NativeEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
+        with self.stepper.exclusively("load weights"):
+            return self._load_weights(buckets, manifest)
+
+    def _load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
         if manifest.adapter is not None and self.model.factory.lora is None:
             raise SyncError(
@@ -243,8 +315,9 @@ class NativeEngine:
         return receipt
 
     def sleep(self) -> None:
-        """Offload the weights; the cache exists only inside a batch."""
-        self.offloaded.offload([*self.model.parameters(), *self.model.buffers()])
+        """Offload the weights; a cache exists only while there are requests."""
+        with self.stepper.exclusively("sleep"):
+            self.offloaded.offload([*self.model.parameters(), *self.model.buffers()])
 
     def wake(self) -> None:
         """See RolloutEngine."""
@@ -262,56 +335,3 @@ def raise_if_other_values(held: Iterable[tuple[str, Tensor]], sent: Mapping[str,
             f"weight sync {version} failed: after it the engine holds other values than were sent in {len(other)} "
             f"tensors: {sorted(other)[:5]}"
         )
-
-
-def _draws(requests: Sequence[Request]) -> Tensor:
-    """Return uniform random numbers in [0, 1), float64 [requests, longest answer], from each request's own seed."""
-    draws = torch.zeros(len(requests), max(r.sampling.max_new_tokens for r in requests), dtype=torch.float64)
-    for row, r in zip(draws, requests, strict=True):
-        n = r.sampling.max_new_tokens
-        row[:n] = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(r.seed))
-    return draws
-
-
-class TrieStates:
-    """The position of each of n requests in its trie, if it has one."""
-
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
-        self.tries = [r.sampling.trie for r in requests]
-        self.edges = {trie: edges_of(trie).to(device) for trie in self.tries if trie is not None}
-        self.walks = [None if trie is None else TrieCursor(trie) for trie in self.tries]
-
-    def restrict(self, logits: Tensor, live: np.ndarray) -> Tensor:
-        """Restrict the logits, [n, V], of the live requests to the allowed tokens, in place."""
-        for trie, edges in self.edges.items():
-            rows = [i for i, request in enumerate(live) if self.tries[request] is trie]
-            if rows:
-                states = torch.tensor([self.walks[live[i]].place() for i in rows], device=logits.device)
-                logits[rows] = restrict(logits[rows], states, edges)
-        return logits
-
-    def follow(self, live: np.ndarray, tokens: Tensor) -> None:
-        """Move each live request along its token."""
-        if self.edges:
-            for request, token in zip(live, tokens.tolist(), strict=True):
-                if (walk := self.walks[request]) is not None:
-                    walk.follow(token)
-
-
-def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row of logits, [n, V], by inverse transform of `draws` in [0, 1).
-
-    Temperature 0 takes the likeliest token. Returns tokens [n] and their log-probs [n].
-    """
-    greedy = temperature == 0
-    logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    if (top_p < 1).any():
-        nucleus(logprobs, top_p)
-    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    drawn = (
-        torch.searchsorted(total, (draws * total[:, -1])[:, None], right=True)
-        .squeeze(1)
-        .clamp_(max=logits.shape[1] - 1)
-    )
-    tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)

@@ -5,9 +5,9 @@ of its weights and records it with every token.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,20 @@ class Request:
     context: np.ndarray  # [c] int32
     sampling: Sampling
     seed: int  # the answer is a function of weights, context, sampling and seed
+
+
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))  # no tokens, no log-probs
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step of an engine adds to the answer of one request."""
+
+    number: int  # of the request, as the engine numbers them
+    sampled_ids: np.ndarray  # [n] int32, sampled since the last Progress of this request
+    logprobs: np.ndarray  # [n] float32
+    generation: Generation | None = None  # the whole answer, once it has ended
+    error: Exception | None = None  # the reason if the request cannot be served
 
 
 def edges_of(trie: Trie) -> Edges:
@@ -84,6 +98,18 @@ class RolloutEngine(Protocol):
         """Take the accelerator's memory again.
 
         The weights are as before `sleep`, unless the next call is `load_weights` with all of them.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(RolloutEngine, Protocol):
+    """An engine that reports tokens as they are sampled; other engines serve whole answers only."""
+
+    def stream(self, request: Request) -> AsyncGenerator[Progress]:
+        """Yield the tokens of one answer as they are sampled, with the last of them the whole generation.
+
+        Closing the generator aborts the request. Raises what `generate` raises.
         """
         ...
 

@@ -1,11 +1,10 @@
-"""vLLM as a rollout engine, inside this process: each call of `generate` is one request, and the requests of all
-callers are batched continuously.
+"""vLLM as a rollout engine, inside this process and stepped in a thread of its own: each call of `generate` or `stream`
+is one request, and the requests of all callers are batched continuously.
 
 Every sampled request has its own seed, so an answer depends on what else is in the batch only through rounding. Greedy
 requests never share a batch with sampled ones (vLLM on a CPU ignores all seeds of a mixed batch).
 """
 
-import asyncio
 import contextlib
 import functools
 import itertools
@@ -13,8 +12,8 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence, Set
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
-from ptf.rl.engines.protocol import Request
+from ptf.rl.engines.protocol import NOTHING, Progress, Request
 from ptf.rl.engines.shared_memory import nothing_outlives_it
+from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
@@ -140,9 +140,9 @@ class VLLMEngine:
         self._weights_follow = False
         self.adapted = lora_rank is not None
         self._ids = itertools.count()
-        self._queue: deque[tuple[Request, asyncio.Future[Generation]]] = deque()
-        self._running: dict[str, tuple[Request, asyncio.Future[Generation]]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._queue: deque[RunningRequest] = deque()
+        self._running: dict[str, RunningRequest] = {}
+        self.stepper = Stepper(self)
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
@@ -153,54 +153,64 @@ class VLLMEngine:
 
         Raises ValueError for a request that cannot be served, SyncError after a weight sync that failed.
         """
+        self._raise_if_unservable(request)
+        return await self.stepper.generate(request)
+
+    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
+        """See StreamingEngine. Raises what `generate` raises."""
+        self._raise_if_unservable(request)
+        async with contextlib.aclosing(self.stepper.stream(request)) as news:
+            async for progress in news:
+                yield progress
+
+    def _raise_if_unservable(self, request: Request) -> None:
         self._raise_if_unusable()
         self._check_context(request.context, self.max_model_len - 1)
         if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
             # below 0.01, vLLM would sample at 0.01
             raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._queue.append((request, future))
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._serve())
-        return await future
 
-    async def _serve(self) -> None:
-        """Step the engine while there are requests; between steps, callers may add requests or cancel theirs."""
+    def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
+        """See SteppingEngine."""
+        added = [RunningRequest(next(self._ids), request, streamed) for request in requests]
+        self._queue += added
+        return [one.number for one in added]
+
+    def step(self) -> list[Progress]:
+        """See SteppingEngine."""
         try:
-            while self._queue or self._running:
-                self._admit()
-                for output in self.engine.step():
-                    request, future = self._running.pop(output.request_id)
-                    if not future.done():
-                        future.set_result(self._generation(request, output.outputs[0]))  # pyright: ignore[reportIndexIssue]
-                await asyncio.sleep(0)
-                self._drop([id_ for id_, (_, future) in self._running.items() if future.cancelled()])
+            news = self._admit()
+            outputs: list[Any] = self.engine.step() if self._running else []
+            return news + [self._progress(output) for output in outputs]
         except Exception as error:
             self.unusable = f"it failed while generating: {error!r}"
-            for _, future in [*self._running.values(), *self._queue]:
-                if not future.done():
-                    # ValueError would mean that the engine refuses the request
-                    future.set_exception(error if not isinstance(error, ValueError) else RuntimeError(self.unusable))
-        finally:
-            self._queue.clear()
-            self._drop(list(self._running))
+            raise
 
-    def _admit(self) -> None:
+    def abort(self, numbers: Sequence[int]) -> None:
+        """See SteppingEngine."""
+        self._queue = deque(one for one in self._queue if one.number not in numbers)
+        names = [name for name, one in self._running.items() if one.number in numbers]
+        for name in names:
+            del self._running[name]
+        if names:
+            self.engine.abort_request(names)
+
+    def _admit(self) -> list[Progress]:
         """Submit waiting requests to vLLM, oldest first, as long as they are of the kind that is running: greedy or
-        sampled."""
-        greedy = next((request.sampling.temperature == 0 for request, _ in self._running.values()), None)
-        while self._queue and greedy in (None, self._queue[0][0].sampling.temperature == 0):
-            request, future = self._queue.popleft()
-            if future.done():
-                continue
+        sampled. Returns those that vLLM refuses, with the reason."""
+        refused = list[Progress]()
+        greedy = next((one.greedy for one in self._running.values()), None)
+        while self._queue and greedy in (None, self._queue[0].greedy):
+            one = self._queue.popleft()
             try:
-                parameters = _parameters(request, self.max_model_len) | self._restricted(request.sampling.trie)
-                self._running[self._submit(request.context, **parameters)] = (request, future)
-                greedy = request.sampling.temperature == 0
-            except ValueError as error:  # vLLM refuses this request; the others continue
-                future.set_exception(error)
+                parameters = _parameters(one.request, self.max_model_len) | self._restricted(one.request.sampling.trie)
+                self._running[self._submit(one.request.context, one.streamed, **parameters)] = one
+                greedy = one.greedy
+            except ValueError as error:  # the others continue
+                refused.append(Progress(one.number, *NOTHING, error=error))
+        return refused
 
-    def _submit(self, tokens: np.ndarray, **parameters: Any) -> str:
+    def _submit(self, tokens: np.ndarray, streamed: bool = False, **parameters: Any) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -211,7 +221,7 @@ class VLLMEngine:
             detokenize=False,
             flat_logprobs=True,
             skip_clone=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         )
         name = str(next(self._ids))
         self.engine.add_request(
@@ -230,38 +240,34 @@ class VLLMEngine:
             trie.save(self._tries[trie])
         return {"extra_args": {TRIE: self._tries[trie]}}
 
-    def _generation(self, request: Request, output: Any) -> Generation:
-        sampled = np.array(output.token_ids, np.int32)
-        logprobs = np.array(output.logprobs.logprobs, np.float32)
-        if output.finish_reason not in ("stop", "length") or len(logprobs) != len(sampled):
-            raise RuntimeError(
-                f"vLLM ended a request with {output.finish_reason!r}, {len(sampled)} tokens and {len(logprobs)} "
-                "log-probs"
-            )
-        return Generation(
-            request.context,
-            sampled,
-            logprobs,
-            np.full(len(sampled), self.version, np.int32),
-            output.finish_reason == "stop",
-        )
-
-    def _drop(self, ids: list[str]) -> None:
-        if ids:
-            self.engine.abort_request(ids)
-        for id_ in ids:
-            self._running.pop(id_, None)
+    def _progress(self, output: Any) -> Progress:
+        """Return what vLLM reports about a request: its new tokens, of one that is not streamed all of them."""
+        one, (completion,) = self._running[output.request_id], output.outputs
+        sampled = np.array(completion.token_ids, np.int32)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32)
+        if len(logprobs) != len(sampled):
+            raise RuntimeError(f"vLLM returned {len(sampled)} tokens and {len(logprobs)} log-probs of a request")
+        one.parts.append((sampled, logprobs))
+        if not output.finished:
+            return Progress(one.number, sampled, logprobs)
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+        del self._running[output.request_id]
+        ids, all_logprobs = (np.concatenate(part) for part in zip(*one.parts, strict=True))
+        versions = np.full(len(ids), self.version, np.int32)
+        generation = Generation(one.request.context, ids, all_logprobs, versions, completion.finish_reason == "stop")
+        return Progress(one.number, sampled, logprobs, generation)
 
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
         self._raise_if_unusable()
-        self._raise_if_busy("compute prompt log-probs")
         for sequence in tokens:
             self._check_context(sequence, self.max_model_len - 1)  # vLLM gives them only if it may add a token
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
-        if self._adapter:
-            return [self._prompt_logprobs([sequence])[0] for sequence in tokens]
-        return self._prompt_logprobs(tokens)
+        with self.stepper.exclusively("compute prompt log-probs"):
+            if self._adapter:
+                return [self._prompt_logprobs([sequence])[0] for sequence in tokens]
+            return self._prompt_logprobs(tokens)
 
     def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         order = {
@@ -276,7 +282,10 @@ class VLLMEngine:
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
-        self._raise_if_busy("load weights")
+        with self.stepper.exclusively("load weights"):
+            return self._load_weights(buckets, manifest)
+
+    def _load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         receipt = check(buckets, manifest, self.version)
         sent = set(manifest.digests)
         names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
@@ -311,9 +320,11 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """See RolloutEngine."""
-        self._raise_if_busy("sleep")
-        if on_cpu():
-            return
+        with self.stepper.exclusively("sleep"):
+            if not on_cpu():
+                self._sleep()
+
+    def _sleep(self) -> None:
         self._forget_prefixes()
         level = self.sleep_level()
         self.engine.sleep(level=level)
@@ -351,12 +362,6 @@ class VLLMEngine:
     def _raise_if_unusable(self) -> None:
         if self.unusable:
             raise SyncError(f"this engine generates nothing: {self.unusable}")
-
-    def _raise_if_busy(self, what: str) -> None:
-        if self._running or self._queue:
-            raise RuntimeError(
-                f"the engine cannot {what} while {len(self._running) + len(self._queue)} requests are being served"
-            )
 
     def _check_context(self, tokens: np.ndarray, limit: int) -> None:
         if not 1 <= len(tokens) <= limit:
@@ -418,6 +423,21 @@ def max_lora_rank(rank: int, path: str, dtype: str) -> int:
         if present:
             raise UserError(f"rollout.lora_sync: vllm cannot serve {fault}; use merged")
     return next(supported for supported in LORA_RANKS if supported >= rank)
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request, and the tokens and log-probs that vLLM has returned of it."""
+
+    number: int
+    request: Request
+    streamed: bool
+    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether the likeliest tokens are taken."""
+        return self.request.sampling.temperature == 0
 
 
 class Restriction:

@@ -36,7 +36,8 @@ class StepResult:
 class Environment(Protocol):
     """One episode's environment, constructed as `make(row, seed, **args)`.
 
-    All randomness must come from `seed`; otherwise the episode could not be replayed.
+    All randomness must come from `seed`; otherwise the episode could not be replayed. A method `close`, if there is
+    one, is called after the episode, or before it is replayed; it is not called when the process itself is ended.
     """
 
     tools: Sequence[Mapping[str, Any]] | None  # JSON schemas for the chat template; may be missing

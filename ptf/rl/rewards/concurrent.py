@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ptf.config import Plugin, plugin
+from ptf.credentials import resolved
 
 IN_FLIGHT = 256  # of a coroutine function without an attribute `in_flight`
 THREADS = 64  # of a plain function without one
@@ -40,17 +41,24 @@ def concurrent(
 
 
 def one_by_one(function: Callable) -> Callable:
-    """Declare that calls of the decorated function do not overlap: it computes, or needs the main thread."""
-    vars(function).update(in_flight=1)
+    """Declare that calls of the decorated function do not overlap: it computes, or needs the main thread.
+
+    Of a class, those are the calls of its instance.
+    """
+    setattr(function, "in_flight", 1)  # noqa: B010 - a function's type has no such attribute
     return function
 
 
 def asynchronous(what: Plugin) -> Callable[..., Any]:
-    """Return the reward with its arguments bound, as a coroutine function where it is one or has one."""
-    function = plugin.resolve(what.use)
-    if coroutine := getattr(function, "asynchronous", None):
-        return functools.partial(coroutine if function.where(**what.args) else function, **what.args)
-    return plugin.bind(what)
+    """Return the reward with its arguments bound, as a coroutine function where it is one or has one.
+
+    Of a class it is an instance, constructed with the arguments.
+    """
+    target = plugin.resolve(what.use)
+    if (equivalent := getattr(target, "asynchronous", None)) and target.where(**what.args):
+        target = equivalent
+    arguments = resolved(what.args, what.use)
+    return target(**arguments) if isinstance(target, type) else functools.partial(target, **arguments)
 
 
 def first_lines(what: Plugin) -> list[str]:
@@ -67,5 +75,10 @@ def in_flight(function: Callable, default: int | None = None) -> int:
 
 
 def is_asynchronous(function: Callable) -> bool:
-    """Return whether a reward, with or without bound arguments, is a coroutine function."""
-    return inspect.iscoroutinefunction(function.func if isinstance(function, functools.partial) else function)
+    """Return whether the calls of a reward, with or without bound arguments, are coroutines.
+
+    Of an object, its attribute `is_coroutine` says so if it has one, otherwise its method `__call__`.
+    """
+    own = function.func if isinstance(function, functools.partial) else function
+    method = getattr(type(own), "__call__", None)  # noqa: B004
+    return getattr(own, "is_coroutine", inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(method))

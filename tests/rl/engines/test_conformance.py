@@ -121,16 +121,18 @@ def test_what_an_engine_does_wrong_is_found(tmp_path, fault):
         getattr(one, FOUND[fault])()
 
 
-def test_ours_and_one_that_is_plugged_in_will_do(tmp_path):
+def test_ours_in_fixed_batches_plugged_in_will_do(tmp_path):
     found = list(contract(tmp_path).findings())
     assert len(found) == len(set(FOUND.values())) + 3
     assert not any(finding.wrong or finding.refused for finding in found)
-    (tmp_path / "b").mkdir()
-    assert [
-        f
-        for f in ConformanceSuite(make_of("native", [], "fp32", tmp_path / "b"), tmp_path / "b").findings()
-        if f.wrong or f.refused
-    ] == []
+
+
+def test_ours_that_batches_continuously_will_do(tmp_path):
+    def make(directory, version):
+        cpu = torch.device("cpu")
+        return NativeEngine(directory, device=cpu, dtype=torch.float32, version=version, continuous=True)
+
+    assert [f for f in ConformanceSuite(make, tmp_path).findings() if f.wrong or f.refused] == []
 
 
 class Old(Own):

@@ -22,7 +22,7 @@ from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 from ptf.rl.weights.verification import Buckets, Manifest, SyncError, manifest_of
 from tests import tiny
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 KINDS = ("tied", "untied")
 # the vocabulary is no multiple of 64, to which vLLM pads it; 400 tokens are three blocks of its prefix cache
 VOCAB, EOS, LONGEST = 97, 7, 400
@@ -267,11 +267,38 @@ def test_giving_up_on_requests_leaves_the_engine_usable(on):
             outcome = "done"
         except TimeoutError:
             outcome = "late"
-        return outcome, engine.engine.get_num_unfinished_requests()
+        with engine.stepper.exclusively("count its requests"):
+            return outcome, engine.engine.get_num_unfinished_requests()
 
     wanted = requests(16, 1.0, new=300)
     assert on("tied", give_up, wanted) == ("late", 0)
     assert len(on("tied", generate, requests(4, 1.0))) == 4
+
+
+def test_streamed_tokens_add_up_and_a_stream_that_is_closed_is_aborted(on):
+    def stream(engine: VLLMEngine, wanted: list[Request]) -> tuple[list[Any], list[Any], int]:
+        async def whole(request: Request) -> tuple[list[int], list[float], Any]:
+            news = [one async for one in engine.stream(request)]
+            tokens = [int(token) for one in news for token in one.sampled_ids]
+            return tokens, [float(p) for one in news for p in one.logprobs], news[-1].generation
+
+        async def run() -> list[Any]:
+            closed = engine.stream(wanted[0])
+            await anext(closed)
+            await closed.aclose()
+            return await asyncio.gather(*(whole(request) for request in wanted))
+
+        streamed = asyncio.run(run())
+        with engine.stepper.exclusively("count its requests"):
+            left = engine.engine.get_num_unfinished_requests()
+        return streamed, generate(engine, wanted), left
+
+    streamed, at_once, left = on("tied", stream, requests(6, 1.0, new=40))
+    for (tokens, logprobs_of, generation), other in zip(streamed, at_once, strict=True):
+        assert tokens == generation.sampled_ids.tolist() == other.sampled_ids.tolist()
+        assert logprobs_of == generation.logprobs.tolist()
+        np.testing.assert_allclose(generation.logprobs, other.logprobs, atol=1e-5)
+    assert left == 0
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ os.killpg(0, signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no directory here")
 def test_a_worker_process_that_is_killed_leaves_no_semaphore_of_its_progress_bars() -> None:
     names = [

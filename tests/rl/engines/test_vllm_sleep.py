@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ptf.rl.engines import vllm_engine
+from ptf.rl.engines.stepper import Stepper
 from ptf.rl.engines.vllm_engine import ExpectedNames, VLLMEngine
 from ptf.rl.weights.verification import Manifest, SyncError
 from tests.rl.engines.test_native import ask, contexts
@@ -38,7 +39,7 @@ def engine(monkeypatch) -> VLLMEngine:
     made.engine = Recorded()
     made.names = ExpectedNames(frozenset(), frozenset())
     made.version, made.unusable, made.adapted, made._adapted = 3, None, False, None
-    made._weights_follow, made._asleep, made._running, made._queue = False, set(), {}, vllm_engine.deque()
+    made._weights_follow, made._asleep, made.stepper = False, set(), Stepper(made)
     return made
 
 

@@ -11,7 +11,8 @@ import pytest
 from ptf.config import ConfigError, Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.rl.rewards.concurrent import one_by_one
-from ptf.rl.rewards.functions import RewardWorkers, exact, numeric
+from ptf.rl.rewards.functions import exact, numeric
+from ptf.rl.rewards.scoring import RewardWorkers
 
 
 def fickle(row, text):
@@ -45,6 +46,7 @@ def rewards(request):
     made.close()
 
 
+@pytest.mark.long
 def test_every_failure_is_named_and_the_others_are_scored(rewards):
     texts = ["ok", "raise", "nan", "hang", "ok", "die", "none", "print", "text"]
     outcomes = rewards.score([({}, t) for t in texts])
@@ -63,6 +65,7 @@ def test_every_failure_is_named_and_the_others_are_scored(rewards):
         os.kill(pid, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "said"), [("noise", "its reply cannot be read"), ("half", "longer than 1 s")])
 def test_answers_that_are_none_end_their_process_alone(rewards, text, said):
     """Neither they nor what comes after them is taken for another's reward, and none is waited for without end."""
@@ -89,6 +92,7 @@ def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothe
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
 
 
+@pytest.mark.long
 def test_the_first_fault_is_said_when_it_happens_and_not_after_the_step(capsys):
     made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0)
     try:

@@ -20,10 +20,11 @@ import pytest
 from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.functions import RewardWorkers, brevity, code, exact, mathematics, weighted
+from ptf.rl.rewards.functions import brevity, code, exact, mathematics
 from ptf.rl.rewards.sandbox import remote, syscalls
 from ptf.rl.rewards.sandbox.cells import MODES
 from ptf.rl.rewards.sandbox.run_tests import find_mode, run_tests, sandbox_line
+from ptf.rl.rewards.scoring import RewardWorkers
 from tests.rl.as_user import in_mode, works
 from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
 
@@ -85,6 +86,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     """In the mode that this machine's users get; every third of them in the others (`make bench-code`: all)."""
@@ -167,6 +169,7 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
     assert gone(SLEEPING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [*(["uid+namespaces", "uid"] if os.getuid() == 0 else []), "namespaces", "subreaper"])
 @pytest.mark.parametrize("who", ["caller", "harness"])
 def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
@@ -198,6 +201,7 @@ def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_cell_does_not_start_once_the_process_outside_it_was_killed(killed):
     """Killed in the moment between the fork and the call by which the child asks to end with its parent, which a
@@ -310,17 +314,6 @@ def test_a_gold_answer_may_follow_its_derivation():
 def test_a_gold_answer_that_cannot_be_read_is_an_error_and_no_zero():
     with pytest.raises(ValueError, match="reads no expression"):
         mathematics({"answer": ""}, "3")
-
-
-def test_sums_of_rewards():
-    parts = [
-        {"use": "ptf.rl.rewards:exact", "weight": 2.0},
-        {"use": "ptf.rl.rewards:brevity", "args": {"longest": 10, "margin": 5}},
-    ]
-    assert weighted({"answer": "12345"}, "12345", parts=parts) == 2.0
-    assert weighted({"answer": "1234567"}, "1234567", parts=parts) == pytest.approx(2.0 - 0.4)
-    with pytest.raises(KeyError):
-        weighted({}, "1", parts=parts)
 
 
 @pytest.mark.parametrize(("length", "value"), [(0, 0), (5, 0), (6, -0.2), (10, -1), (99, -1)])

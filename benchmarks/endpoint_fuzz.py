@@ -1,0 +1,112 @@
+"""Random agents before the endpoint, with a scripted engine: what their clients received beside what is trained."""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.pages import write_page  # noqa: E402
+from tests.data.templates import templated  # noqa: E402
+from tests.rl.endpoint.fuzz import fuzz  # noqa: E402
+
+RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results"))
+OURS = ("plain", "drops_thinking", "thinking_switch", "next_role_stop", "two_stops")
+REAL = ("qwen3", "qwen2.5", "smollm3", "own/minimind", "own/phi3-mini")  # PTF_DATA
+EPISODES, CALLS = 8, 30  # at once, and in each
+ABOUT = """# Random agents before the endpoint
+
+Command: `python benchmarks/endpoint_fuzz.py` (`make fuzz-endpoint`)  
+Hardware: {cpu}; {seconds:.0f} s of one core  
+Date: {date}; commit {commit}  
+Each part: [endpoint_fuzz.jsonl](endpoint_fuzz.jsonl), which the next run continues (`--anew` begins it again)
+
+Agents with raw sockets call an endpoint whose engine is scripted: branches, sub-agents, tool calls in another form,
+dropped thinking, compaction, `n`, stop strings, limits, frozen models, equal requests at once, retries with and without
+the SDK's header, and connections that are closed or reset before, during and after the answer. Answers hold thinking,
+tool calls, characters of several tokens, random tokens and tokenizations that no text is encoded to.
+
+The log-probs of the engine name the call and the position of every token. After each episode the samples are compared
+with what the clients read from their sockets: every token of a received answer is trained once, with the ids and behind
+the context that were served; nothing else is trained; the counts are right; streamed deltas add up to the message.
+
+A *doubtful* answer was read to its last byte by a client that then reset the connection: a server cannot tell it from
+one that was not read. It is trained if a later request continues it, and never twice.
+
+"""
+
+
+def main() -> int:
+    """Play episodes until so many calls are made; write the page."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--calls", type=int, default=100_000)
+    arguments.add_argument("--anew", action="store_true", help="begin a new ledger; otherwise it is continued")
+    arguments.add_argument("--jobs", type=int, default=2, help="processes")
+    arguments.add_argument("--minutes", type=float, default=1e9, help="limit; the page has the calls until then")
+    given = arguments.parse_args()
+    shared = Path(os.environ.get("PTF_DATA", ROOT / "data"))
+    names = [*OURS, *(REAL if (shared / "tokenizers").is_dir() else ())]
+    ledger, ends = RESULTS / "endpoint_fuzz.jsonl", time.monotonic() + 60 * given.minutes
+    if given.anew:
+        ledger.unlink(missing_ok=True)
+    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    parts = [json.loads(line) for line in lines]
+    first = len(parts)
+    waiting = ((names[i % len(names)], i * EPISODES) for i in itertools.count(first))
+    with ProcessPoolExecutor(given.jobs) as pool:
+        running = {pool.submit(part, *next(waiting), shared) for _ in range(given.jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for made in (future.result() for future in done):
+                parts.append(made)
+                with ledger.open("a") as file:
+                    file.write(json.dumps(made) + "\n")
+                for violation in made["violations"]:
+                    print(f"{made['template']}: {violation}", flush=True)
+            calls = sum(made["calls"] for made in parts)
+            print(f"{calls} calls", flush=True)
+            if calls < given.calls and time.monotonic() < ends:
+                running |= {pool.submit(part, *next(waiting), shared) for _ in done}
+    return write(parts)
+
+
+def part(name: str, seed: int, shared: Path) -> dict[str, Any]:
+    """Play a few episodes; return what was found, and the seconds of one core."""
+    tokenizer, began = templated(name, shared if name in REAL else None), time.process_time()
+    found = fuzz(tokenizer, range(seed, seed + EPISODES), CALLS)
+    made = {"template": name, "seed": seed, "seconds": time.process_time() - began, "commit": commit()}
+    kinds, counts = dict(found.kinds), dict(found.counts)
+    return {**made, "calls": found.calls, "counts": counts, "kinds": kinds, "violations": found.violations}
+
+
+def write(parts: list[dict[str, Any]]) -> int:
+    """Write the page; return the exit status."""
+    columns = ("retries", "undelivered", "doubtful", "respliced", "rewritten")
+    lines = [f"| template | calls | {' | '.join(columns)} | calls/s | violations |", "|---" * 9 + "|"]
+    for name in [*dict.fromkeys(made["template"] for made in parts), "**all**"]:
+        own = [made for made in parts if name in (made["template"], "**all**")]
+        counts = " | ".join(f"{sum(made['counts'].get(column, 0) for made in own):,}" for column in columns)
+        calls, wrong = sum(made["calls"] for made in own), sum(len(made["violations"]) for made in own)
+        rate = calls / sum(made["seconds"] for made in own)
+        lines.append(f"| {name} | {calls:,} | {counts} | {rate:.0f} | {wrong} |")
+    lines += ["", "`calls/s`: per second of one core's time, with the agents, the engine and the oracle.", ""]
+    wrong, seconds = any(made["violations"] for made in parts), sum(made["seconds"] for made in parts)
+    kinds = sum((Counter(made["kinds"]) for made in parts), Counter[str]())
+    lines += ["| what the agents did | times |", "|---|---|"]
+    lines += [f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())]
+    date, commits = time.strftime("%Y-%m-%d", time.gmtime()), ", ".join(dict.fromkeys(made["commit"] for made in parts))
+    about = ABOUT.format(cpu=cpu(), seconds=seconds, date=date, commit=commits)
+    return write_page(RESULTS / "endpoint_fuzz.md", about, lines, ["violations"] if wrong else [])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,31 @@
+"""A control: GRPO that gives each episode the reward of another one of its step, so that there is nothing to learn."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ptf.data.sample import PackUnit
+from ptf.data.trajectory import Group, Reward
+from ptf.recipes.grpo.recipe import GRPO
+
+
+@dataclass(frozen=True)
+class ShuffledRewards(GRPO):
+    """GRPO after a permutation of the rewards of a step. The metric `reward` is that of the true ones."""
+
+    def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
+        """Return the sampled answers with the advantages of the permuted rewards."""
+        rewards = [t.outcome for group in groups for t in group if isinstance(t.outcome, Reward)]
+        answers = [g.sampled_ids.tobytes() for group in groups for t in group for g in t.generations]
+        drawn = zlib.crc32(b"".join(answers))
+        shuffled = iter(np.random.default_rng(drawn).permutation(len(rewards)))
+        return super().compute_advantages(
+            [
+                tuple(
+                    replace(t, outcome=rewards[next(shuffled)]) if isinstance(t.outcome, Reward) else t for t in group
+                )
+                for group in groups
+            ]
+        )

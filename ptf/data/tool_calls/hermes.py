@@ -1,0 +1,39 @@
+"""Hermes, also of Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+All calls of an answer are read, or none: one that is not JSON makes the whole text content. The last may lack its end
+tag if its JSON is complete.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ptf.data.tool_calls import json_text, openers
+from ptf.data.tool_calls.call_object import MALFORMED, call_of
+from ptf.data.tool_calls.protocol import ParsedAnswer, answer
+
+START, END = "<tool_call>", "</tool_call>"
+
+
+def _bodies(text: str) -> Iterator[str]:
+    """Yield what stands between the tags, or between the last tag and the text's end."""
+    position = text.find(START)
+    while position >= 0:
+        end = text.find(END, position)
+        yield text[position + len(START) : end if end >= 0 else len(text)]
+        position = text.find(START, end) if end >= 0 else -1
+
+
+class Hermes:
+    """JSON objects between tags."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+        """Split an answer; content is not stripped."""
+        try:
+            calls = [call_of(json_text.read(body)) for body in _bodies(text)]
+        except MALFORMED:
+            calls = []
+        return answer(text, text[: openers.first(text, (START,))], calls)
+
+    def certain(self, text: str) -> str:
+        """Return the text before the first tag."""
+        return openers.before(text, (START,))

@@ -1,0 +1,49 @@
+"""What a parser of tool calls takes and gives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool: its name and the JSON text of its arguments, as in chat completions.
+
+    The arguments are valid JSON. They are an object unless the model wrote a different JSON value in their place, which
+    is passed on as it is.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """An answer split into its content (None where there is none) and its tool calls, in the order of the text."""
+
+    content: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+
+class Format(Protocol):
+    """A form in which models write tool calls. It has no state; one object serves any number of texts."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+        """Split the whole text of an answer.
+
+        `tools` are those of the request, as in chat completions; formats that write arguments as plain text take the
+        types of values from their schemas.
+        """
+        ...
+
+    def certain(self, text: str) -> str:
+        """Return the longest known prefix of the content that no continuation of `text` can change.
+
+        It is a prefix of `parse(text + more).content` for every `more`, and grows with the text.
+        """
+        ...
+
+
+def answer(text: str, content: str, calls: Sequence[ToolCall]) -> ParsedAnswer:
+    """Return `content` and the calls; the whole `text` as content where there are no calls."""
+    return ParsedAnswer((content if calls else text) or None, tuple(calls))

@@ -1,0 +1,91 @@
+"""Qwen3-Coder and Qwen 3.5: `<function=NAME>`, and `<parameter=KEY>` before each value, which is plain text.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Oslo
+    </parameter>
+    </function>
+    </tool_call>
+
+The tags around the function do not matter. A value loses one line break at each end and gets its type from the tool's
+schema. A value without an end tag ends at the next parameter, at the function's end, or where the next call begins.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ptf.data.tool_calls import openers
+from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
+from ptf.data.tool_calls.schema_types import text_arguments
+
+MARKS = ("<tool_call>", "<function=")
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+BORDERS = ("</tool_call>", *MARKS)  # outside a value, the end of a call whose function has no end tag
+NAME = re.compile(r"([^<>]*)(>|</function>)")
+BEGIN = re.compile(r"<\s*parameter\s*=")
+OPEN = re.compile(r"<\s*parameter\s*=\s*([^>]*)>")
+CLOSE = re.compile(r"<\s*/\s*parameter\s*>")
+
+
+class _Body(NamedTuple):
+    """The parameters of a function, where it ends in the text, and whether the text's end cuts it."""
+
+    values: dict[str, str]
+    end: int
+    cut: bool
+
+
+def _trim(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _body(text: str, start: int) -> _Body:
+    """Read the parameters of the function whose body begins at `start`."""
+    limit = text.find(FUNCTION_END, start)
+    closed = limit >= 0
+    limit = limit if closed else len(text)
+    values: dict[str, str] = {}
+    while True:
+        border = openers.first(text, BORDERS, start, limit)
+        begun = BEGIN.search(text, start, border)
+        opened = begun and OPEN.match(text, begun.start(), limit)
+        if not opened:
+            return _Body(values, border, cut=not closed and border == limit and bool(text[start:limit].strip()))
+        inside = opened.end()
+        following = OPEN.search(text, inside, limit)
+        close = CLOSE.search(text, inside, following.start() if following else limit)
+        if close:
+            values[opened.group(1)] = _trim(text[inside : close.start()])
+            start = close.end()
+            continue
+        end = following.start() if following else limit
+        border = openers.first(text, BORDERS, inside, end)
+        if border == end and not following and not closed:
+            return _Body(values, end, cut=True)
+        values[opened.group(1)] = _trim(text[inside:border])
+        start = border
+
+
+class Qwen3Coder:
+    """Functions and parameters as tags."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+        """Split an answer; content is stripped where calls follow."""
+        calls, position = [], text.find(FUNCTION)
+        while position >= 0:
+            position += len(FUNCTION)
+            named = NAME.match(text, position)
+            if named:
+                whole = named.group(2) == FUNCTION_END
+                body = _Body({}, named.end(), cut=False) if whole else _body(text, named.end())
+                name, position = named.group(1).strip(), body.end
+                if name and not body.cut:
+                    calls.append(ToolCall(name, text_arguments(body.values, tools, name)))
+            position = text.find(FUNCTION, position)
+        return answer(text, text[: openers.first(text, MARKS)].strip(), calls)
+
+    def certain(self, text: str) -> str:
+        """Return the text before the first tag, without white space at its end."""
+        return openers.certain_if_stripped(text, MARKS)

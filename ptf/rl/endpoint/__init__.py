@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server before the policy: an agent plays its episode over HTTP."""

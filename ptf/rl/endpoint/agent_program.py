@@ -1,0 +1,133 @@
+"""The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py`.
+
+It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
+it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "file": …}`, to which the line `{}`
+or `{"error": …}` is the answer; `file` is that of the module, or null if it is found by its name. Then
+`{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
+`{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input. What agents print goes
+to standard error.
+"""
+
+import asyncio
+import functools
+import importlib
+import importlib.machinery
+import inspect
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+
+ARGUMENTS = ("row", "base_url", "api_key", "seed")
+
+
+def main():
+    """Serve until the standard input ends."""
+    tasks, replies, lock = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), threading.Lock()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what agents start must not read the tasks
+    os.dup2(2, 1)
+    hide()
+
+    def reply(**values):
+        line = json.dumps(values)
+        with lock:
+            replies.write(line + "\n")
+            replies.flush()
+
+    first = json.loads(tasks.readline())
+    sys.path[:1] = first["path"]  # in place of this file's directory
+    try:
+        module, _, name = first["use"].partition(":")
+        loaded = from_file(module, first["file"]) if first["file"] else importlib.import_module(module)
+        function = functools.partial(getattr(loaded, name), **first["args"])
+    except BaseException as error:
+        reply(error=said(error))
+        return
+    reply()
+    if inspect.iscoroutinefunction(function.func):
+        in_loop(function, tasks, reply)
+    else:
+        in_threads(function, tasks, reply)
+
+
+def from_file(name, file):
+    """Return the module that a file defines."""
+    loader = importlib.machinery.SourceFileLoader(name, file)
+    module = types.ModuleType(name)
+    loader.exec_module(module)
+    return module
+
+
+def hide():
+    """Keep this process's memory and files from the programs that agents start (on Linux; not from root)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def said(error):
+    """Return an error in words, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error)[:500]} ({frame.filename}:{frame.lineno})"
+
+
+def checked(value):
+    """Return what an agent returned, as a number or None. Raises TypeError."""
+    if value is None:
+        return None
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"the agent returned a {type(value).__name__}, which is neither a number nor None")
+    return float(value)
+
+
+def in_threads(function, tasks, reply):
+    """Play each episode in a thread of its own. A thread cannot be cancelled: it ends when its next request fails."""
+
+    def play(message):
+        try:
+            reward = checked(function(*(message[name] for name in ARGUMENTS)))
+        except BaseException as error:
+            reply(episode=message["episode"], error=said(error))
+        else:
+            reply(episode=message["episode"], reward=reward)
+
+    for line in iter(tasks.readline, ""):
+        message = json.loads(line)
+        if "cancel" not in message:
+            threading.Thread(target=play, args=(message,), daemon=True).start()
+    os._exit(0)
+
+
+def in_loop(function, tasks, reply):
+    """Play each episode as a task of an event loop."""
+    loop, playing = asyncio.new_event_loop(), {}
+
+    def ended(number, task):
+        del playing[number]
+        try:
+            reply(episode=number, reward=checked(task.result()))
+        except BaseException as error:  # a task that was cancelled too
+            reply(episode=number, error=said(error))
+
+    def take(message):
+        if "cancel" not in message:
+            number, arguments = message["episode"], (message[name] for name in ARGUMENTS)
+            playing[number] = loop.create_task(function(*arguments))
+            playing[number].add_done_callback(functools.partial(ended, number))
+        elif message["cancel"] in playing:
+            playing[message["cancel"]].cancel()
+
+    def read():
+        for line in iter(tasks.readline, ""):
+            loop.call_soon_threadsafe(take, json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    loop.run_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Chat completions: what a request may ask, and the form of its answer, whole or in pieces."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptf.rl.endpoint.answer_stream import AnswerParts
+from ptf.rl.endpoint.http_message import HttpError
+
+REFUSED = {  # what would change the distribution that is trained, and the values that do not
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "audio": (None,),
+    "prediction": (None,),
+}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # the job's own values win
+MAX_MESSAGES, MAX_CHOICES, MAX_STOPS = 4096, 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for `n` answers to a conversation."""
+
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    n: int
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stream: bool
+    usage_in_stream: bool
+    logprobs: bool
+    sampling: Mapping[str, Any]  # what the client asked for of SAMPLING
+
+
+def parse(given: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
+    for name, harmless in REFUSED.items():
+        if name in given and given[name] not in harmless:
+            raise HttpError(
+                400, f"{name} is not supported here: answers are sampled from the policy's own distribution", name
+            )
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise HttpError(400, f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
+    tools = given.get("tools") if given.get("tool_choice") != "none" else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise HttpError(400, "tools must be a list of objects", "tools")
+    stops = given.get("stop") or ()
+    stops = (stops,) if isinstance(stops, str) else stops
+    texts = isinstance(stops, list | tuple) and all(isinstance(stop, str) and stop for stop in stops)
+    if not texts or len(stops) > MAX_STOPS:
+        raise HttpError(400, f"stop must be a text, or at most {MAX_STOPS} texts, none of them empty", "stop")
+    options = given.get("stream_options") or {}
+    return ChatRequest(
+        str(given.get("model") or "policy"),
+        [with_text(i, message) for i, message in enumerate(messages)],
+        tools or None,
+        _number(given, "n", 1, MAX_CHOICES) or 1,
+        _number(given, "max_completion_tokens", 1) or _number(given, "max_tokens", 1),
+        tuple(stops),
+        bool(given.get("stream")),
+        bool(isinstance(options, dict) and options.get("include_usage")),
+        bool(given.get("logprobs")),
+        {name: given[name] for name in SAMPLING if given.get(name) is not None},
+    )
+
+
+def _number(given: Mapping[str, Any], name: str, least: int, most: int = 1 << 31) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise HttpError(400, f"{name} must be a whole number from {least} to {most}, not {str(value)[:40]}", name)
+    return value
+
+
+def with_text(i: int, message: Any) -> dict[str, Any]:
+    """Return message i with its content as one text: clients may send it in parts. Raises HttpError for other kinds."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise HttpError(400, f"messages[{i}] must be an object with a role", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
+            raise HttpError(400, f"messages[{i}]: only parts of type text are supported", "messages")
+        content = "".join(texts)
+    if not isinstance(content, str | None):
+        raise HttpError(
+            400, f"messages[{i}]: content must be a text or parts, not a {type(content).__name__}", "messages"
+        )
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise HttpError(400, f"messages[{i}]: tool_calls must be a list of objects", "messages")
+    return {**message, "content": content or ("" if message["role"] == "assistant" else content)}
+
+
+def call_of(identifier: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a tool call in its own form."""
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def message_of(parts: AnswerParts, identifiers: Sequence[str]) -> dict[str, Any]:
+    """Return an answer as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+    if parts.thinking:
+        message["reasoning_content"] = parts.thinking
+    if parts.tool_calls:
+        calls = zip(identifiers, parts.tool_calls, strict=True)
+        message["tool_calls"] = [call_of(identifier, call.name, call.arguments) for identifier, call in calls]
+    elif parts.content is None:
+        message["content"] = ""
+    return message
+
+
+def delta_of(thinking: str, content: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return what is new of an answer."""
+    delta: dict[str, Any] = {}
+    if thinking:
+        delta["reasoning_content"] = thinking
+    if content:
+        delta["content"] = content
+    if tool_calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls)]
+    return delta
+
+
+def event(data: Any) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,32 @@
+"""How a harness's programs are started: with few environment variables, and so that they end with all that they have
+started (`confined_command`)."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptf.rl.endpoint import confined_command
+
+ALWAYS = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")  # environment variables that every program gets
+CONFINED = str(Path(confined_command.__file__))
+ENDS_WITHIN_S = 5.0  # after it was told to
+
+
+class HarnessFault(Exception):
+    """A harness failed."""
+
+
+class ProcessEnded(HarnessFault):
+    """The process of several episodes ended, perhaps through another episode's fault."""
+
+
+def confined(command: Sequence[str], place: str) -> list[str]:
+    """Return the command line that runs a command by `confined_command`; `place` is the command's directory."""
+    return [sys.executable, "-I", "-S", CONFINED, str(os.getpid()), place, *command]
+
+
+def variables(names: Sequence[str], place: str) -> dict[str, str]:
+    """Return the environment variables of a program: those of `ALWAYS` and `names`, and its directory as HOME and
+    TMPDIR."""
+    return {n: os.environ[n] for n in (*ALWAYS, *names) if n in os.environ} | {"HOME": place, "TMPDIR": place}

@@ -1,0 +1,115 @@
+"""The endpoint: sessions behind one server, by path.
+
+`POST /s/SESSION/v1/chat/completions`, `POST /s/SESSION/v1/responses` and `GET /s/SESSION/v1/models` are for the agent,
+with its key. `POST /s/SESSION/reward` and `POST /s/SESSION/close` are for whoever scores the episode, with the key of
+the scorer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptf.data.trajectory import is_reward
+from ptf.rl.endpoint import chat as chat_completions
+from ptf.rl.endpoint import responses
+from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.endpoint.http_server import HttpServer
+from ptf.rl.endpoint.session import MODELS, Session
+from ptf.rl.policy.calls import Message
+
+
+class Endpoint:
+    """Serves sessions on a port of this machine."""
+
+    def __init__(self, *, port: int = 0) -> None:
+        self.server = HttpServer(self._handle, port=port, admit=self._admitted)
+        self.sessions: dict[str, Session] = {}
+
+    async def start(self) -> None:
+        """Listen."""
+        await self.server.start()
+
+    async def close(self) -> None:
+        """End all sessions, and stop listening."""
+        for session in self.sessions.values():
+            await session.close()
+        await self.server.close()
+
+    def open(self, session: Session) -> str:
+        """Serve a session; return its base URL, as OpenAI's SDKs take it."""
+        self.sessions[session.id] = session
+        return f"http://{self.server.host}:{self.server.port}/s/{session.id}/v1"
+
+    def _admitted(self, request: HttpRequest) -> tuple[Session | None, str]:
+        """Return the session of a request, None for the path of no session, and the path in it. Raises HttpError."""
+        if request.path == "/health":
+            return None, request.path
+        _, _, name, *rest = [*request.path.split("/"), "", "", ""]
+        session = self.sessions.get(name) if request.path.startswith("/s/") else None
+        if session is None:
+            raise HttpError(404, "there is no such path, or no such session")
+        path = "/".join(rest).rstrip("/")
+        session.authorise(request, session.scorer_key if path in ("reward", "close") else session.agent_key)
+        return session, path
+
+    async def _handle(self, request: HttpRequest) -> HttpResponse:
+        if request.path == "/health":
+            return json_response({"status": "ok"})
+        session, path = self._admitted(request)
+        assert session is not None
+        if session.closed:
+            raise HttpError(410, "this session is closed", "session_closed")
+        method = {"v1/models": "GET"}.get(path, "POST")
+        if path not in ("v1/models", "v1/chat/completions", "v1/responses", "reward", "close"):
+            raise HttpError(404, f"there is no path {path[:80]!r} in a session")
+        if request.method != method:
+            raise HttpError(405, f"{path} takes {method}")
+        if path == "v1/models":
+            return json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
+        if path == "v1/chat/completions":
+            return await self._answer(session, request, ChatForm(chat_completions.parse(request.json_object())))
+        if path == "v1/responses":
+            asked = responses.parse(request.json_object(), lambda name: _earlier(session, name))
+            return await self._answer(session, request, ResponsesForm(asked, session.conversations))
+        return await self._score(session, request, path)
+
+    async def _answer(self, session: Session, request: HttpRequest, form: Form) -> HttpResponse:
+        try:
+            exchange = session.exchange(request, form.chat)
+        except HttpError as error:
+            session.refused = str(error)
+            raise
+
+        def deliver() -> None:
+            session.deliver(exchange)
+
+        def lose() -> None:
+            session.lose(exchange)
+
+        return await answered(exchange, form, deliver, lose)
+
+    @staticmethod
+    async def _score(session: Session, request: HttpRequest, path: str) -> HttpResponse:
+        if path == "close":
+            await session.close()
+            return json_response({"closed": True})
+        session.reward = _reward(request.json_object())
+        return json_response({"reward": session.reward})
+
+
+def _earlier(session: Session, name: str) -> Sequence[Message]:
+    """Return the conversation of a stored response. Raises HttpError if there is none of this name."""
+    if name not in session.conversations:
+        raise HttpError(404, f"this session has stored no response {name[:80]!r}", "previous_response_not_found")
+    return session.conversations[name]
+
+
+def _reward(given: Mapping[str, Any]) -> float:
+    """Return the reward in a scorer's request. Raises HttpError if it is none."""
+    try:
+        value = given["reward"]
+        if not isinstance(value, bool | str) and is_reward(float(value)):
+            return float(value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        pass
+    raise HttpError(400, 'the body must be {"reward": NUMBER}', "reward")

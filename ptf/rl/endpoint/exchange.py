@@ -1,0 +1,232 @@
+"""One request of an agent and its answers, which go on if the connection is cut: a repeated request takes them."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptf.data.tool_calls import Format
+from ptf.data.tool_calls.harmony import Harmony
+from ptf.data.trajectory import Generation
+from ptf.rl.endpoint.answer_stream import AnswerStream
+from ptf.rl.endpoint.chat import DONE, ChatRequest, call_of, delta_of, event, message_of
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest
+from ptf.rl.policy.calls import Call, Context
+from ptf.rl.policy.policy import Policy
+
+
+class Choice:
+    """One of the answers to a request. `context` is None if there is no room for an answer."""
+
+    def __init__(
+        self,
+        index: int,
+        number: int,
+        chat: ChatRequest,
+        context: Context | None,
+        policy: Policy,
+        form: Format | None,
+        trained: bool,
+    ) -> None:
+        self.index, self.number, self.chat, self.context, self.policy = index, number, chat, context, policy
+        self.trained = trained
+        opened = context is not None and context.text.rstrip().endswith("<think>")
+        self.answer = AnswerStream(
+            policy.tokenizer,
+            form if chat.tools else None,
+            chat.tools,
+            chat.stops,
+            opened,
+            form.divide if isinstance(form, Harmony) else None,
+        )
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.finish_reason, self.call = "length", None
+        self.entries: list[dict[str, Any]] = []  # log-probs of the tokens, as in chat completions
+
+    async def run(self, report: Callable[[dict[str, Any]], None]) -> None:
+        """Sample the answer; give what is new of it to `report`, in the form of a chunk's choice."""
+        if self.context is None:
+            report(self._chunk({}, 0, self.finish_reason))
+            return
+        generation, reported = await self._sample(report)
+        parts = self.answer.whole(generation)
+        identifiers = [self._identifier(i) for i in range(len(parts.tool_calls))]
+        self.message = message_of(parts, identifiers)
+        call = self.policy.call_of(self.context, self.number, generation)
+        call.message, call.text = self.message, parts.content or ""
+        call.complete = generation.finished or self.answer.stopped
+        call.trained = self.trained
+        self.call = call
+        self.finish_reason = "tool_calls" if parts.tool_calls else "stop" if call.complete else "length"
+        calls = [
+            call_of(identifier, tool_call.name, tool_call.arguments)
+            for identifier, tool_call in zip(identifiers, parts.tool_calls, strict=True)
+        ]
+        report(self._chunk(delta_of(*self.answer.rest(parts), calls), reported, self.finish_reason))
+
+    async def _sample(self, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
+        """Return the generation, up to the token that completes a stop string, and how many tokens were reported."""
+        assert self.context is not None
+        request = self.policy.request(self.context, self.number, self.chat.max_tokens)
+        ids, logprobs, reported = list[int](), list[float](), 0
+        stream = self.policy.stream(request)
+        try:
+            async for progress in stream:
+                for token, logprob in zip(progress.sampled_ids.tolist(), progress.logprobs.tolist(), strict=True):
+                    ids.append(token)
+                    logprobs.append(logprob)
+                    self._note(token, logprob)
+                    self.answer.feed(token)
+                    if self.answer.stopped:
+                        return self._cut(request.context, ids, logprobs), reported
+                if progress.generation is not None:
+                    return progress.generation, reported
+                thinking, content = self.answer.new_parts()
+                if thinking or content:
+                    report(self._chunk(delta_of(thinking, content), reported))
+                    reported = len(ids)
+        finally:
+            await stream.aclose()
+        raise RuntimeError("the engine's answer has no end")
+
+    def _cut(self, context: np.ndarray, ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
+        """Return an answer that a stop string ended; its last token completes the string."""
+        versions = np.full(len(ids), self.policy.version, np.int32)
+        finished = ids[-1] in self.policy.tokenizer.stop_ids
+        return Generation(context, np.array(ids, np.int32), np.array(logprobs, np.float32), versions, finished)
+
+    def _note(self, token: int, logprob: float) -> None:
+        if self.chat.logprobs:
+            text = self.policy.tokenizer.decode([token])
+            shown = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            self.entries.append(shown)
+
+    def _chunk(self, delta: dict[str, Any], reported: int, finish_reason: str | None = None) -> dict[str, Any]:
+        logprobs = {"content": self.entries[reported:]} if self.chat.logprobs else None
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _identifier(self, position: int) -> str:
+        """Return the id of a tool call: nine letters and digits, which repeat with the episode."""
+        return hashlib.sha256(f"{self.policy.seed} {self.number} {position}".encode()).hexdigest()[:9]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as a choice of a chat completion."""
+        logprobs = {"content": self.entries} if self.chat.logprobs else None
+        return {
+            "index": self.index,
+            "message": self.message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+
+class Exchange:
+    """A request that is answered once, however often it is repeated."""
+
+    def __init__(self, number: int, chat: ChatRequest, choices: Sequence[Choice], policy: Policy) -> None:
+        self.number, self.chat, self.choices, self.policy = number, chat, choices, policy
+        self.created = int(time.time())
+        self.chunks: list[dict[str, Any]] = []
+        self.changed = asyncio.Event()
+        self.deliveries = 0  # to clients, each of which has asked for it
+        self.clients: list[HttpRequest] = []  # those that asked, without their bodies
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def delivered(self) -> bool:
+        """Return whether a client has the answer."""
+        return self.deliveries > 0 or any(call.received for call in self.calls)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many clients are there that asked for the answer."""
+        return sum(client.connected() for client in self.clients)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether there is no answer and never will be."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Return the calls of the policy."""
+        return [choice.call for choice in self.choices if choice.call is not None]
+
+    async def _run(self) -> None:
+        tasks = [asyncio.create_task(choice.run(self._report)) for choice in self.choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one that failed ends all
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._wake()
+
+    async def finished(self) -> None:
+        """Wait for all answers; a waiter that is cancelled does not cancel them. Raises what sampling raised, and
+        HttpError if the session was closed before.
+        """
+        await asyncio.wait([self.task])
+        if self.task.cancelled():
+            raise HttpError(410, "the session was closed before the answer was complete", "session_closed")
+        self.task.result()
+
+    def _report(self, chunk: dict[str, Any]) -> None:
+        self.chunks.append(chunk)
+        self._wake()
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return what whole answers and chunks have in common."""
+        return {
+            "id": f"chatcmpl-{self.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.chat.model,
+            "system_fingerprint": f"version-{self.policy.version}",
+        }
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens."""
+        contexts = [choice.context for choice in self.choices[:1] if choice.context is not None]
+        prompt = sum(len(context.tokens) for context in contexts)
+        sampled = sum(len(call.generation.sampled_ids) for call in self.calls)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def completion(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [choice.whole() for choice in self.choices]
+        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+
+    async def news(self) -> AsyncGenerator[dict[str, Any]]:
+        """Yield what is new of the answers, as chunks' choices, from the beginning. Raises what sampling raised."""
+        sent = 0
+        while True:
+            changed, done = self.changed, self.task.done()
+            for chunk in self.chunks[sent:]:
+                sent += 1
+                yield chunk
+            if done:
+                break
+            await changed.wait()
+        await self.finished()
+
+    async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
+        """Yield the answer in pieces, from the beginning; `deliver` is called before the last of them is written."""
+        head = self.head("chat.completion.chunk")
+        for choice in self.choices:
+            delta = {"role": "assistant", "content": ""}
+            first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield event({**head, "choices": [first]})
+        async for chunk in self.news():
+            yield event({**head, "choices": [chunk]})
+        if self.chat.usage_in_stream:
+            yield event({**head, "choices": [], "usage": self.usage()})
+        yield DONE
+        deliver()

@@ -1,0 +1,141 @@
+"""The play of a harness: an agent in its own code asks the policy through the endpoint, one session an episode.
+
+The agent is a function, in this process or in processes of another interpreter (`agent_process`), or a program that is
+started for each episode (`agent_command`). One that fails, or never asks, has no result.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ptf.config import plugin
+from ptf.config.sections.rollout import HarnessConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.tool_calls import Format, format_of, parser
+from ptf.data.trajectory import NoResult, Prompt, Trajectory
+from ptf.errors import UserError
+from ptf.rl.endpoint import agent_command
+from ptf.rl.endpoint.agent_process import AgentProcesses
+from ptf.rl.endpoint.agent_program import checked, said
+from ptf.rl.endpoint.confined import HarnessFault, ProcessEnded
+from ptf.rl.endpoint.endpoint import Endpoint
+from ptf.rl.endpoint.session import Bounds, Session
+from ptf.rl.policy.policy import Policy
+
+
+@dataclass(eq=False)
+class HarnessPlay:
+    """Plays episodes with an agent in its own code."""
+
+    config: HarnessConfig
+    form: Format | None
+    processes: AgentProcesses | None = None  # of another interpreter
+    endpoint: Endpoint | None = None
+
+    @classmethod
+    def of(cls, config: HarnessConfig, tokenizer: Tokenizer) -> "HarnessPlay":
+        """Return the play of this section, with the format of tool calls that the chat template asks for. Raises
+        UserError if `python` cannot run the agent."""
+        form = parser(config.tool_format) if config.tool_format is not None else None
+        if form is None:
+            with contextlib.suppress(UserError):  # an agent without tools needs no format; one with tools is refused
+                name = format_of(str(tokenizer.hf.chat_template or ""))
+                form = parser(name) if name else None
+        return cls(config, form, AgentProcesses(config) if config.python else None)
+
+    async def __aenter__(self) -> "HarnessPlay":
+        self.endpoint = Endpoint()
+        await self.endpoint.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        self.endpoint = None
+
+    def close(self) -> None:
+        """End the processes of the agent."""
+        if self.processes is not None:
+            self.processes.close()
+
+    async def __call__(self, prompt: Prompt, policy: Policy) -> Trajectory:
+        """Play one episode. It is over when the agent ends, whatever it has asked then."""
+        try:
+            return await self._play(prompt, policy, **({"played_again": 0} if self.processes else {}))
+        except ProcessEnded:
+            policy.begin_again()
+        try:
+            return await self._play(prompt, policy, played_again=1)
+        except ProcessEnded as error:
+            return policy.trajectory(NoResult(str(error)), counts={"played_again": 1})
+
+    async def _play(self, prompt: Prompt, policy: Policy, **counts: int) -> Trajectory:
+        """Play an episode in a session of its own. Raises ProcessEnded."""
+        assert self.endpoint is not None, "the play is entered before its episodes"
+        session = Session(policy, self.form, Bounds(calls=self.config.max_calls), self.config.models)
+        session.counts.update(counts)
+        url = self.endpoint.open(session)
+        result: str | None = None
+        outcome: float | NoResult | None = None
+        try:
+            task = (prompt.row, url, session.agent_key, policy.seed)
+            if self.processes is not None:
+                outcome = await self.processes.play(*task)
+            elif self.config.agent is not None:
+                outcome = await self._call(*task)
+            else:
+                result = await agent_command.run(self.config, *task)
+        except ProcessEnded:
+            raise
+        except HarnessFault as error:
+            outcome = NoResult(str(error))
+        finally:
+            await session.close()
+        if session.reward is not None and not isinstance(outcome, NoResult):
+            outcome = session.reward
+        if not policy.calls and not isinstance(outcome, NoResult):
+            refused = f"; its last request was refused: {session.refused}" if session.refused else ""
+            outcome = NoResult(f"the harness received no answer of the policy{refused}")
+        return policy.trajectory(outcome, text=result, counts=session.counts)
+
+    async def _call(self, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float | None:
+        """Return what the agent's function returns. Raises HarnessFault."""
+        assert self.config.agent is not None
+        agent, arguments = plugin.bind(self.config.agent), (dict(row), base_url, api_key, seed)
+        try:
+            if inspect.iscoroutinefunction(plugin.resolve(self.config.agent.use)):
+                value: Any = await agent(*arguments)
+            else:
+                value = await in_thread(agent, *arguments)
+            return checked(value)
+        except Exception as error:
+            raise HarnessFault(f"the agent raised {said(error)}") from error
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a thread of its own: the event loop's few threads would make agents wait for
+    each other. A thread whose episode is over ends with its next request, or with the process."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def set_result(value: Any, error: Exception | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(value)
+            else:
+                done.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function(*arguments)
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(set_result, value, error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await done

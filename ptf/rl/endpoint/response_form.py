@@ -1,0 +1,178 @@
+"""The answer to a request of the Responses API: whole, or as the events of a stream."""
+
+import bisect
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+from ptf.rl.endpoint.answer_stream import ENDS
+from ptf.rl.endpoint.exchange import Choice, Exchange
+from ptf.rl.endpoint.responses import ResponsesRequest
+
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item → type of its one part
+
+
+def response_id(exchange: Exchange) -> str:
+    """Return the id of the response that an exchange becomes."""
+    return f"resp_{exchange.number}"
+
+
+def response(request: ResponsesRequest, exchange: Exchange, done: bool = True) -> dict[str, Any]:
+    """Return the whole response; if it is not `done`, what a stream begins with."""
+    sampling = exchange.policy.limits.sampling
+    cut = done and exchange.choices[0].finish_reason == "length"
+    return {
+        "id": response_id(exchange),
+        "object": "response",
+        "created_at": exchange.created,
+        "status": "incomplete" if cut else "completed" if done else "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": exchange.chat.model,
+        "output": output(exchange) if done else [],
+        "parallel_tool_calls": True,
+        "store": request.store,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": usage(exchange) if done else None,
+        **request.echo,
+    }
+
+
+def usage(exchange: Exchange) -> dict[str, Any]:
+    """Return the numbers of tokens. Tokens that an engine had cached are not counted apart."""
+    counts = exchange.usage()
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thinking_tokens(exchange.choices[0])},
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+def thinking_tokens(choice: Choice) -> int:
+    """Return how many of an answer's tokens are thinking, with the token that ends it."""
+    if choice.call is None or not choice.message.get("reasoning_content"):
+        return 0
+    ids, decode = choice.call.generation.sampled_ids, choice.policy.tokenizer.decode
+    lengths = range(1, len(ids) + 1)
+    return min(len(ids), bisect.bisect_left(lengths, True, key=lambda n: ENDS in decode(ids[:n])) + 1)
+
+
+def output(exchange: Exchange) -> list[dict[str, Any]]:
+    """Return the items of an answer: its reasoning, its text and its function calls, as far as it has them."""
+    choice = exchange.choices[0]
+    message = choice.message
+    status = "incomplete" if choice.finish_reason == "length" else "completed"
+    items = []
+    if message.get("reasoning_content"):
+        items.append(_item("reasoning", exchange.number, status, message["reasoning_content"]))
+    if message.get("content") is not None:
+        items.append(_item("message", exchange.number, status, message["content"]))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        made = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        items.append({**made, "name": function["name"], "arguments": function["arguments"]})
+    return items
+
+
+def _item(kind: str, number: int, status: str, text: str | None = None) -> dict[str, Any]:
+    """Return an item of text; None: it has none yet."""
+    content = [] if text is None else [_part(kind, text)]
+    if kind == "reasoning":
+        return {"type": kind, "id": f"rs_{number}", "status": status, "summary": [], "content": content}
+    return {"type": kind, "id": f"msg_{number}", "status": status, "role": "assistant", "content": content}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    more = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": PARTS[kind], "text": text, **more}
+
+
+class ResponseEvents:
+    """The events of one stream, numbered from 0."""
+
+    def __init__(self, request: ResponsesRequest, exchange: Exchange) -> None:
+        self.request, self.exchange = request, exchange
+        self.numbers = itertools.count()
+        self.texts: dict[str, str] = {}  # kind of each item of text that has begun → its text; the last one is open
+
+    async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
+        """Yield the events; `deliver` is called before the last of them is written."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=response(self.request, self.exchange, done=False))
+        async with contextlib.aclosing(self.exchange.news()) as chunks:
+            async for chunk in chunks:
+                delta = chunk["delta"]
+                for kind, text in (("reasoning", delta.get("reasoning_content")), ("message", delta.get("content"))):
+                    for part in self._text(kind, text) if text else ():
+                        yield part
+        for part in self._end():
+            yield part
+        deliver()
+
+    def failed(self, message: str) -> bytes:
+        """Return the event that ends a stream whose engine failed."""
+        error = {"message": message, "type": "server_error", "code": None, "param": None}
+        return self._event("error", **error, error=error)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {**fields, "type": kind, "sequence_number": next(self.numbers)}
+        return f"event: {kind}\n".encode() + b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+    def _text(self, kind: str, text: str) -> Iterator[bytes]:
+        """Yield the events of further text."""
+        if kind not in self.texts:
+            for before, whole in list(self.texts.items())[-1:]:
+                yield from self._finish(_item(before, self.exchange.number, "completed", whole))
+            yield from self._begin(kind)
+        self.texts[kind] += text
+        more = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{PARTS[kind]}.delta", **self._place(kind), delta=text, **more)
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        """Return where the one part of an item of text is."""
+        index = list(self.texts).index(kind)
+        return {"item_id": _item(kind, self.exchange.number, "")["id"], "output_index": index, "content_index": 0}
+
+    def _begin(self, kind: str) -> Iterator[bytes]:
+        index, item = len(self.texts), _item(kind, self.exchange.number, "in_progress")
+        self.texts[kind] = ""
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        yield self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
+
+    def _finish(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the last events of an item of text."""
+        kind, part = item["type"], item["content"][0]
+        place = self._place(kind)
+        more = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{PARTS[kind]}.done", **place, text=part["text"], **more)
+        yield self._event("response.content_part.done", **place, part=part)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _end(self) -> Iterator[bytes]:
+        """Yield what is left when the answer is whole: its open item, its function calls, and the response."""
+        whole = response(self.request, self.exchange)
+        for index, item in enumerate(whole["output"]):
+            kind = item["type"]
+            if kind == "function_call":
+                yield from self._function_call(index, item)
+            elif kind not in self.texts or kind == list(self.texts)[-1]:  # the open one, or an empty text
+                yield from self._begin(kind) if kind not in self.texts else ()
+                yield from self._finish(item)
+        kind = "incomplete" if whole["incomplete_details"] else "completed"
+        yield self._event(f"response.{kind}", response=whole)
+
+    def _function_call(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+        yield self._event("response.output_item.done", output_index=index, item=item)

@@ -1,0 +1,164 @@
+"""A session: one episode as an agent sees it, at an address and with a key of its own."""
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ptf.data.tool_calls import Format
+from ptf.errors import UserError
+from ptf.rl.endpoint.chat import ChatRequest
+from ptf.rl.endpoint.exchange import Choice, Exchange
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest
+from ptf.rl.policy.calls import Message
+from ptf.rl.policy.policy import NoRoom, Policy
+
+MODELS = ("policy", "policy:frozen")  # the answers of the first are trained
+RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was sent before
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of one session."""
+
+    calls: int = 1000
+    pending: int = 64
+
+
+class Session:
+    """The requests of one agent.
+
+    The agent's key is for calls. The scorer's key is for the reward and the end of the session; the agent must not have
+    it. `form` is the format of tool calls, `aliases` are other names of the models.
+    """
+
+    def __init__(
+        self, policy: Policy, form: Format | None, bounds: Bounds, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.policy, self.form, self.bounds, self.aliases = policy, form, bounds, aliases or {}
+        self.id, self.agent_key, self.scorer_key = (secrets.token_urlsafe(16) for _ in range(3))  # 128 bits each
+        self.exchanges: dict[bytes, list[Exchange]] = {}  # those with each body
+        self.all: list[Exchange] = []
+        self.conversations: dict[str, Sequence[Message]] = {}  # id of a stored response → the messages up to its end
+        self.numbers = itertools.count()
+        self.counts: Counter[str] = Counter()
+        self.closed = self.ended = False  # no more requests; and no more changes
+        self.reward: float | None = None
+        self.refused = ""  # why the last request was refused
+
+    def authorise(self, request: HttpRequest, key: str) -> None:
+        """Raise HttpError unless the request has this key."""
+        if not request.has_key(key):
+            raise HttpError(401, "the API key is not that of this session", "invalid_api_key")
+
+    def exchange(self, request: HttpRequest, chat: ChatRequest) -> Exchange:
+        """Return the exchange of a request: a new one, or that of the request which it repeats.
+
+        A request repeats one with the same body if the client declares so, or if that one's answer did not reach its
+        client, which has gone. Raises HttpError.
+        """
+        digest = hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
+        exchange = self._repeated(self.exchanges.get(digest, ()), request.headers.get(RETRY, ""))
+        if exchange is not None:
+            if exchange.waiting >= self.bounds.pending:
+                raise HttpError(429, f"{self.bounds.pending} clients wait for this answer", "too_many_pending")
+            self.counts["retries"] += 1
+        else:
+            try:
+                exchange = self._new(chat)
+            except HttpError:
+                self.exchanges.pop(digest, None)  # if it is repeated, it repeats nothing that was answered
+                raise
+            self.exchanges.setdefault(digest, []).append(exchange)
+            self.all.append(exchange)
+        exchange.clients.append(replace(request, headers={}, body=b""))
+        return exchange
+
+    @staticmethod
+    def _repeated(known: Sequence[Exchange], retries: str) -> Exchange | None:
+        """Return which of the exchanges with the same body a request repeats. `retries` is what the client declares."""
+        known = [exchange for exchange in known if not exchange.failed]
+        undelivered = [exchange for exchange in known if not exchange.delivered]
+        abandoned = [exchange for exchange in undelivered if not exchange.waiting]
+        if retries == "":
+            return next(iter(abandoned), None)
+        if retries == "0":
+            return None
+        return next(iter([*abandoned, *undelivered, *reversed(known)]), None)
+
+    def _new(self, chat: ChatRequest) -> Exchange:
+        model = self.aliases.get(chat.model, chat.model)
+        if model not in MODELS:
+            known = ", ".join([*MODELS, *self.aliases])
+            reason = f"there is no model {chat.model[:80]!r} here but {known} (rollout.harness.models names others)"
+            raise HttpError(404, reason, "model_not_found")
+        if chat.tools and self.form is None:
+            raise HttpError(400, "no format of tool calls is known; set rollout.harness.tool_format", "tools")
+        if sum(not exchange.task.done() for exchange in self.all) >= self.bounds.pending:
+            raise HttpError(429, f"{self.bounds.pending} requests of this session are pending", "too_many_pending")
+        if self.counts["calls"] + chat.n > self.bounds.calls:
+            raise HttpError(429, f"this session has made its {self.bounds.calls} calls", "too_many_calls")
+        sampling = self.policy.limits.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        overridden = any(own.get(name) != value for name, value in chat.sampling.items())
+        try:
+            context = self.policy.context(chat.messages, chat.tools)
+        except NoRoom:
+            context = None
+        except UserError as error:
+            raise HttpError(400, str(error), "invalid_messages") from None
+        except RecursionError:
+            raise HttpError(400, "messages or tools are nested too deeply", "invalid_messages") from None
+        self.counts["calls"] += chat.n
+        self.counts["sampling_overridden"] += overridden
+        numbers = [next(self.policy.numbers) for _ in range(chat.n)]
+        trained = model == MODELS[0]
+        choices = [Choice(i, k, chat, context, self.policy, self.form, trained) for i, k in enumerate(numbers)]
+        return Exchange(next(self.numbers), chat, choices, self.policy)
+
+    def deliver(self, exchange: Exchange) -> None:
+        """Note that an answer reaches a client: it is context of what follows, and trained.
+
+        Raises ConnectionAbortedError if the session is closed, so that nothing is delivered that is not trained.
+        """
+        if self.closed:
+            raise ConnectionAbortedError("the session is closed")
+        if exchange.failed:
+            return
+        if not exchange.delivered:
+            for call in exchange.calls:
+                self.policy.history.add(call)
+        exchange.deliveries += 1
+
+    def lose(self, exchange: Exchange) -> None:
+        """Note that an answer did not reach a client to which it was delivered.
+
+        If no other client has it, and no later request continues it, it is not trained.
+        """
+        if exchange.failed or self.ended:
+            return
+        exchange.deliveries -= 1
+        if exchange.deliveries == 0 and exchange.calls:
+            self.policy.history.lose(exchange.calls)
+
+    async def close(self) -> None:
+        """End the session: further requests are refused, and pending answers are aborted."""
+        if self.closed:
+            return
+        self.closed = True
+        for exchange in self.all:
+            exchange.task.cancel()
+        await asyncio.gather(*(exchange.task for exchange in self.all), return_exceptions=True)
+        await asyncio.sleep(0)  # transports that failed tell so
+        for exchange in self.all:
+            for client in exchange.clients:
+                client.settle()
+            self.counts["undelivered"] += 0 if exchange.delivered else len(exchange.choices)
+        self.ended = True
+        self.counts["respliced"] = self.policy.history.respliced
+        self.counts["rewritten"] = self.policy.history.rewritten
+        self.exchanges.clear()
+        self.all.clear()

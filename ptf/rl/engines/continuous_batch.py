@@ -1,0 +1,169 @@
+"""Answers that are generated together by ptf's own Decoder, each from its own beginning to its own end.
+
+Requests enter between two steps, and leave when they end, so none waits for another. What an answer's batch holds
+depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.answer` repeats to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.data.trajectory import Generation
+from ptf.model.attention import Attend
+from ptf.model.config import DecoderConfig
+from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
+from ptf.rl.engines.protocol import Progress, Request
+from ptf.rl.engines.slot_cache import SlotCache
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer that is being generated."""
+
+    number: int
+    request: Request
+    streamed: bool
+    numbers: np.ndarray = field(init=False)  # random, [longest answer] float64
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = random_numbers(self.request).numpy()
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the last token ends the answer."""
+        return bool(self.sampled) and self.sampled[-1] in self.request.sampling.stop
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no further token is sampled."""
+        return self.finished or len(self.sampled) == self.request.sampling.max_new_tokens
+
+    def generation(self, version: int) -> Generation:
+        """Return the whole answer."""
+        return Generation(
+            self.request.context,
+            np.array(self.sampled, np.int32),
+            np.array(self.logprobs, np.float32),
+            np.full(len(self.sampled), version, np.int32),
+            self.finished,
+        )
+
+
+class ContinuousBatch:
+    """The answers of a model that are generated at the moment, at most `most`; others wait.
+
+    `prefill(contexts, attend_of)` computes contexts and returns the logits after each, [contexts, V]; `attend_of` is
+    called with their segments and positions. `decode(tokens, positions, attend)` returns the logits after one token
+    of each answer.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        prefill: Callable[[Sequence[np.ndarray], Callable[[Tensor, Tensor], Attend]], Tensor],
+        decode: Callable[[Tensor, Tensor, Attend], Tensor],
+        most: int,
+    ) -> None:
+        self.config, self.device, self.dtype, self.most = config, device, dtype, most
+        self.prefill, self.decode = prefill, decode
+        self.waiting: list[Answer] = []
+        self.answers: list[Answer] = []  # by slot
+        self._empty()
+
+    def _empty(self) -> None:
+        self.cache = SlotCache(self.config, self.device, self.dtype)
+        self.logits: Tensor | None = None  # of each answer's next token, [answers, V]
+        self._arrange()
+
+    def add(self, answer: Answer) -> None:
+        """Begin an answer with the next step."""
+        self.waiting.append(answer)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Drop answers."""
+        self.waiting = [answer for answer in self.waiting if answer.number not in numbers]
+        self._free([slot for slot, answer in enumerate(self.answers) if answer.number in numbers])
+
+    def step(self, version: int) -> list[Progress]:
+        """Sample one token of each answer; return those of streamed answers, and the answers that end."""
+        self._admit()
+        if self.logits is None:
+            return []
+        rows = np.arange(len(self.answers))
+        numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.answers])).to(self.device)
+        tokens, chosen = draw(self.allowed.restrict(self.logits, rows), self.temperature, self.top_p, numbers)
+        self.allowed.follow(rows, tokens)
+        for answer, token, logprob in zip(self.answers, tokens.tolist(), chosen.tolist(), strict=True):
+            answer.sampled.append(token)
+            answer.logprobs.append(logprob)
+        news = [self._progress(answer, version) for answer in self.answers if answer.streamed or answer.ended]
+        self._free([slot for slot, answer in enumerate(self.answers) if answer.ended])
+        if self.answers:
+            last = torch.tensor([answer.sampled[-1] for answer in self.answers], device=self.device)
+            positions = torch.from_numpy(self.cache.lengths).to(self.device)
+            self.logits = self.decode(last[:, None], positions[:, None], self.cache.step())
+        return news
+
+    @staticmethod
+    def _progress(answer: Answer, version: int) -> Progress:
+        return Progress(
+            answer.number,
+            np.array(answer.sampled[-1:], np.int32),
+            np.array(answer.logprobs[-1:], np.float32),
+            answer.generation(version) if answer.ended else None,
+        )
+
+    def _admit(self) -> None:
+        """Compute the contexts of waiting requests; equal ones are computed once."""
+        admitted = self.waiting[: self.most - len(self.answers)]
+        if not admitted:
+            return
+        self.waiting = self.waiting[len(admitted) :]
+        longest = max(len(a.request.context) + a.request.sampling.max_new_tokens for a in admitted)
+        self.cache.reserve(len(self.answers) + len(admitted), longest)
+        first = self.cache.append([len(a.request.context) for a in admitted])
+        keys = [answer.request.context.tobytes() for answer in admitted]
+        slot_of: dict[bytes, int] = {}
+        for slot, key in enumerate(keys, first):
+            slot_of.setdefault(key, slot)
+        index = {key: i for i, key in enumerate(slot_of)}
+        which = [index[key] for key in keys]  # of each admitted request: its context among the different ones
+        slots = torch.tensor(list(slot_of.values()), device=self.device)
+        contexts = [admitted[slot - first].request.context for slot in slot_of.values()]
+        logits = self.prefill(contexts, lambda segments, positions: self.cache.prefill(slots, segments, positions))
+        for slot, key in enumerate(keys, first):
+            if (source := slot_of[key]) != slot:
+                self.cache.copy(source, slot)
+        logits = logits[torch.tensor(which, device=self.device)]
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        self.answers += admitted
+        self._arrange()
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """End the answers in these slots; the last answers take their places."""
+        rows = list(range(len(self.answers)))
+        for slot in sorted(slots, reverse=True):
+            self.cache.free(slot)
+            rows[slot] = rows[-1]
+            rows.pop()
+        self.answers = [self.answers[row] for row in rows]
+        if slots and self.logits is not None:
+            self.logits = self.logits[rows]
+            if self.answers:
+                self._arrange()
+            else:
+                self._empty()
+
+    def _arrange(self) -> None:
+        """Set the tensors that say how each answer is sampled."""
+        requests = [answer.request for answer in self.answers]
+        self.temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
+        self.top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
+        self.allowed = TrieStates(requests, self.device, [answer.sampled for answer in self.answers])

@@ -1,0 +1,27 @@
+"""Tasks of reasoning-gym whose scores evaluate the answer as Python, found with answers that are programs (version
+0.1.25): text of a policy would run in the reward's process, outside of any sandbox."""
+
+from collections.abc import Iterable
+
+from ptf.errors import UserError
+
+RUNS_ANSWERS = (
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
+
+
+def raise_if_runs_answers(tasks: Iterable[str]) -> None:
+    """Raise UserError if one of the tasks runs answers as code."""
+    if refused := sorted(set(tasks).intersection(RUNS_ANSWERS)):
+        raise UserError(
+            f"the library scores answers to {', '.join(refused)} by running them as Python, without a sandbox; where "
+            "that is acceptable, allow it with `run_answers: true`"
+        )

@@ -1,0 +1,246 @@
+"""Calls of an episode to the policy, and the ids of the next context.
+
+A context is the text that a server would send: the conversation, rendered by the chat template. Among all calls of the
+episode, the longest whose text (context and answer) begins that text is continued: the ids are its context, the ids
+that the policy sampled, and the ids of the new text. So what was sampled is never tokenized again, whether calls follow
+each other, branch, or belong to several conversations. Where no call begins the text, it is encoded anew, and a new
+training sample begins.
+
+An answer often comes back changed by the client: its tool calls written in another form, its thinking removed. Its
+messages are recognised by their content, and if the template shows an answer unchanged at that place, its text as
+sampled takes the place of what the client sent (`respliced`). Answers that cannot be continued for another reason are
+counted (`rewritten`).
+
+Whether a client has an answer is not always certain: a connection may break after the last byte. A call whose answer
+counts as lost is continued by no other, until a conversation holds its answer after all.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptf.data.context import raise_if_unseen
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Generation
+from ptf.errors import UserError
+
+Message = Mapping[str, Any]
+THINKING_ENDS = "</think>"
+MANY_CHARACTERS = 1 << 16  # fewer are encoded in a moment
+SENTINEL = "\ue000ptf{}\ue001"  # in a private area of Unicode: no text of a conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The input of one call."""
+
+    tokens: np.ndarray  # [c] int32
+    text: str
+    messages: Sequence[Message] = ()
+    tools: Any = None
+
+
+@dataclass(eq=False)
+class Call:
+    """One answer of the policy."""
+
+    number: int  # in the episode, from 0
+    context: Context
+    generation: Generation
+    text: str  # the answer as it is shown: without its end-of-turn token, and up to a stop string
+    raw: str  # the text of all sampled ids
+    complete: bool = True  # it ended by itself, not at the token limit
+    trained: bool = True  # whether its tokens are trained: an answer that never reached the client is not
+    message: Message = field(default_factory=dict)  # as it was returned to the client
+    received: bool = False  # the client has the answer
+    continued: bool = False  # a later context holds the answer, and that of no other call
+
+    @property
+    def served(self) -> str:
+        """Return the text of context and answer."""
+        return self.context.text + self.raw
+
+    @property
+    def length(self) -> int:
+        """Return the number of characters of context and answer."""
+        return len(self.context.text) + len(self.raw)
+
+    def begins(self, text: str) -> bool:
+        """Return whether a text begins with the context and the answer."""
+        return text.startswith(self.context.text) and text.startswith(self.raw, len(self.context.text))
+
+
+def normalised(message: Message) -> str:
+    """Return what identifies a message, however a client writes it: role, visible text and the values of tool calls."""
+    text = str(message.get("content") or "")
+    if message.get("role") == "assistant":
+        text = text.rpartition(THINKING_ENDS)[2]
+    calls = list[Any]()
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # a client may return what is not JSON
+                arguments = json.loads(arguments or "{}")
+        calls.append([function.get("name"), arguments])
+    return json.dumps([message.get("role"), text.strip(), calls], sort_keys=True, ensure_ascii=False, default=str)
+
+
+def path_keys(messages: Sequence[Message], tools: Any) -> list[bytes]:
+    """Return a hash of each beginning of a conversation: of the tools and the messages up to each one."""
+    key, keys = hashlib.sha256(json.dumps(tools, sort_keys=True, default=str).encode()).digest(), list[bytes]()
+    for message in messages:
+        key = hashlib.sha256(key + normalised(message).encode()).digest()
+        keys.append(key)
+    return keys
+
+
+class NoRoom(UserError):
+    """A context leaves no room for an answer."""
+
+
+class CallHistory:
+    """The calls of one episode, from which contexts are made."""
+
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any], max_length: int) -> None:
+        self.tokenizer, self.arguments = tokenizer, arguments
+        # more are not encoded only to learn that they do not fit
+        self.most_characters = max(MANY_CHARACTERS, max_length * tokenizer.longest_token)
+        self.calls: list[Call] = []
+        self.lost: list[tuple[Call, ...]] = []  # which may have been received after all, each with those of its request
+        self.by_path: dict[bytes, list[Call]] = {}  # the conversation up to an answer → the calls that gave it
+        self.respliced = self.rewritten = 0
+
+    def add(self, call: Call) -> None:
+        """Add a call whose answer the client has."""
+        if any(call in calls for calls in self.lost):
+            self._regain(call)
+        if call.received:
+            return
+        call.received = True
+        self.calls.append(call)
+        if call.context.messages and call.message:
+            path = path_keys([*call.context.messages, call.message], call.context.tools)[-1]
+            self.by_path.setdefault(path, []).append(call)
+
+    def lose(self, calls: Sequence[Call]) -> bool:
+        """Take back the calls of one request whose answer the client does not have, so far as is known.
+
+        Return False, and keep them, if a later context holds one of the answers.
+        """
+        if any(call.continued for call in calls):
+            return False
+        for call in calls:
+            call.received = False
+            self.calls.remove(call)
+        self.lost.append(tuple(calls))
+        return True
+
+    def _regain(self, call: Call) -> None:
+        """Count a lost answer as received, because the client has sent it back."""
+        together = next(calls for calls in self.lost if call in calls)
+        self.lost.remove(together)
+        for one in together:
+            one.received = True
+            self.calls.append(one)
+
+    def context(self, messages: Sequence[Message], tools: Any = None) -> Context:
+        """Return the context of the next answer to a conversation.
+
+        Raises NoRoom if it is far too long, UserError if the template refuses the messages, or omits one of them.
+        """
+        text = self._render(messages, tools)
+        known = self._known(messages, tools)
+        call = self.longest(text)
+        last = known[max(known)] if known else None
+        if last is not None and not _is_same(call, last):  # the last known answer is shown in another form
+            other = self._spliced(messages, tools, known)
+            continued = self.longest(other) if other is not None else None
+            if other is not None and _is_same(continued, last):
+                text, call = other, continued
+                self.respliced += 1
+            else:
+                self.rewritten += 1
+        seen = call.context.messages if call is not None else ()
+        since = len(seen) if list(messages[: len(seen)]) == list(seen) else 0
+        raise_if_unseen(messages, text, self.tokenizer, tools, self.arguments, since=since)
+        context = Context(self._ids(text, call), text, messages, tools)
+        if call is not None and sum(_is_same(other, call) for other in self.calls) == 1:
+            call.continued = True
+        return context
+
+    def longest(self, text: str) -> Call | None:
+        """Return the call with the longest text that begins `text`; of equal ones, the latest."""
+        found = [call for call in self.calls if call.context.text and call.begins(text)]
+        return max(found, key=lambda call: (call.length, call.number), default=None)
+
+    def _ids(self, text: str, call: Call | None) -> np.ndarray:
+        rest = text[call.length :] if call is not None else text
+        if len(rest) > self.most_characters:
+            raise NoRoom(f"the context has {len(rest)} new characters, which data.seq_len has no room for")
+        ids = self.tokenizer.encode(rest)
+        return np.array(ids if call is None else [*call.context.tokens, *call.generation.sampled_ids, *ids], np.int32)
+
+    def _render(self, messages: Sequence[Message], tools: Any) -> str:
+        return self.tokenizer.render_text(list(messages), True, tools, self.arguments)
+
+    def _known(self, messages: Sequence[Message], tools: Any) -> dict[int, Call]:
+        """Return the calls that gave the answers of a conversation, by the answers' places."""
+        if not self.by_path:
+            return {}
+        known = dict[int, Call]()
+        for i, key in enumerate(path_keys(messages, tools)):
+            calls = self.by_path.get(key, ())
+            lost = [call for call in calls if not call.received and _says_something(call)]
+            if lost and not any(call.received for call in calls):
+                self._regain(lost[-1])
+            received = [call for call in calls if call.received]
+            if received:
+                known[i] = max(received, key=lambda call: call.number)
+        return known
+
+    def _spliced(self, messages: Sequence[Message], tools: Any, known: Mapping[int, Call]) -> str | None:
+        """Return the conversation's text with the known answers as they were sampled; None if the template would not
+        show them so: it drops their thinking, changes what stands around them, or refuses them."""
+        try:
+            return self._shown_as_sampled(messages, tools, known)
+        except UserError:  # harmony's template refuses channels in a message's content
+            return None
+
+    def _shown_as_sampled(self, messages: Sequence[Message], tools: Any, known: Mapping[int, Call]) -> str | None:
+        texts = {i: shown(call, self.tokenizer) for i, call in known.items()}
+        whole = [{"role": "assistant", "content": texts[i]} if i in texts else m for i, m in enumerate(messages)]
+        text = self._render(whole, tools)
+        if _is_same(self.longest(text), known[max(known)]):
+            return text
+        if any(THINKING_ENDS in text for text in texts.values()):  # which templates drop on purpose
+            return None
+        marks = {i: SENTINEL.format(i) for i in texts}
+        marked = [{"role": "assistant", "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
+        text = self._render(marked, tools)
+        for i, mark in marks.items():
+            if text.count(mark) != 1:
+                return None
+            text = text.replace(mark, texts[i])
+        return text
+
+
+def _is_same(call: Call | None, other: Call) -> bool:
+    """Return whether a call has the same text as another: conversations that are continued cannot tell them apart."""
+    return call is other or (call is not None and call.length == other.length and call.served == other.served)
+
+
+def _says_something(call: Call) -> bool:
+    """Return whether an answer is one that a client would not have written itself."""
+    return bool(call.text.strip() or call.message.get("tool_calls"))
+
+
+def shown(call: Call, tokenizer: Tokenizer) -> str:
+    """Return an answer's text as sampled, without its end-of-turn token."""
+    ids = call.generation.sampled_ids
+    return tokenizer.decode(ids[:-1] if call.generation.finished else ids)

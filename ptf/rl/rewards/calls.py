@@ -1,0 +1,62 @@
+"""A call of a reward: the answers that it is about, its arguments, and its result as numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptf.config.reward_signature import EPISODES, RewardSignature
+from ptf.data.trajectory import MAX_REWARD, is_reward
+from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.worker_messages import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is scored."""
+
+    row: Mapping[str, Any]  # the data row of its prompt
+    text: str
+    episode: EpisodeView | None = None  # only for a reward that asks for it
+
+
+def call_arguments(signature: RewardSignature, answers: Sequence[Answer]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and the keyword arguments of a call about these answers."""
+    episodes = [answer.episode for answer in answers]
+    if signature.scores == "answer":
+        (answer,) = answers
+        positional, value = [answer.row, answer.text], episodes[0]
+    elif signature.scores == "group":
+        positional, value = [answers[0].row, [answer.text for answer in answers]], episodes
+    else:
+        positional, value = [[(answer.row, answer.text) for answer in answers]], episodes
+    return positional, {EPISODES[signature.scores]: value} if signature.sees_episodes else {}
+
+
+def checked_rewards(signature: RewardSignature, value: Any, count: int) -> list[float | Fault] | Fault:
+    """Return the result of a call about `count` answers: a number or a Fault for each, or a Fault for all of them.
+
+    Each answer of a batch has its own Fault. A group has one: no answer has a result if one of them has none.
+    """
+    if signature.scores == "answer":
+        return [checked_reward(value)]
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        return Fault(f"the reward returned {type(value).__name__} {str(value)[:60]!r}, not a list of {count} numbers")
+    values = list(value)
+    if len(values) != count:
+        return Fault(f"the reward returned {len(values)} numbers for {count} answers")
+    rewards = [checked_reward(one) for one in values]
+    faults = [reward for reward in rewards if isinstance(reward, Fault)]
+    return faults[0] if faults and signature.scores == "group" else rewards
+
+
+def checked_reward(value: Any) -> float | Fault:
+    """Return the value as a number, or a Fault that says why it is no reward."""
+    if isinstance(value, str | bytes | bytearray):  # float() would accept some of them
+        return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
+    try:
+        value = float(value)
+    except Exception as error:  # float() of any object may raise anything
+        return Fault(f"{type(error).__name__}: {error}")
+    if not is_reward(value):
+        return Fault(f"the reward is {value}, not a number from -{MAX_REWARD:g} to {MAX_REWARD:g}")
+    return value

@@ -1,0 +1,59 @@
+"""A reward that a server computes for several answers in one request."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptf.rl.rewards.decorators import batched
+from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.rewards.http_reward import IN_FLIGHT, HttpReward, raise_if_no_count
+from ptf.rl.rewards.json_endpoint import RequestFault
+
+BATCH = 32
+
+
+@batched(lambda *, batch=BATCH, **_: batch)
+class HttpBatchReward(HttpReward):
+    """Send `{"items": [{"row": …, "text": …}, …]}` to `url` by POST and return the numbers `rewards` of the JSON object
+    that it answers, one for each item, in their order.
+
+    `batch` is the largest number of answers in a request. A value that is no number, such as null, concerns its own
+    answer. After a request that fails, its answers are sent again one by one. The other arguments are those of
+    HttpReward; the field `episode` is added to each item.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        batch: int = BATCH,
+        headers_from_env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retries: int = 3,
+        wait_s: float = 0.5,
+        max_bytes: int = 1 << 20,
+        in_flight: int = IN_FLIGHT,
+        send_episode: bool = False,
+    ) -> None:
+        raise_if_no_count("batch", batch)
+        super().__init__(
+            url=url,
+            headers_from_env=headers_from_env,
+            timeout_s=timeout_s,
+            retries=retries,
+            wait_s=wait_s,
+            max_bytes=max_bytes,
+            in_flight=in_flight,
+            send_episode=send_episode,
+        )
+
+    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, items: Sequence[tuple[Mapping[str, Any], str]], *, episodes: Sequence[EpisodeView | None] | None = None
+    ) -> list[Any]:
+        """Return the server's rewards, which the caller checks one by one. Raises RequestFault."""
+        views = episodes or [None] * len(items)
+        bodies = [self.body(row, text, view) for (row, text), view in zip(items, views, strict=True)]
+        reply = await self.endpoint.post({"items": bodies})
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(rewards, list):
+            raise RequestFault(f'the answer is not {{"rewards": [NUMBER, …]}}: {self.endpoint.shown(str(reply))}')
+        return [f"{one}" if isinstance(one, bool) else one for one in rewards]  # true is no number

@@ -1,0 +1,75 @@
+"""A reward that a server computes: one request for each answer, many at once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ptf.errors import UserError
+from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.rewards.json_endpoint import JsonEndpoint, RequestFault
+
+IN_FLIGHT = 64
+
+
+def raise_if_no_count(name: str, value: Any) -> None:
+    """Raise UserError unless an argument is a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}: it must be a whole number above 0, not {value!r}")
+
+
+class HttpReward:
+    """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
+
+    `headers_from_env` maps headers to the environment variables that hold their values, `timeout_s` limits one request,
+    and `in_flight` is how many are made at once in a process. Connections that fail and answers with status 408, 429
+    or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after `Retry-After`; at
+    most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the object, the fields of
+    EpisodeView.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        headers_from_env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retries: int = 3,
+        wait_s: float = 0.5,
+        max_bytes: int = 1 << 20,
+        in_flight: int = IN_FLIGHT,
+        send_episode: bool = False,
+    ) -> None:
+        raise_if_no_count("in_flight", in_flight)
+        if not isinstance(send_episode, bool):
+            raise UserError(f"send_episode: it must be true or false, not {send_episode!r}")
+        self.endpoint = JsonEndpoint(url, headers_from_env or {}, timeout_s, retries, wait_s, max_bytes)
+        self.in_flight, self.send_episode = in_flight, send_episode
+
+    async def __call__(self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None) -> float:
+        """Return the server's reward. Raises RequestFault."""
+        reply = await self.endpoint.post(self.body(row, text, episode))
+        reward = reply.get("reward") if isinstance(reply, dict) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise RequestFault(f'the answer is not {{"reward": NUMBER}}: {self.endpoint.shown(str(reply))}')
+        return reward
+
+    def body(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> dict[str, Any]:
+        """Return what is sent of an answer."""
+        sent = {"episode": episode.as_json()} if self.send_episode and episode is not None else {}
+        return {"row": dict(row), "text": text, **sent}
+
+    @classmethod
+    def check_arguments(cls, **args: Any) -> None:
+        """Raise UserError if these arguments cannot be used."""
+        cls(**args)
+
+    @classmethod
+    def first_lines(cls, **args: Any) -> list[str]:
+        """Return the first line that a run prints about the reward. Raises UserError if it cannot be used here."""
+        reward = cls(**args)
+        reward.endpoint.raise_if_unusable()
+        return [f"reward: rows and answers are sent to {reward.endpoint.address}, up to {reward.in_flight} at once"]
+
+    @staticmethod
+    def sees_episodes(*, send_episode: bool = False, **_: Any) -> bool:
+        """Return whether the episode is sent."""
+        return send_episode

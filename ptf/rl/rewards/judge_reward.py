@@ -1,0 +1,186 @@
+"""A language model as a reward: a server with the API of OpenAI's chat completions is asked for a score."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from ptf.errors import UserError
+from ptf.rl.rewards.http_reward import IN_FLIGHT, raise_if_no_count
+from ptf.rl.rewards.json_endpoint import JsonEndpoint
+from ptf.rl.rewards.judge_prompt import JudgePrompt
+
+BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*\}"
+AGAIN = "This reply has no score in the required form, so it cannot be used. Give the score in that form."
+
+
+class UnreadableReply(Exception):
+    """The judge's reply has no score in the declared form."""
+
+
+class JudgeReward:
+    """Ask the model `model` of a server for the score of an answer, and return it scaled from `scale` to 0 … 1.
+
+    `url` is the base of the API (`https://host/v1`), and `prompt` a template (JudgePrompt). The last match of `score`,
+    a regular expression with one group, in the judge's reply is the score; the default is a number in `\\boxed{…}`, and
+    the judge is then told so. A reply without a score, with one outside `scale`, or cut off at `max_tokens` is asked
+    again up to `retries` times, and then there is no result. With `samples` the reward is the mean of so many scores.
+    `scale: null` returns the score as it is. `parameters` are further fields of the request; a field that is null
+    there, or in `temperature` or `max_tokens`, is left out. The other arguments are those of HttpReward.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        prompt: str,
+        api_key_env: str | None = None,
+        score: str | None = None,
+        scale: Sequence[float] | None = (0, 10),
+        temperature: float | None = 0.0,
+        max_tokens: int | None = 1024,
+        samples: int = 1,
+        parameters: Mapping[str, Any] | None = None,
+        headers_from_env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retries: int = 3,
+        wait_s: float = 0.5,
+        max_bytes: int = 1 << 20,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
+        for name, value in (("in_flight", in_flight), ("samples", samples)):
+            raise_if_no_count(name, value)
+        if samples > 1 and temperature == 0:
+            raise UserError("samples: several judgements are the same at temperature 0: give a temperature above 0")
+        if not isinstance(model, str):
+            raise UserError(f"model: it must be the name of a model of the server, not {model!r}")
+        self.endpoint = JsonEndpoint(
+            completions_url(url),
+            headers_from_env or {},
+            timeout_s,
+            retries,
+            wait_s,
+            max_bytes,
+            bearer_from_env=api_key_env,
+        )
+        self.prompt, self.scale = JudgePrompt(prompt), checked_scale(scale)
+        self.pattern = checked_pattern(BOXED if score is None else score)
+        self.closing = "" if score is not None else boxed_instruction(self.scale)
+        self.samples, self.retries, self.in_flight = samples, retries, in_flight
+        fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
+        self.fields = {name: value for name, value in fields.items() if value is not None}
+
+    async def __call__(self, row: Mapping[str, Any], text: str) -> float:
+        """Return the mean score. Raises RequestFault, UnreadableReply, or ValueError if the row lacks a column."""
+        message = self.prompt.filled(row, text, self.closing)
+        calls = (self._judgement(message) for _ in range(self.samples))
+        scores = await asyncio.gather(*calls, return_exceptions=True)
+        values = []
+        for score in scores:
+            if isinstance(score, BaseException):
+                raise score
+            values.append(score)
+        return sum(values) / len(values)
+
+    async def _judgement(self, message: str) -> float:
+        """Return one score, scaled."""
+        messages = [{"role": "user", "content": message}]
+        for attempt in range(self.retries + 1):
+            reply = await self.endpoint.post({**self.fields, "messages": messages})
+            try:
+                return self.score_of(reply)
+            except UnreadableReply:
+                if attempt == self.retries:
+                    raise
+            content = content_of(reply)
+            if content:  # the same request would get the same reply at temperature 0
+                messages = [
+                    messages[0],
+                    {"role": "assistant", "content": content},
+                    {"role": "user", "content": f"{AGAIN} {self.closing}".strip()},
+                ]
+        raise AssertionError("unreachable")
+
+    def score_of(self, reply: Any) -> float:
+        """Return the scaled score of a server's answer. Raises UnreadableReply."""
+        content = content_of(reply)
+        if content is None:
+            raise UnreadableReply(f"the answer is no chat completion: {self.endpoint.shown(str(reply))}")
+        if reply["choices"][0].get("finish_reason") == "length":
+            raise UnreadableReply(f"the judge's reply was cut off at max_tokens: {self._end(content)}")
+        found = self.pattern.findall(content)
+        try:
+            value = float(found[-1])
+        except (IndexError, ValueError):
+            raise UnreadableReply(f"the judge's reply has no score: {self._end(content)}") from None
+        if self.scale is None:
+            return value
+        low, high = self.scale
+        if not low <= value <= high:
+            raise UnreadableReply(f"the judge's score {value:g} is not from {low:g} to {high:g}")
+        return (value - low) / (high - low)
+
+    def _end(self, content: str) -> str:
+        """Return the end of a reply, for a message."""
+        return f"…{self.endpoint.shown(content[-100:])}"
+
+    @classmethod
+    def check_arguments(cls, **args: Any) -> None:
+        """Raise UserError if these arguments cannot be used."""
+        cls(**args)
+
+    @classmethod
+    def first_lines(cls, **args: Any) -> list[str]:
+        """Return the first line that a run prints about the judge. Raises UserError if it cannot be used here."""
+        judge = cls(**args)
+        judge.endpoint.raise_if_unusable()
+        name = judge.fields["model"]
+        return [f"reward: answers are judged by {name} at {judge.endpoint.address}, up to {judge.in_flight} at once"]
+
+
+def completions_url(url: Any) -> str:
+    """Return the address of chat completions below the base of an API, with the query of the base."""
+    if not isinstance(url, str):
+        return ""  # which JsonEndpoint refuses
+    parts = urlsplit(url)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/chat/completions").geturl()
+
+
+def content_of(reply: Any) -> str | None:
+    """Return the text of a chat completion; None if the answer is none."""
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return content if isinstance(content, str) else None
+
+
+def checked_scale(scale: Any) -> tuple[float, float] | None:
+    """Return the range of scores. Raises UserError unless it is two numbers, the smaller one first, or None."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Sequence) or len(scale) != 2 or isinstance(scale, str):
+        raise UserError(f"scale: it must be [LOWEST, HIGHEST] or null, not {scale!r}")
+    numbers = [x for x in scale if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) != 2 or not numbers[0] < numbers[1]:
+        raise UserError(f"scale: it must be [LOWEST, HIGHEST] or null, not {list(scale)!r}")
+    return float(numbers[0]), float(numbers[1])
+
+
+def checked_pattern(pattern: Any) -> re.Pattern[str]:
+    """Return the regular expression of the score. Raises UserError unless it has one group."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"score: {pattern!r} is no regular expression: {error}") from None
+    if compiled.groups != 1:
+        raise UserError(f"score: {pattern!r} must have one group, which is the number; it has {compiled.groups}")
+    return compiled
+
+
+def boxed_instruction(scale: tuple[float, float] | None) -> str:
+    """Return the sentence that tells the judge the form of the default score."""
+    numbers = "a number" if scale is None else f"a number from {scale[0]:g} to {scale[1]:g}"
+    return f"End your reply with the score, {numbers}, as \\boxed{{SCORE}}."

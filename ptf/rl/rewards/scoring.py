@@ -1,0 +1,166 @@
+"""Scoring answers with a reward, in worker processes that may crash or hang without harm.
+
+A call that raises, returns no number, or takes too long is retried; if it fails again the outcome is `NoResult` with
+the reason, never 0.0.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ptf.config import Plugin, plugin
+from ptf.config.reward_signature import RewardSignature, reward_fault
+from ptf.data.trajectory import Group, NoResult, Reward
+from ptf.errors import UserError
+from ptf.rl.rewards.calls import Answer
+from ptf.rl.rewards.concurrent import first_lines
+from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.worker_messages import Fault
+from ptf.rl.worker_process import Call, CallQueue, WorkerProcess
+
+Outcome = Reward | NoResult
+
+
+class RewardWorkers:
+    """One reward in `processes` worker processes, which `close` ends. Raises UserError if it is no reward."""
+
+    def __init__(
+        self, reward: Plugin, timeout_s: float = 10.0, *, processes: int = 1, retries: int = 1, within_s: float = 1800.0
+    ) -> None:
+        self.reward, self.retries, self.within_s = reward, retries, within_s
+        target = plugin.resolve(reward.use)
+        if callable(target) and (fault := reward_fault(target, reward.use, reward.args)):
+            raise UserError(fault)
+        self.signature = RewardSignature.of(target, reward.args)
+        for line in first_lines(reward):
+            print(line, flush=True)
+        self.calls = CallQueue()
+        self.workers = [WorkerProcess("reward", reward, timeout_s, self.calls) for _ in range(processes)]
+        self.retried = 0  # answers that were scored once more
+        self.reported = False  # whether a fault of these answers was printed; the others are only counted
+
+    def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
+        """Return the outcomes of answers to different prompts, each a row and a text, in order."""
+        return [outcome for (outcome,) in self.score_groups([[Answer(dict(row), text)] for row, text in items])]
+
+    def score_groups(self, groups: Sequence[Sequence[Answer]]) -> list[list[Outcome]]:
+        """Return the outcomes of the answers of each group, in order."""
+        with Scoring(self) as scoring:
+            for group in groups:
+                scoring.add(group)
+            return scoring.finish()
+
+    def calls_again(self, failed: list[int]) -> list[list[int]]:
+        """Return the numbers of the answers of the calls with which those of one call are scored again."""
+        if self.signature.scores == "group":
+            return [failed] if failed else []
+        return [[i] for i in failed]
+
+    def is_tried_again(self, outcome: Outcome, attempts: int) -> bool:
+        """Return whether an answer is scored once more, after so many further attempts; also report and count it."""
+        if isinstance(outcome, Reward):
+            return False
+        self._report(outcome.reason)
+        self.retried += attempts < self.retries
+        return attempts < self.retries
+
+    def _report(self, reason: str) -> None:
+        """Print the first fault when it happens, because each later one may take the whole time limit."""
+        if not self.reported:
+            self.reported = True
+            print(f"the reward {self.reward.use} has no result for an answer: {reason}", flush=True)
+
+    def take_retries(self) -> int:
+        """Return how many answers were scored once more since the last call."""
+        retried, self.retried = self.retried, 0
+        return retried
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.close()
+
+
+class Scoring:
+    """Answers that are scored as they come, in groups; `finish` returns their outcomes.
+
+    An answer without a result is scored up to `retries` times more: of a group all are scored again, of a batch those
+    without a result, one by one. `workers.within_s` seconds after `finish` was called, none is scored. `add` may be
+    called from any thread.
+    """
+
+    def __init__(self, workers: RewardWorkers) -> None:
+        self.workers, self.lock = workers, threading.Lock()
+        self.groups: list[list[int]] = []  # the numbers of the answers of each group
+        self.answers: list[Answer] = []
+        self.batch: list[int] = []  # that waits for further answers
+        self.ended = SimpleQueue[Future[Any]]()
+        self.waiting: dict[Future[Any], list[int]] = {}
+        workers.reported = False
+
+    def __enter__(self) -> "Scoring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in list(self.waiting):
+            future.cancel()
+
+    def add(self, group: Sequence[Answer]) -> None:
+        """Begin to score the answers of a group."""
+        with self.lock:
+            numbers = list(range(len(self.answers), len(self.answers) + len(group)))
+            self.answers += group
+            self.groups.append(numbers)
+            if self.workers.signature.scores == "group":
+                if numbers:
+                    self._ask(numbers)
+                return
+            self.batch += numbers
+            while len(self.batch) >= (most := self.workers.signature.max_size):
+                self._ask(self.batch[:most])
+                self.batch = self.batch[most:]
+
+    def _ask(self, numbers: list[int]) -> None:
+        call = Call(tuple(self.answers[i] for i in numbers))
+        self.waiting[call.future] = numbers
+        call.future.add_done_callback(self.ended.put)
+        self.workers.calls.put(call)
+
+    def finish(self) -> list[list[Outcome]]:
+        """Return the outcomes of the answers of each group, in the order in which the groups were added."""
+        until = time.monotonic() + self.workers.within_s
+        if self.batch:
+            self._ask(self.batch)
+        late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
+        outcomes: list[Outcome] = [late] * len(self.answers)
+        attempts = [0] * len(self.answers)
+        with contextlib.suppress(Empty):  # no more time
+            while self.waiting:
+                future = self.ended.get(timeout=max(0.0, until - time.monotonic()))
+                numbers = self.waiting.pop(future)
+                for i, outcome in zip(numbers, outcomes_of(future.result(), len(numbers)), strict=True):
+                    outcomes[i] = outcome
+                failed = [i for i in numbers if self.workers.is_tried_again(outcomes[i], attempts[i])]
+                for again in self.workers.calls_again(failed):
+                    for i in again:
+                        attempts[i] += 1
+                    self._ask(again)
+        return [[outcomes[i] for i in numbers] for numbers in self.groups]
+
+
+def outcomes_of(reply: Any, count: int) -> list[Outcome]:
+    """Return a reply of a reward's process as the outcomes of `count` answers: a Fault has no result."""
+    if isinstance(reply, Fault):
+        return [NoResult(reply.reason)] * count
+    return [NoResult(one.reason) if isinstance(one, Fault) else Reward(one) for one in reply]
+
+
+def answers_to(workers: RewardWorkers, group: Group) -> list[Answer]:
+    """Return the answers of a group that its plays left to the reward."""
+    row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
+    sees_episodes = workers.signature.sees_episodes
+    return [Answer(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]

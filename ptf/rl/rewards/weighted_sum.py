@@ -1,0 +1,115 @@
+"""The weighted sum of several rewards, each of which scores one answer at a time."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from ptf.config import Plugin, plugin
+from ptf.config.reward_signature import RewardSignature, reward_fault
+from ptf.errors import UserError
+from ptf.rl.rewards.calls import checked_reward
+from ptf.rl.rewards.concurrent import asynchronous, first_lines, in_flight, is_asynchronous
+from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.worker_messages import Fault
+
+Parts = Sequence[Mapping[str, Any]]  # each {use, args, weight}
+KEYS = {"use", "args", "weight"}
+
+
+def plugin_of(part: Mapping[str, Any]) -> Plugin:
+    """Return the reward of a part as a plugin."""
+    return Plugin(use=part["use"], args=part.get("args") or {})
+
+
+class Part:
+    """One reward of the sum, with its arguments bound."""
+
+    def __init__(self, part: Mapping[str, Any]) -> None:
+        what = plugin_of(part)
+        self.use, self.weight = what.use, float(part.get("weight", 1.0))
+        self.function = asynchronous(what)
+        self.sees_episode = RewardSignature.of(plugin.resolve(what.use), what.args).sees_episodes
+        self.is_coroutine, self.in_flight = is_asynchronous(self.function), in_flight(self.function)
+
+    def call(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> Any:
+        """Call the reward; of a coroutine function the result is a coroutine."""
+        return self.function(row, text, **({"episode": episode} if self.sees_episode else {}))
+
+    def weighed(self, value: Any) -> float:
+        """Return the reward times the weight. Raises ValueError if it is no reward."""
+        reward = checked_reward(value)
+        if isinstance(reward, Fault):
+            raise ValueError(f"{self.use}: {reward.reason}")
+        return self.weight * reward
+
+
+class WeightedSum:
+    """Σ weight · reward over `parts`, each {use, args, weight}; the default weight is 1.
+
+    If one part has no result, the sum has none. Parts that score groups or batches are refused.
+
+    A call is a coroutine if a part is one, or if one part needs the main thread and another does not. Its other parts
+    then run in threads, or in the main thread if their calls must not overlap.
+    """
+
+    def __init__(self, *, parts: Parts) -> None:
+        self.parts = [Part(part) for part in parts]
+        alone = {part.in_flight == 1 for part in self.parts}
+        self.is_coroutine = any(part.is_coroutine for part in self.parts) or len(alone) > 1
+        overlapping = [part.in_flight for part in self.parts if part.is_coroutine or part.in_flight > 1]
+        self.in_flight = min(overlapping, default=1)
+
+    def __call__(
+        self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None
+    ) -> float | Coroutine[Any, Any, float]:
+        """Return the sum for one answer."""
+        if self.is_coroutine:
+            return self._sum_concurrently(row, text, episode)
+        return sum((part.weighed(part.call(row, text, episode)) for part in self.parts), 0.0)
+
+    async def _sum_concurrently(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> float:
+        total = 0.0
+        for part in self.parts:
+            if part.is_coroutine:
+                value = await part.call(row, text, episode)
+            elif part.in_flight == 1:
+                value = part.call(row, text, episode)
+            else:
+                value = await asyncio.to_thread(part.call, row, text, episode)
+            total += part.weighed(value)
+        return total
+
+    @staticmethod
+    def sees_episodes(*, parts: Parts) -> bool:
+        """Return whether a part asks for the episode."""
+        plugins = [plugin_of(part) for part in parts]
+        return any(RewardSignature.of(plugin.resolve(what.use), what.args).sees_episodes for what in plugins)
+
+    @staticmethod
+    def first_lines(*, parts: Parts) -> list[str]:
+        """Return the first lines that a run prints about the parts."""
+        return [line for part in parts for line in first_lines(plugin_of(part))]
+
+    @staticmethod
+    def check_arguments(*, parts: Parts) -> None:
+        """Raise UserError unless each part is a reward of one answer, with a weight."""
+        if not isinstance(parts, Sequence) or isinstance(parts, str) or not parts:
+            raise UserError("parts: it must be a list of rewards, each {use, args, weight}")
+        for number, part in enumerate(parts):
+            where = f"parts.{number}"
+            if not isinstance(part, Mapping) or "use" not in part or not part.keys() <= KEYS:
+                raise UserError(f"{where}: a part is {{use, args, weight}}, this one is {str(part)[:60]}")
+            weight = part.get("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise UserError(f"{where}.weight: it must be a number, not {str(weight)[:60]!r}")
+            what = plugin_of(part)
+            target = plugin.resolve(what.use)
+            if not callable(target):
+                raise UserError(f"{where}.use: {what.use} is not callable: it is of type {type(target).__name__}")
+            if fault := reward_fault(target, what.use, what.args):
+                raise UserError(f"{where}: {fault}")
+            if RewardSignature.of(target, what.args).scores != "answer":
+                raise UserError(
+                    f"{where}.use: {what.use} scores several answers at once, and this sum scores one at a time; call "
+                    "the parts in a reward of your own that is declared with `scores_groups` or `batched`"
+                )

@@ -1,0 +1,70 @@
+"""Batches of an engine that answers in batches: one begins when every episode that has not ended waits for the policy.
+
+So the batches, and with them all bits, depend only on the episodes and not on the speed of their environments.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptf.data.trajectory import Generation
+from ptf.rl.engines.protocol import Request, RolloutEngine
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits for its batch."""
+
+    episode: int
+    number: int  # among the requests of the episode
+    request: Request
+    answer: "asyncio.Future[Generation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Turns:
+    """Collects the requests of `live` episodes into batches."""
+
+    def __init__(self, engine: RolloutEngine, live: int) -> None:
+        self.engine, self.live = engine, live
+        self.waiting: list[Waiting] = []
+        self.numbers: dict[int, int] = {}  # requests of each episode so far
+        self.batches: set[asyncio.Task[Any]] = set()
+        self.scheduled = False
+
+    async def generate(self, episode: int, request: Request) -> Generation:
+        """Return the answer to a request of an episode."""
+        self.numbers[episode] = number = self.numbers.get(episode, -1) + 1
+        waiting = Waiting(episode, number, request)
+        self.waiting.append(waiting)
+        self._schedule()
+        return await waiting.answer
+
+    def end(self) -> None:
+        """Note that an episode has ended: no batch waits for it."""
+        self.live -= 1
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self.scheduled:  # not at once: an episode may make several requests together
+            self.scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self.scheduled = False
+        self.waiting = [one for one in self.waiting if not one.answer.done()]  # without those that were cancelled
+        if self.waiting and len({one.episode for one in self.waiting}) >= self.live:
+            batch = sorted(self.waiting, key=lambda one: (one.episode, one.number))
+            self.waiting = []
+            task = asyncio.create_task(self._answer(batch))
+            self.batches.add(task)
+            task.add_done_callback(self.batches.discard)
+
+    async def _answer(self, batch: list[Waiting]) -> None:
+        answers = await asyncio.gather(*(self.engine.generate(one.request) for one in batch), return_exceptions=True)
+        for one, answer in zip(batch, answers, strict=True):
+            if one.answer.done():
+                continue
+            if isinstance(answer, BaseException):
+                one.answer.set_exception(answer)
+            else:
+                one.answer.set_result(answer)

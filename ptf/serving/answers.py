@@ -1,0 +1,208 @@
+"""Answers to conversations: chat completions and responses, with the sampling that the client asks for."""
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.tool_calls import Format, format_of, parser
+from ptf.data.trajectory import Generation, Prompt
+from ptf.errors import UserError
+from ptf.rl.endpoint import chat as chat_completions
+from ptf.rl.endpoint import responses
+from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
+from ptf.rl.endpoint.chat import ChatRequest
+from ptf.rl.endpoint.exchange import Choice, Exchange
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
+from ptf.rl.engines import answers as checked
+from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
+from ptf.rl.engines.stepper import Stepper
+from ptf.rl.policy.policy import Limits, NoRoom, Policy
+from ptf.serving.service import Handle
+
+MOST_PENDING = 1024  # requests
+WATCHED_EVERY_S = 0.25  # whether the client of a whole answer still waits
+UNRANDOM = {"top_k": (None, 0, -1), "min_p": (None, 0)}  # values that ask for nothing; others are not supported
+
+
+class SteppedEngine(StreamingEngine, Protocol):
+    """An engine that a thread steps."""
+
+    stepper: Stepper
+
+
+class AnswerService:
+    """Answers conversations with an engine.
+
+    `max_length` is the most tokens of a context with its answer, `max_new_tokens` those of an answer whose request
+    gives no limit.
+    """
+
+    def __init__(
+        self, engine: SteppedEngine, tokenizer: Tokenizer, model: str, max_length: int, max_new_tokens: int
+    ) -> None:
+        self.engine, self.tokenizer, self.model = engine, tokenizer, model
+        self.max_length, self.max_new_tokens = max_length, max_new_tokens
+        self.form = tool_format(tokenizer)
+        self.paths: Mapping[str, Handle] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
+        }
+        self.numbers = itertools.count(secrets.randbits(40))  # ids of answers do not repeat when a server is restarted
+        self.running: set[asyncio.Task[None]] = set()
+        self.renderer = ThreadPoolExecutor(1, "renderer")  # a long text must not keep the event loop
+
+    def example(self) -> tuple[str, dict[str, Any]]:
+        """See Service."""
+        return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": "Hello"}]}
+
+    async def close(self) -> None:
+        """See Service."""
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+        self.renderer.shutdown()
+        await asyncio.to_thread(_wait_for_last_step, self.engine.stepper)
+
+    async def _chat(self, request: HttpRequest) -> HttpResponse:
+        return await self._answered(request, ChatForm(chat_completions.parse(request.json_object())))
+
+    async def _responses(self, request: HttpRequest) -> HttpResponse:
+        asked = responses.parse(request.json_object(), _no_earlier)
+        return await self._answered(request, ResponsesForm(replace(asked, store=False), {}))
+
+    async def _answered(self, request: HttpRequest, form: Form) -> HttpResponse:
+        """Answer a request; if its client leaves, sampling ends."""
+        exchange = await self._exchange(form.chat)
+        self.running.add(exchange.task)
+        exchange.task.add_done_callback(self.running.discard)
+        watch = asyncio.create_task(_watched(exchange, request))
+        try:
+            response = await answered(exchange, form, lose=lambda: _cancel(exchange))
+        finally:
+            watch.cancel()
+        if not isinstance(response.body, bytes):
+            return replace(response, body=_ended_with(exchange, response.body))
+        return response
+
+    async def _exchange(self, chat: ChatRequest) -> Exchange:
+        """Begin the answers to a request. Raises HttpError (400, 404, 429) if it cannot be served."""
+        if chat.model not in (self.model, "policy"):  # the second is what a request without `model` is read as
+            raise HttpError(404, f"there is no model {chat.model[:80]!r} here, only {self.model}", "model_not_found")
+        if len(self.running) >= MOST_PENDING:
+            raise HttpError(429, f"{MOST_PENDING} requests are pending", "too_many_pending")
+        if not self.tokenizer.hf.chat_template:
+            raise HttpError(400, "this model has no chat template, so it cannot answer conversations", "messages")
+        sampling, seed = self._sampling(chat), _seed(chat)
+        of_episode = secrets.randbits(62)  # ids of tool calls differ between requests of one seed
+        limits = Limits(sampling, self.max_length)
+        policy = Policy(
+            Prompt(np.zeros(0, np.int32), {}, "", 0),
+            limits,
+            self.tokenizer,
+            lambda number: of_episode if number < 0 else (seed + number) % 2**62,
+            self._generate,
+            self.engine.version,
+            self._stream,
+        )
+        try:
+            context = await asyncio.get_running_loop().run_in_executor(
+                self.renderer, policy.context, chat.messages, chat.tools
+            )
+        except NoRoom as error:
+            raise HttpError(
+                400, str(error).replace("data.seq_len", "--max-length"), "context_length_exceeded"
+            ) from None
+        except UserError as error:
+            raise HttpError(400, str(error), "invalid_messages") from None
+        chat = replace(chat, model=self.model)
+        choices = [Choice(i, next(policy.numbers), chat, context, policy, self.form, False) for i in range(chat.n)]
+        return Exchange(next(self.numbers), chat, choices, policy)
+
+    def _sampling(self, chat: ChatRequest) -> Sampling:
+        """Return how the answers are sampled, by OpenAI's defaults. Raises HttpError for values out of range."""
+        for name, harmless in UNRANDOM.items():
+            if chat.sampling.get(name) not in harmless:
+                raise HttpError(400, f"{name} is not supported here", name)
+        temperature, top_p = (_number(chat, name, most) for name, most in (("temperature", 2.0), ("top_p", 1.0)))
+        if top_p == 0:
+            raise HttpError(400, "top_p must be above 0", "top_p")
+        longest = chat.max_tokens or self.max_new_tokens
+        return Sampling(longest, temperature, self.tokenizer.stop_ids, top_p)
+
+    async def _generate(self, request: Request) -> Generation:
+        return await checked.answered(self.engine, request, None)
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Progress]:
+        async with contextlib.aclosing(checked.streamed(self.engine, request, None)) as news:
+            async for progress in news:
+                yield progress
+
+
+def tool_format(tokenizer: Tokenizer) -> Format | None:
+    """Return the format of tool calls that the chat template asks for; None if it takes no tools, or in no known
+    form."""
+    with contextlib.suppress(UserError):
+        name = format_of(str(tokenizer.hf.chat_template or ""))
+        return parser(name) if name else None
+    return None
+
+
+def _wait_for_last_step(stepper: Stepper) -> None:
+    """Wait until the thread that computes has ended; if it still ran when the process ends, torch could crash."""
+    with stepper.exclusively("end"):
+        pass
+
+
+def _number(chat: ChatRequest, name: str, most: float) -> float:
+    value = chat.sampling.get(name, 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise HttpError(400, f"{name} must be a number from 0 to {most:g}", name)
+    return float(value)
+
+
+def _seed(chat: ChatRequest) -> int:
+    seed = chat.sampling.get("seed")
+    if seed is None:
+        return secrets.randbits(62)
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
+        raise HttpError(400, "seed must be a whole number of 64 bits", "seed")
+    return seed
+
+
+def _cancel(exchange: Exchange) -> None:
+    exchange.task.cancel()
+
+
+def _no_earlier(name: str) -> Any:
+    raise HttpError(
+        400,
+        "previous_response_id is not supported here, because no responses are kept; give the whole conversation as "
+        "`input`",
+        "previous_response_id",
+    )
+
+
+async def _watched(exchange: Exchange, request: HttpRequest) -> None:
+    """End sampling when the client leaves."""
+    while not exchange.task.done():
+        await asyncio.wait({exchange.task}, timeout=WATCHED_EVERY_S)
+        if not request.connected():
+            exchange.task.cancel()
+
+
+async def _ended_with(exchange: Exchange, body: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield a stream; sampling ends with it."""
+    try:
+        async with contextlib.aclosing(body) as parts:
+            async for part in parts:
+                yield part
+    finally:
+        exchange.task.cancel()

@@ -1,0 +1,79 @@
+"""The address of a served model: its paths, its key, and who may ask."""
+
+import json
+import time
+
+from ptf.errors import UserError
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.endpoint.http_server import HttpServer
+from ptf.serving.service import Service
+
+
+class PublicEndpoint:
+    """Serves a model's services; with a `key`, to those that have it.
+
+    Raises UserError for a host other than this machine's own without a key.
+    """
+
+    def __init__(self, services: list[Service], model: str, *, host: str, port: int, key: str | None) -> None:
+        host = address_of(host, key)
+        self.services, self.model, self.key, self.created = services, model, key, int(time.time())
+        self.handlers = {path: handle for service in services for path, handle in service.paths.items()}
+        self.server = HttpServer(self._handle, host=host, port=port, admit=self._authorise)
+
+    @property
+    def url(self) -> str:
+        """Return the base URL, as OpenAI's SDKs take it."""
+        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
+        return f"http://{host}:{self.server.port}/v1"
+
+    async def start(self) -> None:
+        """Listen. Raises UserError if the address cannot be used."""
+        try:
+            await self.server.start()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--host {self.server.host} --port {self.server.port}: {error}") from None
+
+    async def close(self) -> None:
+        """End all answers, and stop listening."""
+        await self.server.close()
+        for service in self.services:
+            await service.close()
+
+    def example(self) -> str:
+        """Return a command that asks for something."""
+        path, body = self.services[0].example()
+        key = ' -H "Authorization: Bearer $KEY"' if self.key else ""
+        url = self.url.removesuffix("/v1") + path
+        return f"curl {url}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+    async def _handle(self, request: HttpRequest) -> HttpResponse:
+        path = request.path.rstrip("/")
+        if path == "/health":
+            return json_response({"status": "ok"})
+        if path == "/v1/models":
+            if request.method != "GET":
+                raise HttpError(405, f"{path} takes GET")
+            model = {"id": self.model, "object": "model", "created": self.created, "owned_by": "ptf"}
+            return json_response({"object": "list", "data": [model]})
+        if path not in self.handlers:
+            raise HttpError(404, f"there is no path {path[:80]!r} here: {', '.join(['/v1/models', *self.handlers])}")
+        if request.method != "POST":
+            raise HttpError(405, f"{path} takes POST")
+        return await self.handlers[path](request)
+
+    def _authorise(self, request: HttpRequest) -> None:
+        """Raise HttpError unless the request has the key."""
+        if self.key and request.path.rstrip("/") != "/health" and not request.has_key(self.key):
+            raise HttpError(401, "the API key is wrong", "invalid_api_key")
+
+
+def address_of(host: str, key: str | None) -> str:
+    """Return the address to listen on. Raises UserError for one that other machines reach, without a key."""
+    host = "127.0.0.1" if host == "localhost" else host  # the server checks the Host header of such an address
+    if host not in ("127.0.0.1", "::1") and not key:
+        raise UserError(
+            f"--host {host}: an address that other machines reach needs a key; put one into an environment variable "
+            "and name it with --api-key-env"
+        )
+    return host

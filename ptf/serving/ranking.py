@@ -1,0 +1,135 @@
+"""Rankings of a catalogue after histories, by a model of events (docs/events.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.errors import UserError
+from ptf.events.catalogue import Catalogue
+from ptf.events.histories import Basket, Split
+from ptf.events.model_ranking import Ranker, top
+from ptf.events.serialize import HistorySerializer
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.engines.native import NativeEngine
+from ptf.serving.batches import Batches
+from ptf.serving.json_body import body_of
+from ptf.serving.service import Handle
+
+MOST = 1024  # histories in a request
+IN_A_BATCH = 64
+LARGEST_K = 1000
+
+
+@dataclass(frozen=True)
+class History:
+    """A history as the model reads it, and the indices of the items in it."""
+
+    tokens: np.ndarray  # [n] int32
+    items: Sequence[int]
+
+
+class RankService:
+    """Ranks the items of a catalogue after histories, which have at most `max_length` tokens.
+
+    `serializer` writes histories as the model was trained on; None: its settings are not known, and histories must be
+    given as texts.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        tokenizer: Tokenizer,
+        name: str,
+        catalogue: Catalogue,
+        serializer: HistorySerializer | None,
+        *,
+        beam: int,
+        max_length: int,
+    ) -> None:
+        self.tokenizer, self.name, self.catalogue, self.serializer = tokenizer, name, catalogue, serializer
+        self.max_length = max_length
+        self.index_of = {item.name: i for i, item in enumerate(catalogue.items)}
+        self.ranker = Ranker.of(engine, catalogue, tokenizer, beam)
+        self.batches: Batches[History, np.ndarray] = Batches(self._scores, IN_A_BATCH)
+        self.paths: Mapping[str, Handle] = {"/v1/rank": self._rank}
+
+    def example(self) -> tuple[str, dict[str, Any]]:
+        """See Service."""
+        item = self.catalogue.items[0]
+        one = [{"time": 0, "items": [item.name]}] if self.serializer else f"<start>{item.text}<gap_0>"
+        return "/v1/rank", {"model": self.name, "histories": [one], "k": 10}
+
+    async def close(self) -> None:
+        """See Service."""
+        await self.batches.close()
+
+    async def _rank(self, request: HttpRequest) -> HttpResponse:
+        given = body_of(request, self.name, ("histories", "k", "new"))
+        histories, k, new = given.get("histories"), given.get("k", 10), given.get("new", False)
+        if not isinstance(histories, list) or not 1 <= len(histories) <= MOST:
+            raise HttpError(400, f"histories must be a list of 1 to {MOST} histories", "histories")
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= LARGEST_K:
+            raise HttpError(400, f"k must be a whole number from 1 to {LARGEST_K}", "k")
+        if not isinstance(new, bool):
+            raise HttpError(400, "new must be true or false", "new")
+        read = [self._history(i, history) for i, history in enumerate(histories)]
+        rankings = []
+        for history, scores in zip(read, await self.batches(read), strict=True):
+            if new:
+                scores[list(history.items)] = -np.inf
+            best = top(scores, k)
+            names = [self.catalogue.items[i].name for i in best]
+            rankings.append({"items": names, "scores": scores[best].tolist()})
+        return json_response({"object": "rankings", "model": self.name, "rankings": rankings})
+
+    def _scores(self, histories: Sequence[History]) -> list[np.ndarray]:
+        scores = dict(self.ranker([Prompt(history.tokens, {}, "", i) for i, history in enumerate(histories)]))
+        return [scores[i] for i in range(len(histories))]
+
+    def _history(self, i: int, given: Any) -> History:
+        """Return a history that is given as text, or as baskets with their times. Raises HttpError."""
+        if isinstance(given, str):
+            text, items = given, [self.index_of[item.name] for item in self.catalogue.read(given) if item is not None]
+        else:
+            text, items = self._written(i, given)
+        try:
+            tokens = np.array(self.tokenizer.render([{"role": "user", "content": text}], True), np.int32)
+        except UserError as error:
+            raise HttpError(400, f"histories[{i}]: {error}", "histories") from None
+        if len(tokens) + self.ranker.trie.longest > self.max_length:
+            raise HttpError(
+                400,
+                f"histories[{i}] has {len(tokens)} tokens; {self.max_length} are allowed (--max-length)",
+                "histories",
+            )
+        return History(tokens, items)
+
+    def _written(self, i: int, given: Any) -> tuple[str, list[int]]:
+        """Return the text of a history that is given as baskets, and its items."""
+        if self.serializer is None:
+            raise HttpError(
+                400,
+                f"histories[{i}] must be a text: how this model's histories are written is known to its run or config; "
+                "serve one of them to give baskets",
+                "histories",
+            )
+        baskets = list[Basket]()
+        for basket in given if isinstance(given, list) and given else [None]:
+            time, names = (basket.get(key) if isinstance(basket, dict) else None for key in ("time", "items"))
+            if isinstance(time, bool) or not isinstance(time, int | float) or not isinstance(names, list) or not names:
+                raise HttpError(
+                    400,
+                    f'histories[{i}] must be a text, or baskets {{"time": SECONDS, "items": [NAME, …]}}',
+                    "histories",
+                )
+            if unknown := [name for name in names if not isinstance(name, str) or name not in self.index_of]:
+                raise HttpError(400, f"histories[{i}]: {str(unknown[0])[:80]!r} is not in the catalogue", "histories")
+            if baskets and time <= baskets[-1].time:
+                raise HttpError(400, f"histories[{i}]: the times of its baskets must increase", "histories")
+            baskets.append(Basket(float(time), tuple(dict.fromkeys(names))))
+        row = self.serializer.prompt("", Split(tuple(baskets), ()))
+        return row["messages"][0]["content"], [self.index_of[name] for name in row["history"]]

@@ -1,0 +1,126 @@
+"""Scores of conversations by a model with a scalar head: a reward model, or a head of the user's own."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptf.compute.world import World
+from ptf.data.batch import Batch
+from ptf.data.encode import answered
+from ptf.data.sample import Sample
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model.decoder import Decoder
+from ptf.model.scalar import Scalar
+from ptf.recipes.documents import ends
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.forward_passes import per_document
+from ptf.serving.batches import Batches
+from ptf.serving.json_body import body_of
+from ptf.serving.service import Handle
+
+MOST = 1024  # conversations in a request
+IN_A_BATCH = 32
+FORMS = "give `messages` that end with the assistant's (or a list of such conversations), or `prompt` and `response`"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The score of a conversation and its number of tokens, or why it has none."""
+
+    score: float
+    tokens: int
+    refused: str | None = None
+
+
+class ScoreService:
+    """Scores conversations of at most `max_length` tokens. A score does not depend on what is scored beside it."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str, device: torch.device, max_length: int) -> None:
+        self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
+        self.world = World(device=device)
+        self.batches: Batches[tuple[Any, Any, Any], Scored] = Batches(self._scored, IN_A_BATCH)
+        self.paths: Mapping[str, Handle] = {"/v1/score": self._score}
+
+    def example(self) -> tuple[str, dict[str, Any]]:
+        """See Service."""
+        return "/v1/score", {"model": self.name, "prompt": "Hello", "response": "Good morning"}
+
+    async def close(self) -> None:
+        """See Service."""
+        await self.batches.close()
+
+    async def _score(self, request: HttpRequest) -> HttpResponse:
+        given = body_of(request, self.name, ("messages", "prompt", "response", "tools"))
+        conversations = [(*one, given.get("tools")) for one in conversations_of(given)]
+        scored = await self.batches(conversations)
+        for i, one in enumerate(scored):
+            if one.refused is not None:
+                raise HttpError(400, f"conversation {i}: {one.refused}", "invalid_messages")
+            if not math.isfinite(one.score):
+                raise HttpError(500, f"conversation {i}: the model's score is {one.score}")
+        usage = {"prompt_tokens": sum(one.tokens for one in scored), "completion_tokens": 0}
+        usage["total_tokens"] = usage["prompt_tokens"]
+        scores = [one.score for one in scored]
+        return json_response({"object": "scores", "model": self.name, "scores": scores, "usage": usage})
+
+    def _scored(self, conversations: Sequence[tuple[Any, Any, Any]]) -> list[Scored]:
+        """Return the score of each conversation: what was before the answer, the answer, and tools."""
+        results = [self._sample(*one) for one in conversations]
+        samples = [result for result in results if isinstance(result, Sample)]
+        values = iter(per_document(self.model, samples, self.world, last_value, seq_len=0, micro_batch_sequences=1))
+        return [Scored(next(values), len(one)) if isinstance(one, Sample) else one for one in results]
+
+    def _sample(self, history: Any, answer: Any, tools: Any) -> Sample | Scored:
+        try:
+            sample = answered(history, answer, self.tokenizer, "", tools)
+        except UserError as error:
+            return Scored(math.nan, 0, str(error))
+        if len(sample) > self.max_length:
+            return Scored(math.nan, 0, f"it has {len(sample)} tokens; {self.max_length} are allowed (--max-length)")
+        return sample
+
+
+def conversations_of(given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return what is to be scored, as (what was before the answer, the answer). Raises HttpError for other forms."""
+    messages, prompt, response = (given.get(name) for name in ("messages", "prompt", "response"))
+    if (messages is None) == (prompt is None) or (prompt is None) != (response is None):
+        raise HttpError(400, FORMS, "messages")
+    if messages is not None:
+        if not isinstance(messages, list) or not messages:
+            raise HttpError(400, FORMS, "messages")
+        found = [(None, one) for one in messages] if isinstance(messages[0], list) else [(None, messages)]
+    else:
+        several = isinstance(response, list) and all(isinstance(one, str) for one in response)
+        found = [(prompt, one) for one in response] if isinstance(response, list) and several else [(prompt, response)]
+    if not 1 <= len(found) <= MOST:
+        raise HttpError(400, f"{len(found)} conversations; 1 to {MOST} can be scored at once", "messages")
+    return found
+
+
+def last_value(model: Decoder, batch: Batch) -> Tensor:
+    """Return the head's value at the last token of each document, [documents]."""
+    positions = ends(batch)
+
+    def head_fn(x: Tensor, head: Any) -> Tensor:
+        last = x.flatten(0, 1).index_select(0, positions)  # [documents, D]
+        return head.values(last) if isinstance(head, Scalar) else head(last[:, None]).float().reshape(len(last))
+
+    return model(batch.tokens, batch.positions, batch.segments, head_fn)
+
+
+@torch.no_grad()
+def raise_if_not_scalar(model: Decoder, device: torch.device, name: str) -> None:
+    """Raise UserError unless the model's own head has one output at each position."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
+    out = model(tokens, positions, torch.zeros_like(tokens), lambda x, head: head(x))
+    if out.numel() != 2:
+        raise UserError(
+            f"{name} has a head of its own with {out.numel() // 2} outputs at each position and without `logits`: "
+            "ptf serve serves heads with one output (/v1/score), or with `logits` (answers, /v1/rank)"
+        )

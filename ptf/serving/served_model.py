@@ -1,0 +1,178 @@
+"""What is served: a model, where it is, and what its head gives."""
+
+import inspect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ptf.compute.world import pick_device
+from ptf.config import Job
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.events.catalogue import Catalogue
+from ptf.events.prepare import prepare as prepare_events
+from ptf.events.serialize import HistorySerializer
+from ptf.model import bridge
+from ptf.model.components import FILES
+from ptf.model.config import DecoderConfig
+from ptf.model.decoder import Decoder
+from ptf.model.layers import LayerFactory
+from ptf.model.served_directory import ServedDirectory
+from ptf.rl.engines.native import NativeEngine
+from ptf.serving.answers import AnswerService
+from ptf.serving.options import BEAM, LONGEST, ServingOptions
+from ptf.serving.ranking import RankService
+from ptf.serving.scores import ScoreService, raise_if_not_scalar
+from ptf.serving.service import Service
+from ptf.train.components import layer_factory_of, without_adapters
+
+EVENTS = ("ptf.events.prepare:prepare", "ptf.events.prepare:generated")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is to be served. `job` and `run` are those it was trained by, if they are known."""
+
+    where: str  # a directory, a URI or a Hugging Face id
+    name: str  # under which clients ask for it
+    job: Job | None = None
+    run: Path | None = None
+
+    def services(self, options: ServingOptions) -> list[Service]:
+        """Load the model and return what it offers. Raises UserError for a model that cannot be served so."""
+        directory = ServedDirectory.find(self.where)
+        tokenizer = Tokenizer.load(str(directory.tokenizer))
+        device = pick_device("auto")
+        factory = self._factory(directory)
+        if directory.scores or (factory is not None and "head" in factory.replace):
+            if scorer := self._scorer(directory, tokenizer, factory, device, options):
+                return [scorer]
+            _raise_unless_native(options, "heads of your own")
+        catalogue = self._catalogue(options)
+        if options.engine == "vllm":
+            if catalogue or directory.adapter:
+                _raise_unless_native(options, "rankings and adapters")
+            return [self._by_vllm(directory, tokenizer, options)]
+        engine = self._native(directory, factory, device, options)
+        length = max_length_of(engine.model.config, options)
+        services: list[Service] = [self._ranking(engine, tokenizer, catalogue, length)] if catalogue else []
+        if tokenizer.hf.chat_template:
+            services.append(AnswerService(engine, tokenizer, self.name, length, options.max_new_tokens))
+        if not services:
+            raise UserError(
+                f"{self.where} has no chat template, so it cannot answer conversations; ptf chat continues texts"
+            )
+        return services
+
+    def _scorer(
+        self,
+        directory: ServedDirectory,
+        tokenizer: Tokenizer,
+        factory: LayerFactory | None,
+        device: torch.device,
+        options: ServingOptions,
+    ) -> ScoreService | None:
+        """Return the service of a model that scores; None if its head is of the user's own and has `logits`."""
+        model = load_decoder(directory, "scalar" if directory.scores else "lm", factory, device)
+        if not directory.scores and hasattr(model.head, "logits"):
+            return None
+        _raise_unless_native(options, "models that score")
+        if not directory.scores:
+            raise_if_not_scalar(model, device, self.where)
+        return ScoreService(model, tokenizer, self.name, device, max_length_of(model.config, options))
+
+    def _factory(self, directory: ServedDirectory) -> LayerFactory | None:
+        """Return the layer factory of the model, with components of the user's own that its job declares."""
+        if self.job is None:
+            beside = [file for file in FILES.values() if (directory.base / file).is_file()]
+            if beside:
+                raise UserError(
+                    f"{self.where} has components of its own ({', '.join(beside)}), which only its run's job names: "
+                    "give the run's directory, or the config whose published version it is"
+                )
+            return directory.factory()
+        spec = self.job.model
+        parts = [part for part in (spec.head, *spec.replace.values()) if part is not None]
+        if self.run is None and any("prepare:" in str(part.args) for part in parts):
+            raise UserError(
+                f"{self.name}: model.head reads a file that data.prepare wrote (prepare:…); give the run's directory "
+                "in place of the config"
+            )
+        own = layer_factory_of(without_adapters(spec))
+        return directory.factory(own if own.replace else None)
+
+    def _catalogue(self, options: ServingOptions) -> tuple[str, int] | None:
+        """Return the file of the catalogue that is ranked, and the beam; None if nothing is ranked."""
+        ranking = self.job.evaluate.ranking if self.job is not None else None
+        beam = options.beam or (ranking.beam if ranking is not None else BEAM)
+        if options.catalogue is not None:
+            return options.catalogue, beam
+        if ranking is None or self.run is None:
+            return None
+        return ranking.catalogue, beam
+
+    def _ranking(
+        self, engine: NativeEngine, tokenizer: Tokenizer, catalogue: tuple[str, int], length: int
+    ) -> RankService:
+        items = Catalogue.load(catalogue[0])
+        items.raise_if_different(tokenizer, "the model's")
+        serializer = None
+        prepare = self.job.data.prepare if self.job is not None else None
+        if prepare is not None and prepare.use in EVENTS:
+            defaults = inspect.signature(prepare_events).parameters
+            window, gaps = (prepare.args.get(name, defaults[name].default) for name in ("window", "gaps"))
+            serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
+        return RankService(engine, tokenizer, self.name, items, serializer, beam=catalogue[1], max_length=length)
+
+    def _native(
+        self, directory: ServedDirectory, factory: LayerFactory | None, device: torch.device, options: ServingOptions
+    ) -> NativeEngine:
+        """Start the native engine; a model that ranks computes in fp32, as its evaluation does."""
+        engine = NativeEngine(
+            str(directory.base),
+            device=device,
+            dtype=torch.float32 if self._catalogue(options) else bridge.export_dtype(directory.base),
+            version=0,
+            factory=factory,
+            continuous=True,
+            batch=options.max_running,
+        )
+        directory.fill(engine)
+        return engine
+
+    def _by_vllm(self, directory: ServedDirectory, tokenizer: Tokenizer, options: ServingOptions) -> AnswerService:
+        """Start vLLM in this process."""
+        from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
+
+        os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
+        length = max_length_of(bridge.build(directory.base, head="lm")[0].config, options)
+        dtype = "float32" if bridge.export_dtype(directory.base) == torch.float32 else "bfloat16"
+        engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)
+        return AnswerService(engine, tokenizer, self.name, length, options.max_new_tokens)
+
+
+def _raise_unless_native(options: ServingOptions, what: str) -> None:
+    if options.engine != "native":
+        raise UserError(f"--engine {options.engine} does not serve {what}; use --engine native")
+
+
+def max_length_of(config: DecoderConfig, options: ServingOptions) -> int:
+    """Return the most tokens of a context with its answer. Raises UserError for more than the model can read."""
+    if options.max_length is not None and options.max_length > config.max_positions:
+        raise UserError(f"--max-length {options.max_length}: the model reads {config.max_positions} tokens at most")
+    return options.max_length or min(config.max_positions, LONGEST)
+
+
+def load_decoder(
+    directory: ServedDirectory, head: Literal["lm", "scalar"], factory: LayerFactory | None, device: torch.device
+) -> Decoder:
+    """Return a model whose weights are those of the directory. Raises UserError if some of them are missing."""
+    model, family = bridge.build(directory.base, head=head, factory=factory)
+    bridge.materialize(model, device)
+    missing = bridge.load_hf(model, directory.base, family, 0)
+    if missing:
+        raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
+    return model.to(bridge.export_dtype(directory.base)).requires_grad_(False).eval()

@@ -1,0 +1,1 @@
+"""Trials: episodes of an online job that are played and shown, without training."""

@@ -1,0 +1,120 @@
+"""Plays the episodes of a trial, as a rollout role of the run would."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ptf.config import Job
+from ptf.data.trajectory import Prompt, Trajectory
+from ptf.rl.engines.protocol import StreamingEngine
+from ptf.rl.engines.scripted import ScriptedEngine
+from ptf.rl.episodes import Episode, run_episodes
+from ptf.rl.policy.policy import Limits
+from ptf.rl.rewards.by_source import Rewards, score_groups, with_result
+from ptf.rl.sampler import Sampler, seed_of
+from ptf.trial.clock import Clock, EpisodeTimes, TimedEngine
+from ptf.trial.scripts import Script
+
+KEY = "try"  # of the seeds, so that they are those of no step
+TELL_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Episodes that were played and scored, in order."""
+
+    trajectories: Sequence[Trajectory]
+    times: Sequence[EpisodeTimes]
+    seconds: float  # of all episodes together, without scoring
+    scoring_seconds: float
+
+
+class Player:
+    """Plays episodes with the parts of a job: the play and the engine of a sampler, and the processes of a reward."""
+
+    def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None, tell: Callable[[str], None]) -> None:
+        assert job.rollout is not None
+        self.job, self.sampler, self.rewards, self.tell = job, sampler, rewards, tell
+        self.rollout = job.rollout
+        self.together = job.rollout.prompts_per_step * job.rollout.group_size  # the most episodes at once
+        self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
+        self.limits = sampler.limits(job.rollout.max_new_tokens, job.rollout.temperature)
+        self.per_prompt = job.rollout.group_size if rewards and rewards.score_whole_groups else 1
+
+    def play(self, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
+        """Play this many episodes with the sampler's engine, `per_prompt` to each prompt, and score them."""
+        clock = Clock()
+        engine = self.sampler.engine
+        assert isinstance(engine, StreamingEngine)
+        return self._play(clock, engine, self.limits, prompts, episodes, what)
+
+    def play_script(self, script: Script, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
+        """Play as `play`, with the answers of a script, which may be answers that the job's engine could not give."""
+        clock = Clock()
+        engine = ScriptedEngine(self.sampler.tokenizer, lambda seed, context: script(*clock.calls[seed], context))
+        limits = replace(self.limits, sampling=replace(self.limits.sampling, trie=None))
+        return self._play(clock, engine, limits, prompts, episodes, what)
+
+    def take_retries(self) -> dict[str, float]:
+        """Return how often environments and rewards were asked once more since the last call."""
+        retries = {"environment_retries": float(self.sampler.take_retries())} if self.sampler.environments else {}
+        if self.rewards is not None:
+            retries["reward_retries"] = float(self.rewards.take_retries())
+        return retries
+
+    def _play(
+        self,
+        clock: Clock,
+        engine: StreamingEngine,
+        limits: Limits,
+        prompts: Sequence[Prompt],
+        episodes: int,
+        what: str,
+    ) -> Played:
+        began, found = time.monotonic(), list[Trajectory]()
+        for first in range(0, episodes, self.together):
+            numbers = range(first, min(first + self.together, episodes))
+            found += asyncio.run(self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}"))
+        played = time.monotonic()
+        groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
+        scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]
+        return Played(scored, clock.episodes, played - began, time.monotonic() - played)
+
+    def _ended(self, trajectory: Trajectory) -> Trajectory:
+        """Return an episode; one that the job should score, but that nothing scored, has no result."""
+        if trajectory.outcome is not None or not (self.rewards or self.rollout.has_episodes):
+            return trajectory
+        return with_result(trajectory)
+
+    async def _play_together(
+        self,
+        clock: Clock,
+        engine: StreamingEngine,
+        limits: Limits,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        what: str,
+    ) -> list[Trajectory]:
+        """Play episodes at the same time; return their trajectories in order."""
+        sampler, first, found = self.sampler, numbers[0], dict[int, Trajectory]()
+
+        def episode(number: int) -> Episode:
+            prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
+            seeds = clock.begin(partial(seed_of, sampler.seed, KEY, prompt.index, i))
+            return Episode(prompt, limits, sampler.tokenizer, seeds, sampler.play_of(prompt.source), self.timeout_s)
+
+        async def report() -> None:
+            while True:
+                await asyncio.sleep(TELL_EVERY_S)
+                self.tell(f"{what}: episodes ended: {first + len(found)}, answers given: {clock.answers}")
+
+        reporting = asyncio.create_task(report())
+        try:
+            async for number, trajectory in run_episodes(TimedEngine(engine, clock), [episode(n) for n in numbers]):
+                clock.end(first + number)
+                found[number] = trajectory
+        finally:
+            reporting.cancel()
+        return [found[i] for i in range(len(numbers))]

@@ -1,0 +1,143 @@
+"""What a trial found, as plain values and as the JSON object that `ptf try` prints."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptf.config import Job
+from ptf.data.trajectory import Prompt
+from ptf.trial.clock import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a conversation."""
+
+    text: str
+    sampled: bool  # by the policy; the rest is context
+
+
+@dataclass(frozen=True, slots=True)
+class TriedEpisode:
+    """One episode that was played."""
+
+    prompt: Prompt
+    reward: float | None  # None: it has no result, or the job has no reward
+    reason: str | None  # why it has no result
+    complete: bool  # it ended by itself, not at a limit
+    seconds: float
+    start_seconds: float  # until the policy was asked first
+    turns: Sequence[Turn]
+    documents: Sequence[Sequence[Piece]]  # the texts of its training samples
+    counts: Mapping[str, float]
+
+    @property
+    def where(self) -> str:
+        """Return the source and the index of its prompt."""
+        return f"{self.prompt.source}, prompt {self.prompt.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the answers of a scripted policy are paid."""
+
+    name: str
+    rewards: Sequence[float]
+    without_result: int
+
+    @property
+    def paid(self) -> list[float]:
+        """Return the rewards above 0."""
+        return [reward for reward in self.rewards if reward > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The episodes of a trial, and what was found."""
+
+    job: Job
+    policy: str  # in words
+    episodes: Sequence[TriedEpisode]
+    seconds: float  # of play, all episodes together, without the start of worker processes
+    scoring_seconds: float
+    differences: Sequence[str]  # between two plays with the same seeds, one line for each episode
+    probes: Sequence[Probe]
+    counts: Mapping[str, float]  # over all episodes
+    warnings: Sequence[str]
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same seeds played the same twice; not where no episode has a result, since nothing was seen."""
+        return self.has_result and not self.differences
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the rewards of the episodes that have one."""
+        return [episode.reward for episode in self.episodes if episode.reward is not None]
+
+    @property
+    def no_result(self) -> list[str]:
+        """Return where and why episodes have no result."""
+        return [f"{episode.where}: {episode.reason}" for episode in self.episodes if episode.reason is not None]
+
+    @property
+    def has_result(self) -> bool:
+        """Whether at least one episode has a result."""
+        return any(episode.reason is None for episode in self.episodes)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the turns of all episodes."""
+        return [turn for episode in self.episodes for turn in episode.turns]
+
+
+def median_and_max(values: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the largest of some seconds; None if there are none."""
+    if not values:
+        return None
+    return {"median": round(float(np.median(values)), 6), "max": round(max(values), 6)}
+
+
+def as_dict(trial: Trial) -> dict[str, Any]:
+    """Return the trial as JSON values."""
+    return {
+        "episodes": len(trial.episodes),
+        "seconds": round(trial.seconds, 6),
+        "rewards": trial.rewards,
+        "no_result": trial.no_result,
+        "repeatable": trial.repeatable,
+        "differences": list(trial.differences),
+        "warnings": list(trial.warnings),
+        "policy": trial.policy,
+        "scoring_seconds": round(trial.scoring_seconds, 6),
+        "start_seconds": median_and_max([episode.start_seconds for episode in trial.episodes]),
+        "turn_seconds": median_and_max([turn.seconds for turn in trial.turns]),
+        "turn_seconds_without_policy": median_and_max([turn.other_seconds for turn in trial.turns]),
+        "counts": dict(trial.counts),
+        "probes": {
+            probe.name: {"rewards": list(probe.rewards), "no_result": probe.without_result} for probe in trial.probes
+        },
+        "by_episode": [_episode(episode) for episode in trial.episodes],
+    }
+
+
+def _episode(episode: TriedEpisode) -> dict[str, Any]:
+    return {
+        "source": episode.prompt.source,
+        "prompt": episode.prompt.index,
+        "row": dict(episode.prompt.row),
+        "reward": episode.reward,
+        "no_result": episode.reason,
+        "complete": episode.complete,
+        "seconds": round(episode.seconds, 6),
+        "turns": [
+            {"policy_seconds": round(turn.policy_seconds, 6), "other_seconds": round(turn.other_seconds, 6)}
+            for turn in episode.turns
+        ],
+        "counts": dict(episode.counts),
+        "documents": [
+            [{"text": piece.text, "sampled": piece.sampled} for piece in document] for document in episode.documents
+        ],
+    }

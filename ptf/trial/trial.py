@@ -1,0 +1,179 @@
+"""A trial: episodes of an online job, played and scored as the run would, and what is found in them.
+
+The episodes are played twice with the same seeds. What differs then would also differ when a run is resumed. Scripted
+policies that answer nothing, or repeat the prompt, show whether such answers are paid; their episodes come first, so
+that the start of worker processes is not counted in the times.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ptf import scratch
+from ptf.compute.launch import default_threads
+from ptf.compute.world import World, joined
+from ptf.config import Job
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import NoResult, Reward, Trajectory, documents_of
+from ptf.errors import UserError
+from ptf.rl.engines.scripted import ScriptedEngine
+from ptf.rl.prompts import training_prompts
+from ptf.rl.rollout_role import rollout_options, sampler_spec, training_rewards, trie_of
+from ptf.rl.sampler import Sampler
+from ptf.train.starting_model import StartingModel
+from ptf.trial.clock import start_seconds, turns_of
+from ptf.trial.player import Played, Player
+from ptf.trial.policies import ECHO, EMPTY, TrialPolicy, policy_of, script_of, tokenizer_without_model
+from ptf.trial.repeats import differences
+from ptf.trial.report import Piece, Probe, Trial, TriedEpisode
+
+MOST_PROBED = 8  # episodes that each scripted probe plays
+
+
+def try_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], None]) -> Trial:
+    """Play episodes of an online job; `tell` is called with a line about the policy, and about the progress of long
+    plays. `policy` is as in `policy_of`.
+
+    Raises UserError for a job that has no rollouts, has a reward model, or has data that cannot be read.
+    """
+    if job.rollout is None:
+        raise UserError("ptf try plays the episodes of online jobs; this job has no section rollout")
+    if job.rollout.reward_model is not None:
+        raise UserError(
+            "rollout.reward_model: ptf try does not load reward models; "
+            "--set rollout.reward_model=null plays what else the job has"
+        )
+    chosen = policy_of(job, policy)
+    tell(f"policy: {chosen.line}")
+    with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
+        rewards = training_rewards(chosen.job)
+        try:
+            return _tried(chosen, Player(chosen.job, sampler, rewards, tell), episodes, policy)
+        finally:
+            if rewards is not None:
+                rewards.close()
+            sampler.close()
+
+
+@contextlib.contextmanager
+def _sampler(chosen: TrialPolicy, place: Path) -> Iterator[Sampler]:
+    """Yield the sampler that plays the job's episodes; `place` is an empty directory."""
+    job = chosen.job
+    if chosen.script is None:
+        starting = StartingModel.of(job, place)
+        trie = trie_of(job.rollout, starting.load_tokenizer())
+        arguments = (job, starting.with_weights(), starting.tokenizer_path, place)
+        spec = sampler_spec(*arguments, engine="native", version=0, workers=1, length=job.data.seq_len, trie=trie)
+        threads = job.compute.threads or default_threads(1)
+        with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
+            yield Sampler(world, **spec.kwargs)
+        return
+    tokenizer = tokenizer_without_model(job)
+    tokenizer.save(place / "tokenizer")
+    yield Sampler(
+        World(),
+        engine=ScriptedEngine(tokenizer, lambda seed, context: ""),  # each play has its own script
+        directory="",
+        tokenizer=str(place / "tokenizer"),
+        version=0,
+        seed=job.seed,
+        precision="fp32",
+        max_length=job.data.seq_len,
+        timeout_s=job.compute.timeout_s,
+        **rollout_options(job, None),
+    )
+
+
+def _tried(chosen: TrialPolicy, player: Player, episodes: int, policy: str | None) -> Trial:
+    """Play the probes, and the episodes twice; return what was found."""
+    tokenizer = player.sampler.tokenizer
+    stream = training_prompts(chosen.job, tokenizer)
+    prompts = [next(stream) for _ in range(-(-episodes // player.per_prompt))]
+    probed = min(episodes, max(MOST_PROBED, player.per_prompt))
+    probes = []
+    for name in (EMPTY, ECHO):
+        played = player.play_script(script_of(name)(tokenizer), prompts, probed, f"the answers {name}")
+        probes.append(_probe(name, played))
+    player.take_retries()
+    script = chosen.script and chosen.script(tokenizer)
+
+    def play(what: str) -> Played:
+        if script is None:
+            return player.play(prompts, episodes, what)
+        return player.play_script(script, prompts, episodes, what)
+
+    first = play("the first play")
+    retries = player.take_retries()
+    different = differences(first.trajectories, play("the second play").trajectories)
+    tried = [_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)]
+    counts = _counts(first.trajectories) | retries
+    warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _payments(probes)
+    return Trial(
+        job=chosen.job,
+        policy=chosen.line,
+        episodes=tried,
+        seconds=first.seconds,
+        scoring_seconds=first.scoring_seconds,
+        differences=different,
+        probes=probes,
+        counts=counts,
+        warnings=warnings,
+    )
+
+
+def _probe(name: str, played: Played) -> Probe:
+    outcomes = [t.outcome for t in played.trajectories]
+    rewards = [outcome.value for outcome in outcomes if isinstance(outcome, Reward)]
+    return Probe(name, rewards, sum(isinstance(outcome, NoResult) for outcome in outcomes))
+
+
+def _payments(probes: Sequence[Probe]) -> list[str]:
+    """Return a warning for each probe that is paid."""
+    words = {EMPTY: "an empty answer", ECHO: "an answer that repeats the last user message"}
+    return [
+        f"{words[probe.name]} is paid: {len(probe.paid)} of {len(probe.rewards) + probe.without_result} episodes, "
+        f"up to {max(probe.paid):g}"
+        for probe in probes
+        if probe.paid
+    ]
+
+
+def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the sums over all episodes: of what they count, of their answers and tokens, and of those cut off."""
+    counts = {
+        "answers": float(sum(len(t.generations) for t in trajectories)),
+        "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
+        "cut_off": float(sum(not t.complete for t in trajectories)),
+    }
+    for t in trajectories:
+        for name, value in t.counts.items():
+            counts[name] = counts.get(name, 0.0) + float(value)
+    return counts
+
+
+def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -> TriedEpisode:
+    """Return a played episode with its texts and times."""
+    times = played.times[number]
+    ended = times.ended if times.ended is not None else times.began
+    return TriedEpisode(
+        prompt=t.prompt,
+        reward=t.outcome.value if isinstance(t.outcome, Reward) else None,
+        reason=t.outcome.reason if isinstance(t.outcome, NoResult) else None,
+        complete=t.complete,
+        seconds=ended - times.began,
+        start_seconds=start_seconds(times),
+        turns=turns_of(times),
+        documents=[_pieces(d.tokens, d.positions, tokenizer) for d in documents_of(t.generations)],
+        counts=dict(t.counts),
+    )
+
+
+def _pieces(tokens: np.ndarray, positions: np.ndarray, tokenizer: Tokenizer) -> list[Piece]:
+    """Return a document's text in pieces of what was sampled, and of what was not."""
+    sampled = np.zeros(len(tokens), bool)
+    sampled[positions] = True
+    edges = [0, *(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(tokens)]
+    return [Piece(tokenizer.decode(tokens[a:b]), bool(sampled[a])) for a, b in itertools.pairwise(edges) if b > a]
