@@ -60,7 +60,7 @@ dist: .venv-docs/ready                   ## the wheel and the source archive, in
 	.venv-docs/bin/python -m build
 
 
-bench: setup                             ## every benchmark; results go to benchmarks/results/
+bench: setup                             ## the main job with three seeds and its controls, and GSM8K in steps; the other benchmarks have targets of their own
 	$(PY) benchmarks/main_job.py --seeds 0 1 2 --jobs 2 --control 0 --longer-sft 0
 	$(PY) benchmarks/gsm8k_steps.py
 

@@ -106,7 +106,7 @@ def of_judge(name: str) -> Runner:
     """Return the same for a judge at a server, which is started and ended with it."""
     server = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    args = {"url": f"http://127.0.0.1:{server.stdout.readline().strip()}/v1", "model": name, "prompt": "{answer}"}
+    args = {"url": f"http://127.0.0.1:{server.stdout.readline().strip()}/v1", "model": name, "prompt": "{response}"}
     run, close = of_plugin(Plugin(use="ptf.rl.rewards:judge", args=args))
 
     def end() -> None:
@@ -218,7 +218,7 @@ def main() -> int:
         f"Command: `python benchmarks/concurrency.py --rounds {args.rounds} --load {args.load}`  \n"
         f"Hardware: {cpu()}, {args.load} other processes that compute  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
-        f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.scoring_processes: 1`). Aims: at most "
+        f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.reward_processes: 1`). Aims: at most "
         f"{AIM_S} s together; one\nthat never returns delays no other by more than {DELAY_S} s.\n\n"
     )
     missed = [f"{name}, {fault}" for name, alone, _, fault, delay in rows if alone > AIM_S or delay > DELAY_S]

@@ -193,14 +193,14 @@ class PostTrainFlow(FlowSpec):
             )  # without retries, 1: Metaflow's message is clearer
 
     def _enter_environment(self) -> None:
-        """Set the variables of `flow.stages.NAME.environment` from the environment variables that they refer to, whose
+        """Set the variables of `flow.stages.NAME.env_vars` from the environment variables that they refer to, whose
         values are not stored in the config."""
         name = str(current.step_name).removesuffix("_first")
         if step := self._job().flow.stages.get(name):  # pyright: ignore[reportArgumentType]
             os.environ.update(
                 {
-                    key: from_environment(value, f"flow.stages.{name}.environment.{key}")
-                    for key, value in step.environment.items()
+                    key: from_environment(value, f"flow.stages.{name}.env_vars.{key}")
+                    for key, value in step.env_vars.items()
                 }
             )
 

@@ -19,6 +19,7 @@ from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
 from flows.charts import Row, charts, json_lines, read
 from ptf.config import shown
+from ptf.config.renames import current_record
 from ptf.config.schema import Job
 from ptf.credentials import redacted
 
@@ -118,9 +119,9 @@ class TrainingPage:
             parts.append(Table(pairs(list(self.charts.values()))))
         if answers := read_last(self.run / "samples.jsonl"):
             rows: list[Any] = [
-                [short(last_message(row["prompt"])), short(row["answer"]), worth(row)] for row in answers[:SAMPLES]
+                [short(last_message(row["row"])), short(row["response"]), worth(row)] for row in answers[:SAMPLES]
             ]
-            parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "answer", "reward"]))
+            parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "response", "reward"]))
         parts.append(Markdown(self._checkpoints()))
         self.card.clear()
         self.card.extend([*parts, self.config])
@@ -184,18 +185,18 @@ def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
     parts = []
     for name in sources:
         then = {
-            json.dumps(row["prompt"], sort_keys=True): row
-            for row in json_lines(run / "answers" / "start" / f"{name}.jsonl")
+            json.dumps(row["row"], sort_keys=True): row
+            for row in map(current_record, json_lines(run / "answers" / "start" / f"{name}.jsonl"))
         }
         rows = []
-        for row in json_lines(run / "answers" / f"{name}.jsonl")[:SAMPLES]:
-            before = then.get(json.dumps(row["prompt"], sort_keys=True))
+        for row in map(current_record, json_lines(run / "answers" / f"{name}.jsonl")[:SAMPLES]):
+            before = then.get(json.dumps(row["row"], sort_keys=True))
             rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
             rows.append(
                 [
-                    short(last_message(row["prompt"])),
-                    short(before["answer"]) if before else "",
-                    short(row["answer"]),
+                    short(last_message(row["row"])),
+                    short(before["response"]) if before else "",
+                    short(row["response"]),
                     rewards,
                 ]
             )
@@ -212,8 +213,7 @@ def last_message(row: Mapping[str, Any]) -> str:
 
 def worth(row: Mapping[str, Any]) -> str:
     """Return the reward of an answer as text."""
-    outcome = row.get("outcome", row.get("reward", row.get("no_result")))
-    return f"{outcome:.3g}" if isinstance(outcome, int | float) else f"no result: {short(outcome)}"
+    return f"no result: {short(row['no_result'])}" if row["reward"] is None else f"{row['reward']:.3g}"
 
 
 def short(text: Any, most: int = 300) -> str:
@@ -233,7 +233,7 @@ def plain(text: str) -> str:
 def read_last(path: Path) -> list[Mapping[str, Any]]:
     """Return the rows of the last step in a file of answers; only the end of the file is read."""
     rows = json_lines(path, TAIL_BYTES)
-    return [row for row in rows if row.get("step") == rows[-1].get("step")]
+    return [current_record(row) for row in rows if row.get("step") == rows[-1].get("step")]
 
 
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:

@@ -19,8 +19,8 @@ from ptf.serving.options import ServingOptions
 if TYPE_CHECKING:
     from ptf.conversation import Chat
     from ptf.inspection.report import Report
+    from ptf.preview.report import Preview
     from ptf.training_run import Run
-    from ptf.trial.report import Trial
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -71,7 +71,7 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
     return report(job, rows, samples)
 
 
-def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "Trial":
+def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "Preview":
     """Play episodes of an online job without training, twice with the same seeds, and return what was found.
 
     `policy` is `echo` (repeat the last user message), `empty`, a file of answers (a line for each episode; in `.jsonl`
@@ -79,9 +79,9 @@ def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "
     id, or the YAML of a job that has published one. None is the model that the job begins with, or `echo` if its
     weights are not on this machine. Raises UserError for a job that cannot be played.
     """
-    from ptf.trial.trial import try_job
+    from ptf.preview.preview_job import preview_job
 
-    return try_job(job, episodes, policy, lambda line: print(line, flush=True))
+    return preview_job(job, episodes, policy, lambda line: print(line, flush=True))
 
 
 def train(job: Job, run_name: str | None = None) -> "Run":

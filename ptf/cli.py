@@ -1,8 +1,8 @@
 """The console script `ptf`.
 
-torch is imported only by the commands that need it; rich is imported here and in
-ptf/inspection/{plan,terminal}.py only. A `UserError` is printed as one message with exit status 2; any other exception
-is a fault of ptf and keeps its traceback.
+torch is imported only by the commands that need it; rich is imported here, in ptf/inspection/{plan,terminal}.py and
+in ptf/preview/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception is a
+fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
-    inspect, check-engine), or the job does not fit (plan). 2: it stopped with one message."""
+    inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
     parser, words = _parser(), sys.argv[1:] if argv is None else argv
     if list(words[:1]) == ["verify"]:
         parser.error("ptf verify is now ptf check-model")
@@ -142,20 +142,20 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")
-    given, trials = Setting(options.workers, {}), []
+    given, candidates = Setting(options.workers, {}), []
     if options.fit:
-        trials = list(search(_planned_job(options, given), options.workers, lambda one: _plan(options, one)[0]))
-        if trials and trials[-1].fits:
-            given = trials[-1].setting
-        elif not any(trial.plan for trial in trials):
-            reasons = dict.fromkeys(f"{trial.setting}: {trial.refused}" for trial in trials)
+        candidates = list(search(_planned_job(options, given), options.workers, lambda one: _plan(options, one)[0]))
+        if candidates and candidates[-1].fits:
+            given = candidates[-1].setting
+        elif not any(candidate.plan for candidate in candidates):
+            reasons = dict.fromkeys(f"{candidate.setting}: {candidate.refused}" for candidate in candidates)
             raise UserError("\n".join(["ptf plan --fit found no setting that the job can have:", *reasons]))
     found, bound = _plan(options, given)
     if options.json:
-        print(json.dumps(plan_report.as_json(found, bound) | plan_report.trials_as_json(trials), indent=2))
+        print(json.dumps(plan_report.as_json(found, bound) | plan_report.candidates_as_json(candidates), indent=2))
     else:
         out = console(width=None if sys.stdout.isatty() else 180)
-        out.print(*plan_report.trial_lines(trials), *plan_report.lines(found, bound), sep="\n", highlight=False)
+        out.print(*plan_report.candidate_lines(candidates), *plan_report.lines(found, bound), sep="\n", highlight=False)
     return 0 if found.fits else 1
 
 
@@ -231,19 +231,19 @@ def try_episodes(options: argparse.Namespace) -> int:
     """Play episodes of a job without training and show them. Returns 1 if none of them has a result."""
     with only_ours(True) as out:
         job = load_checked(*options.config, overrides=options.set)
-        from ptf.trial import page, report, terminal
+        from ptf.preview import page, report, terminal
 
-        trial = api.try_episodes(job, options.episodes, policy=options.policy)
+        preview = api.try_episodes(job, options.episodes, policy=options.policy)
         if options.html:
-            storage.write_text(options.html, page.page(trial))
+            storage.write_text(options.html, page.page(preview))
         if options.json:
-            out.write(json.dumps(report.as_dict(trial), ensure_ascii=False, default=str) + "\n")
+            out.write(json.dumps(report.as_dict(preview), ensure_ascii=False, default=str) + "\n")
         else:
             screen = Console(file=out, width=None if out.isatty() else 120, highlight=False, emoji=False)
-            terminal.show(trial, screen, conversations=not options.html)
+            terminal.show(preview, screen, conversations=not options.html)
             if options.html:
                 out.write(f"try: written to {options.html}\n")
-    return 0 if trial.has_result else 1
+    return 0 if preview.has_result else 1
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ptf import storage, verified
 from ptf.config import Job
+from ptf.config.renames import current_record
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
@@ -57,17 +58,17 @@ class Comparison:
         if not self.rows:
             return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):
-            return f"{change}; {self.rows} rows are too few for an interval"
+            return f"{change}; {self.rows} held-out items are too few for an interval"
         verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no significant difference"
         interval = f"{self.low:+.3g} to {self.high:+.3g}"
-        return f"{change}; improvement {interval} (95 % interval over {self.rows} rows): {verdict}"
+        return f"{change}; improvement {interval} (95 % interval over {self.rows} held-out items): {verdict}"
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
     """Compare the trained model with the model that training started from.
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
-    was measured on both: mean reward and accuracy of greedy answers, NDCG of the ranking, the held-out loss. The list
+    was measured on both: mean reward and pass rate of greedy answers, NDCG of the ranking, the held-out loss. The list
     is empty if nothing is held out or `evaluate.measure_starting_model` is off. Raises UserError if the stored rows of
     the two models are not the same rows.
     """
@@ -132,11 +133,10 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
     measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
         then, now = _read(run / ANSWERS, source)
-        value = float if measure == "greedy_reward" else lambda outcome: float(outcome >= 1)
-        pairs = [(a["outcome"], b["outcome"]) for a, b in _both(then, now, run, "prompt")]
-        return _paired(
-            [(value(a), value(b), 1.0) for a, b in pairs if not isinstance(a, str) and not isinstance(b, str)]
-        )
+        value = float if measure == "greedy_reward" else lambda reward: float(reward >= 1)
+        then, now = ([current_record(record) for record in of] for of in (then, now))
+        pairs = [(a["reward"], b["reward"]) for a, b in _both(then, now, run, "row")]
+        return _paired([(value(a), value(b), 1.0) for a, b in pairs if a is not None and b is not None])
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
         then, now = _read(run / RANKED, source)
         return _paired(

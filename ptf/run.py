@@ -55,7 +55,7 @@ def new_run_name(job: Job) -> str:
 
 JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-TAKEN = ("prepared", "tokenized", "annotated", "published", "models")  # directories that runs share below `output`
+TAKEN = ("prepared", "tokenized", "precomputed", "published", "models")  # directories that runs share below `output`
 
 
 def check_run_name(run_name: str) -> None:

@@ -74,7 +74,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
         return False
     last = _last(job)
     # that training was not better, or its version was published and then withdrawn
-    if _trial(job, artifact, manifest["version"]).items() <= last.items():
+    if _inputs(job, artifact, manifest["version"]).items() <= last.items():
         print(
             f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do "
             "it again)",
@@ -87,7 +87,8 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the model if it is better than the one it was trained from; record the outcome beside the pointer."""
+    """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or
+    the same; record the outcome beside the pointer."""
     from ptf import storage
     from ptf.evaluation_check import with_current_names
     from ptf.measurement import Worse
@@ -106,7 +107,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         outcome = "was not better"
     outcome += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
     storage.write_record(
-        f"{job.versions}/{LAST}", _trial(job, artifact, begun) | {"lineage": artifact.run_name, "how": outcome}
+        f"{job.versions}/{LAST}", _inputs(job, artifact, begun) | {"lineage": artifact.run_name, "how": outcome}
     )
     return artifact
 
@@ -118,7 +119,7 @@ def _on_published(job: Job) -> Job:
     return job.model_copy(update={"model": model})
 
 
-def _trial(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
+def _inputs(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
     """Return the inputs that determine a retraining: its data, the version that it starts from, and its config."""
     return {"data": dict(artifact.data), "from": version, "config": fingerprint(_on_published(job))}
 

@@ -23,7 +23,11 @@ def measured_by(job: Job) -> dict[str, Any]:
         "data.prepare": job.data.prepare,
         "data.seq_len": job.data.seq_len,
         "the reward": reward,
+        "rollout.rewards": rollout and rollout.rewards,
         "rollout.environment": rollout and rollout.environment,
+        "rollout.environments": rollout and rollout.environments,
+        "rollout.play": rollout and rollout.play,
+        "rollout.harness": rollout and rollout.harness,
     }
 
 

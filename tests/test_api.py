@@ -256,8 +256,8 @@ def test_every_public_name_is_documented_and_typed(name: str) -> None:
         return
     function = getattr(api, name)
     from ptf.inspection.report import Report
-    from ptf.trial.report import Trial
+    from ptf.preview.report import Preview
 
-    hints = typing.get_type_hints(function, localns={"Run": Run, "Chat": Chat, "Report": Report, "Trial": Trial})
+    hints = typing.get_type_hints(function, localns={"Run": Run, "Chat": Chat, "Report": Report, "Preview": Preview})
     parameters = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
     assert hints.keys() == {*parameters, "return"}

@@ -41,9 +41,9 @@ def found(place: Path, *texts: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("flow.stages.train.environment.HF_TOKEN", SECRET),
-        ("flow.stages.train.environment.AWS_SECRET_ACCESS_KEY", SECRET),
-        ("flow.stages.train.environment.INNOCENT", TOKEN),
+        ("flow.stages.train.env_vars.HF_TOKEN", SECRET),
+        ("flow.stages.train.env_vars.AWS_SECRET_ACCESS_KEY", SECRET),
+        ("flow.stages.train.env_vars.INNOCENT", TOKEN),
         ("rollout.reward.args.api_key", SECRET),
         ("publish.to", f"s3://me:{SECRET}@store/versions"),
         ("compute.address", f"http://me:{SECRET}@host:8265"),
@@ -71,10 +71,10 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(tmp_path, override, va
     ],
 )
 def test_what_is_no_secret_is_taken_and_kept_out_of_what_is_published(tmp_path, key, value):
-    job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"flow": {"stages": {"train": {"environment": {key: value}}}}}))
-    assert job.flow.stages["train"].environment == {key: value}
+    job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"flow": {"stages": {"train": {"env_vars": {key: value}}}}}))
+    assert job.flow.stages["train"].env_vars == {key: value}
     kept = loads(dump(shown(job)))
-    assert kept.flow.stages["train"].environment == {key: value if value.startswith("env:") else credentials.HIDDEN}
+    assert kept.flow.stages["train"].env_vars == {key: value if value.startswith("env:") else credentials.HIDDEN}
     assert kept.model_copy(update={"flow": job.flow}) == job
 
 
@@ -98,7 +98,7 @@ def test_a_job_leaves_none_of_its_secrets_anywhere(tmp_path):
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
     raw["track"]["tensorboard"] = True
-    raw |= {"flow": {"stages": {"train": {"environment": TRAIN}}}}
+    raw |= {"flow": {"stages": {"train": {"env_vars": TRAIN}}}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "log").mkdir()
     env = {
@@ -151,7 +151,7 @@ def test_a_flow_leaves_none_of_its_secrets_anywhere(tmp_path):
     toy = Toy(tmp_path)
     toy.env |= {"PLANTED": SECRET, "PYTHONPATH": os.getcwd()}
     raw = yaml.safe_load((Path(__file__).parent / "flows" / "toy.yaml").read_text())
-    raw["flow"]["stages"]["train"] = {"environment": {**TRAIN, "SECOND_TOKEN": "env:PLANTED"}}
+    raw["flow"]["stages"]["train"] = {"env_vars": {**TRAIN, "SECOND_TOKEN": "env:PLANTED"}}
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(raw))
     flow = tmp_path / "look.py"
     flow.write_text(LOOK.format(flows=str(Path(__file__).parent / "flows")))

@@ -55,10 +55,15 @@ def test_few_rows_tell_nothing_and_equal_ones_all() -> None:
     assert not Comparison("a", 10, 0, 0, 0, 0).is_worse()
 
 
+def outcome(value: float | str) -> dict[str, Any]:
+    """A reward, or the reason why there is none."""
+    return {"reward": None, "no_result": value} if isinstance(value, str) else {"reward": value, "no_result": None}
+
+
 def answers(run: Path, then: list[Any], now: list[Any], source: str = "test") -> dict[str, float]:
     """What the evaluate stage leaves of rewards; its metrics."""
     for prefix, values in (("start/", then), ("", now)):
-        rows = [{"prompt": {"n": n}, "answer": "", "outcome": value} for n, value in enumerate(values)]
+        rows = [{"row": {"n": n}, "response": "", **outcome(value)} for n, value in enumerate(values)]
         write_jsonl(run / "answers" / f"{prefix}{source}.jsonl", rows)
     gate.commit_rows(run)
 

@@ -52,7 +52,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "serving": TRAIN | {"train", "rl", "events"},
     "doctor": set(),
     "inspection": DATA | {"recipes", "train", "rl", "run"},
-    "trial": TRAIN | {"train", "rl", "run"},
+    "preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
     | {
         "config",
@@ -64,10 +64,10 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
         "publishing",
         "conversation",
         "serving",
-        "trial",
+        "preview",
     },
     "cli": TRAIN
-    | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run", "serving", "trial"},
+    | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run", "serving", "preview"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
 FLOWS = {"config", "errors", "credentials", "disk"}
@@ -106,7 +106,7 @@ PACKAGES = {
     "textarena": ["ptf/rl/environments/textarena.py"],
     "reasoning_gym": ["ptf/rl/environments/reasoning_gym.py"],
     "mcp": ["ptf/rl/environments/mcp_connection.py"],
-    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/trial/terminal.py"],
+    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/preview/terminal.py"],
 }
 ALGO_CONFIGS = [
     "ptf/recipes/registry.py",

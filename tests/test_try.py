@@ -15,12 +15,12 @@ from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
+from ptf.preview import player, policies, scripts
+from ptf.preview.clock import EpisodeTimes, start_seconds, turns_of
+from ptf.preview.repeats import differences
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.train.starting_model import start_directory
-from ptf.trial import player, policies, scripts
-from ptf.trial.clock import EpisodeTimes, start_seconds, turns_of
-from ptf.trial.repeats import differences
 from tests.conftest import ROOT
 from tests.tiny import arithmetic
 
@@ -164,7 +164,7 @@ def test_an_episode_that_does_not_end_has_no_result(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_scored_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    job = config(tmp_path, reward={"use": "tests.tried:first_digit"}, scoring_retries=0)
+    job = config(tmp_path, reward={"use": "tests.tried:first_digit"}, reward_retries=0)
     status, found = tried(capfd, job, "--episodes", "12", "--policy", "empty")
     bad = [one for one in found["by_episode"] if one["row"]["answer"].startswith("3")]
     assert 0 < len(bad) < 12
@@ -175,7 +175,7 @@ def test_rows_that_cannot_be_scored_are_named(tmp_path: Path, capfd: pytest.Capt
         assert f"no key for {one['row']['answer']}" in line
     assert len(found["rewards"]) == 12 - len(bad)
     assert found["repeatable"] is True
-    job = config(tmp_path, reward={"use": "tests.tried:reads_nothing"}, scoring_retries=0)
+    job = config(tmp_path, reward={"use": "tests.tried:reads_nothing"}, reward_retries=0)
     assert main(["try", job, "--episodes", "2", "--policy", "empty"]) == 1
     out = capfd.readouterr().out
     assert "2 of 2 episodes have no result" in out

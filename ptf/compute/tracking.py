@@ -177,7 +177,7 @@ class Tracker:
             self.sinks.append(WandB(directory, track_config.wandb_project))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of an optimizer step; `step` counts from 1."""
+        """Write the metrics of a step, online of a rollout and its optimizer steps; `step` counts from 1."""
         self.lines.add({"step": step, **metrics, "time": time.time()})
         for sink in self.sinks:
             sink.log(step, metrics)

@@ -122,6 +122,10 @@ FOREIGN: dict[str, Here] = {
     "loss_type": at("algo.loss_aggregation", "algo.loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
+    **dict.fromkeys(
+        ("dynamic_sampling", "filter_groups"),
+        at("rollout.zero_variance_groups", note="`replace` draws other prompts in place of groups with equal rewards"),
+    ),
     "mask_truncated_completions": at("algo.overlong_filter"),
     "center_rewards_coefficient": at("algo.center_coef"),
     "precompute_ref_log_probs": at("algo.precompute"),

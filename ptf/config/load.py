@@ -86,8 +86,8 @@ def shown(job: Job) -> Job:
     """
     stages = {}
     for name, stage in job.flow.stages.items():
-        hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in stage.environment.items()}
-        stages[name] = stage.model_copy(update={"environment": hidden})
+        hidden = {key: value if REFERENCE.fullmatch(value) else HIDDEN for key, value in stage.env_vars.items()}
+        stages[name] = stage.model_copy(update={"env_vars": hidden})
     return job.model_copy(update={"flow": job.flow.model_copy(update={"stages": stages})})
 
 

@@ -113,7 +113,7 @@ def environment_fault(environment: Any) -> str | None:
 def episode_fault(
     target: Callable[..., Any], use: str, args: Mapping[str, Any], positional: Sequence[str]
 ) -> str | None:
-    """Return why a play or an agent cannot be called; None if it can."""
+    """Return why a rollout function or an agent cannot be called; None if it can."""
     try:
         signature = inspect.signature(target)
         signature.bind(*positional, **{name: value for name, value in args.items() if name in signature.parameters})

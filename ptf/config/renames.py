@@ -51,6 +51,7 @@ KEYS = {
     "evaluate.sources.NAME.rows": "evaluate.sources.NAME.row_count",
     "evaluate.sources.NAME.weight": "evaluate.sources.NAME.sampling_weight",
     "flow.steps": "flow.stages",
+    "flow.stages.NAME.environment": "flow.stages.NAME.env_vars",
     "flow.stages.NAME.memory": "flow.stages.NAME.memory_mib",
     "flow.stages.NAME.minutes": "flow.stages.NAME.timeout_minutes",
     "model.train": "model.trainable",
@@ -68,14 +69,14 @@ KEYS = {
     "rollout.prompts": "rollout.prompts_per_step",
     "rollout.max_rounds": "rollout.max_resampling_rounds",
     "rollout.workers": "rollout.replicas",
-    "rollout.reward_env_processes": "rollout.scoring_processes",
-    "rollout.reward_env_retries": "rollout.scoring_retries",
-    "rollout.reward_env_timeout_s": "rollout.scoring_timeout_s",
-    "rollout.reward_processes": "rollout.scoring_processes",
-    "rollout.processes": "rollout.scoring_processes",
-    "rollout.reward_retries": "rollout.scoring_retries",
-    "rollout.retries": "rollout.scoring_retries",
-    "rollout.reward_timeout_s": "rollout.scoring_timeout_s",
+    "rollout.scoring_processes": "rollout.reward_processes",
+    "rollout.reward_env_processes": "rollout.reward_processes",
+    "rollout.processes": "rollout.reward_processes",
+    "rollout.scoring_retries": "rollout.reward_retries",
+    "rollout.reward_env_retries": "rollout.reward_retries",
+    "rollout.retries": "rollout.reward_retries",
+    "rollout.scoring_timeout_s": "rollout.reward_timeout_s",
+    "rollout.reward_env_timeout_s": "rollout.reward_timeout_s",
     "rollout.tensor": "rollout.tensor_parallel_size",
     "rollout.equal": "rollout.zero_variance_groups",
     "track.samples": "track.sample_prompts",
@@ -231,6 +232,25 @@ def renamed(values: Any, renames: Sequence[Rename]) -> Any:
 def holder_of(values: Any, rename: Rename) -> Any:
     """Return the section that contains the name."""
     return reduce(lambda inner, step: inner[step], rename.path[:-1], values)
+
+
+def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of a response (ptf.data.response_record) with the names of today.
+
+    Earlier versions of ptf wrote `prompt`, `answer` and `outcome`.
+    """
+    if "row" in record:
+        return dict(record)
+    outcome = record.get("outcome", record.get("reward", record.get("no_result")))
+    scored = isinstance(outcome, int | float)
+    others = {name: value for name, value in record.items() if name not in ("prompt", "answer", "outcome")}
+    return {
+        **others,
+        "row": record["prompt"],
+        "response": record["answer"],
+        "reward": outcome if scored else None,
+        "no_result": None if scored else outcome,
+    }
 
 
 def first_key(key: str) -> str:

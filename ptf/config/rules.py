@@ -52,7 +52,7 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
             yield from _secrets(inner, f"{key}.{i}")
-    elif is_secret(value, key.rpartition(".")[2], variable=key.startswith("flow.stages.") and ".environment." in key):
+    elif is_secret(value, key.rpartition(".")[2], variable=key.startswith("flow.stages.") and ".env_vars." in key):
         yield key
 
 

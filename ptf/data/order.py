@@ -176,7 +176,7 @@ def shares(rows: int, partitions: int, epoch: int, key: str) -> np.ndarray:
 
 
 class PartitionSource(Protocol):
-    """Stream[RawRow]: one partition's rows, endlessly. A place knows its epoch."""
+    """The stream of one partition's rows, endless. A row knows its epoch."""
 
     @property
     def path(self) -> str:

@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One request to the policy, exactly as served."""
+    """What the engine sampled for one request, with the context exactly as it was served."""
 
     context: np.ndarray  # [c] int32, token ids that the engine received
     sampled_ids: np.ndarray  # [n] int32, token ids that the engine returned, end-of-turn included
@@ -68,7 +68,7 @@ class NoResult:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode: its prompt, its requests to the policy, and its outcome."""
+    """One episode: its prompt, what was sampled for each request to the policy, and its outcome."""
 
     prompt: Prompt
     generations: tuple[Generation, ...]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ptf.rl.online_budget import OnlineBudget, PoolBudget
 from ptf.train.budget import GIB, Budget
-from ptf.train.memory_search import Trial
+from ptf.train.memory_search import Candidate
 from ptf.train.roofline import Roofline
 
 LARGEST_COSTS = 12  # operators that the table of the roofline shows
@@ -28,37 +28,42 @@ def lines(plan: Budget | OnlineBudget, bound: Roofline | None) -> list[Renderabl
     return [*above, _budget_table(plan), *map(Text, _budget_lines(plan))]
 
 
-def trials_as_json(trials: Sequence[Trial]) -> dict[str, object]:
-    """Return what `--fit` tried, the last one of which fits if any does; empty without trials."""
+def candidates_as_json(candidates: Sequence[Candidate]) -> dict[str, object]:
+    """Return what `--fit` tried, the last one of which fits if any does; empty without candidates."""
     tried = [
-        {"gpus": trial.setting.gpus, "set": dict(trial.setting.keys), "fits": trial.fits, "why": why_not(trial)}
-        for trial in trials
+        {
+            "gpus": candidate.setting.gpus,
+            "set": dict(candidate.setting.keys),
+            "fits": candidate.fits,
+            "why": why_not(candidate),
+        }
+        for candidate in candidates
     ]
-    return {"tried": tried} if trials else {}
+    return {"tried": tried} if candidates else {}
 
 
-def trial_lines(trials: Sequence[Trial]) -> list[RenderableType]:
+def candidate_lines(candidates: Sequence[Candidate]) -> list[RenderableType]:
     """Return a line for each setting that `--fit` tried, and the arguments that make the job fit."""
-    texts = [f"{trial.setting}: {'fits' if trial.fits else why_not(trial)}" for trial in trials]
-    if trials and trials[-1].fits:
-        setting = trials[-1].setting
+    texts = [f"{candidate.setting}: {'fits' if candidate.fits else why_not(candidate)}" for candidate in candidates]
+    if candidates and candidates[-1].fits:
+        setting = candidates[-1].setting
         arguments = [f"--workers {setting.gpus}", *(f"--set {key}={value}" for key, value in setting.keys.items())]
         texts.append(f"Give {' '.join(arguments)}")
-    elif trials:
+    elif candidates:
         texts.append("nothing that was tried fits")
     return [Text(text) for text in texts]
 
 
-def why_not(trial: Trial) -> str:
+def why_not(candidate: Candidate) -> str:
     """Return why a setting does not fit; an empty text if it does."""
-    if trial.fits:
+    if candidate.fits:
         return ""
-    if isinstance(trial.plan, OnlineBudget):
-        return trial.plan.problems[0]
-    if isinstance(trial.plan, Budget):
-        memory = trial.plan.memory
-        return f"{memory.total / GIB:.1f} of {trial.plan.room / GIB:.1f} GiB, of which {memory.largest} take most"
-    return trial.refused
+    if isinstance(candidate.plan, OnlineBudget):
+        return candidate.plan.problems[0]
+    if isinstance(candidate.plan, Budget):
+        memory = candidate.plan.memory
+        return f"{memory.total / GIB:.1f} of {candidate.plan.room / GIB:.1f} GiB, of which {memory.largest} take most"
+    return candidate.refused
 
 
 def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:

@@ -177,7 +177,7 @@ def _samples(report: Report) -> list[dict[str, Any]]:
 def errors_as_json(error: UserError) -> str:
     """Return the errors of a refused config as one JSON object: place (file:line), key and message of every problem.
 
-    RawRow and key are null if the problem has none.
+    Place and key are null if the problem has none.
     """
     if isinstance(error, Problems):
         listed = [{"place": str(p.place), "key": p.key or None, "message": p.what} for p in error.problems]

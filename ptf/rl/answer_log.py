@@ -15,6 +15,7 @@ import numpy as np
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.tracking import StepLines
 from ptf.config.sections.track import TrackConfig
+from ptf.data.response_record import response_record
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, documents_of, samples_of
@@ -64,15 +65,8 @@ class AnswerLog:
                 if len(values) == len(document.indices):
                     for i, value in zip(document.indices, values, strict=True):
                         advantages[i] = float(value)
-        outcome = (
-            {"reward": t.outcome.value}
-            if isinstance(t.outcome, Reward)
-            else {"no_result": t.outcome.reason if t.outcome else None}
-        )
         return {
-            "prompt": t.prompt.row,
-            "answer": t.text,
-            **outcome,
+            **response_record(t),
             "complete": t.complete,
             "turns": len(t.generations),
             "tokens": [

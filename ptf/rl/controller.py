@@ -238,7 +238,7 @@ class Controller:
         if self.rollout_config.harness:
             found.append("the harness")
         if self.rollout_config.play:
-            found.append(f"the play {self.rollout_config.play.use}")
+            found.append(f"the rollout function {self.rollout_config.play.use}")
         if self.rewards:
             found.append(f"the reward {self.rewards.name}")
         elif self.reward_model:
@@ -406,7 +406,7 @@ class Controller:
 
     def _log(self, metrics: dict[str, float], step_s: float, reward_s: float) -> None:
         """Write the step's metrics with the seconds of each phase and the peak memory of each role."""
-        phases = self.cluster.seconds | {"reward": reward_s}
+        phases = self.cluster.seconds | {"reward_wait": reward_s}
         seconds = {f"seconds/{name}": value for name, value in phases.items()}
         # sorted by memory, so that the largest value of each role is written last and remains
         memory = {

@@ -1,7 +1,7 @@
-"""Episodes: each is one call of a `Play`, which asks the policy and returns a trajectory.
+"""Episodes: each is one call of a `RolloutFunction`, which asks the policy and returns a trajectory.
 
-Plays are ptf's own (one answer, a conversation with an environment), or a function of the user's
-(`rollout.play`). An episode whose play raises has no result; an engine that fails ends the step.
+They are ptf's own (one answer, a conversation with an environment), or a function of the user's
+(`rollout.play`). An episode whose function raises has no result; an engine that fails ends the step.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ptf.rl.policy.calls import Context
 from ptf.rl.policy.policy import Limits, Policy
 from ptf.rl.turns import Turns
 
-Play = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
+RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
 
 async def one_answer(prompt: Prompt, policy: Policy) -> Trajectory:
@@ -37,22 +37,22 @@ class Episode:
     limits: Limits
     tokenizer: Tokenizer
     seed_of: Callable[[int], int]  # number of a call → its seed; -1: the seed of all else that is random
-    play: Play = one_answer
+    rollout_function: RolloutFunction = one_answer
     timeout_s: float | None = None
 
 
 async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:
     """Yield (index, trajectory) of each episode as soon as it ends.
 
-    A play that is an async context manager is entered before all episodes and left after them. Episodes do not wait for
-    each other, except with an engine that answers in batches: then all take their turns together, so that the batches
-    are the same in every run.
+    A rollout function that is an async context manager is entered before all episodes and left after them. Episodes do
+    not wait for each other, except with an engine that answers in batches: then all take their turns together, so that
+    the batches are the same in every run.
     """
     turns = Turns(engine, len(episodes)) if engine.in_batches else None
     async with contextlib.AsyncExitStack() as resources:
-        for play in {id(episode.play): episode.play for episode in episodes}.values():
-            if isinstance(play, contextlib.AbstractAsyncContextManager):
-                await resources.enter_async_context(play)
+        for function in {id(one.rollout_function): one.rollout_function for one in episodes}.values():
+            if isinstance(function, contextlib.AbstractAsyncContextManager):
+                await resources.enter_async_context(function)
         tasks = [asyncio.create_task(_run_one(engine, turns, i, episode)) for i, episode in enumerate(episodes)]
         try:
             for ended in asyncio.as_completed(tasks):
@@ -92,7 +92,7 @@ async def _run_one(engine: RolloutEngine, turns: Turns | None, number: int, epis
     deadline = asyncio.timeout(episode.timeout_s)
     try:
         async with deadline:
-            trajectory = await episode.play(episode.prompt, policy)
+            trajectory = await episode.rollout_function(episode.prompt, policy)
     except Exception as error:
         if policy.failure is not None:
             raise policy.failure from None
@@ -103,15 +103,17 @@ async def _run_one(engine: RolloutEngine, turns: Turns | None, number: int, epis
     if policy.failure is not None:
         raise policy.failure
     if not isinstance(trajectory, Trajectory):
-        reason = f"the play returned a {type(trajectory).__name__}, not a Trajectory (policy.trajectory(reward))"
+        reason = (
+            f"the rollout function returned a {type(trajectory).__name__}, not a Trajectory (policy.trajectory(reward))"
+        )
         trajectory = policy.trajectory(NoResult(reason), complete=False)
     elif not policy.calls and not isinstance(trajectory.outcome, NoResult):
-        trajectory = replace(trajectory, outcome=NoResult("the play received no answer of the policy"))
+        trajectory = replace(trajectory, outcome=NoResult("the rollout function received no answer of the policy"))
     return number, trajectory
 
 
 def _reason(error: Exception, late: bool, episode: Episode) -> str:
-    """Return why an episode whose play raised has no result."""
+    """Return why an episode whose rollout function raised has no result."""
     if late:
         return f"the episode did not end within {episode.timeout_s:g} s (rollout.episode_timeout_s)"
-    return str(error) if isinstance(error, UserError) else f"the play raised {full_text(error)}"
+    return str(error) if isinstance(error, UserError) else f"the rollout function raised {full_text(error)}"

@@ -125,11 +125,12 @@ def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
         "harness": rollout_config.harness,
         "episode_timeout_s": rollout_config.episode_timeout_s or (600.0 if rollout_config.harness else None),
     }
+    retries = rollout_config.environment_retries
     limits = (
         rollout_config.max_turns,
-        rollout_config.scoring_processes,
-        rollout_config.scoring_timeout_s,
-        rollout_config.scoring_retries,
+        rollout_config.environment_processes or rollout_config.reward_processes,
+        rollout_config.environment_timeout_s or rollout_config.reward_timeout_s,
+        rollout_config.reward_retries if retries is None else retries,
     )
     environments = dict[str, EnvironmentSpec]()
     for source, what in rollout_config.environments_by_source.items():
@@ -225,9 +226,9 @@ def _rewards(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
     rollout_config, limits = job.rollout, dict[str, Any]()
     if rollout_config is not None:
         limits = {
-            "timeout_s": rollout_config.scoring_timeout_s,
-            "processes": rollout_config.scoring_processes,
-            "retries": rollout_config.scoring_retries,
+            "timeout_s": rollout_config.reward_timeout_s,
+            "processes": rollout_config.reward_processes,
+            "retries": rollout_config.reward_retries,
         }
     if not by_source:
         return None

@@ -25,11 +25,11 @@ from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
-from ptf.rl.endpoint.harness import HarnessPlay
+from ptf.rl.endpoint.harness import HarnessRollout
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
-from ptf.rl.environments.play import EnvironmentPlay
 from ptf.rl.environments.protocol import Environments
-from ptf.rl.episodes import Episode, Play, one_answer, run_episodes
+from ptf.rl.environments.rollout import EnvironmentRollout
+from ptf.rl.episodes import Episode, RolloutFunction, one_answer, run_episodes
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
 from ptf.rl.weights.streamed import Transfer
@@ -83,15 +83,15 @@ class Sampler:
         self.max_length, self.vocabulary = max_length, vocabulary
         self.top_p, self.trie = top_p, trie
         self.tokenizer = Tokenizer.load(tokenizer)
-        self.plays: dict[str, Play] = {}  # by source; the one of all sources has the name ""
+        self.rollout_functions: dict[str, RolloutFunction] = {}  # by source; the one of all sources has the name ""
         self.environments: list[Environments] = []
         for source, spec in (environments or {}).items():
             self.environments.append(spec.start())
-            self.plays[source] = EnvironmentPlay(self.environments[-1], spec.max_turns, spec.weight)
+            self.rollout_functions[source] = EnvironmentRollout(self.environments[-1], spec.max_turns, spec.weight)
         if play:
-            self.plays[""] = plugin.bind(play)
+            self.rollout_functions[""] = plugin.bind(play)
         if harness:
-            self.plays[""] = HarnessPlay.of(harness, self.tokenizer)
+            self.rollout_functions[""] = HarnessRollout.of(harness, self.tokenizer)
         self.episode_timeout_s = episode_timeout_s
         try:
             self.engine = make_engine(
@@ -126,7 +126,7 @@ class Sampler:
 
         def episode(p: Prompt, i: int) -> Episode:
             seeds = partial(seed_of, self.seed, key, p.index, i)
-            return Episode(p, limits, self.tokenizer, seeds, self.play_of(p.source), self.episode_timeout_s)
+            return Episode(p, limits, self.tokenizer, seeds, self.rollout_function_of(p.source), self.episode_timeout_s)
 
         answers: list[dict[int, Trajectory]] = [{} for _ in prompts]
         for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
@@ -135,9 +135,9 @@ class Sampler:
             if len(answers[which]) == n:
                 yield which, tuple(answers[which][i] for i in range(n))
 
-    def play_of(self, source: str) -> Play:
+    def rollout_function_of(self, source: str) -> RolloutFunction:
         """Return what plays the episodes of a source."""
-        return self.plays.get(source, self.plays.get("", one_answer))
+        return self.rollout_functions.get(source, self.rollout_functions.get("", one_answer))
 
     def limits(self, max_new_tokens: int, temperature: float) -> Limits:
         """Return the limits of an episode, and how its answers are sampled."""
@@ -170,7 +170,7 @@ class Sampler:
         return (
             f"{left} of {episodes} episodes{processes} did not end within {self.timeout_s:g} s "
             "(compute.timeout_s): a step has too many answers or they are too long"
-            f"{', or rollout.scoring_processes is too low' if environments else ''}"
+            f"{', or rollout.environment_processes is too low' if environments else ''}"
         )
 
     @broadcast
@@ -215,9 +215,9 @@ class Sampler:
         """End the processes of the environments and of the harness."""
         for environments in self.environments:
             environments.close()
-        for play in self.plays.values():
-            if isinstance(play, HarnessPlay):
-                play.close()
+        for function in self.rollout_functions.values():
+            if isinstance(function, HarnessRollout):
+                function.close()
 
     @broadcast
     def offload(self) -> None:

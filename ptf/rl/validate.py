@@ -1,10 +1,11 @@
-"""Greedy accuracy and pass@k on held-out prompts, while training and in the evaluate stage."""
+"""Greedy pass rates and pass@k on held-out prompts, while training and in the evaluate stage."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import RoleGroup
@@ -23,7 +24,7 @@ def pass_rates(
     max_new_tokens: int,
     max_no_result_share: float,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return pass rates as shares of the prompts, and the greedy answers with their outcomes.
+    """Return pass rates as shares of the prompts, and a record of each greedy response.
 
     The rates are `greedy_pass_rate` (the one greedy answer passes), `greedy_reward` (its mean reward), and with samples
     > 1 `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more. Answers without a
@@ -54,13 +55,5 @@ def pass_rates(
             for g in answer(samples, temperature, "sampled")
         ]
         rates[f"pass@{samples}"] = float(np.mean([any(p) for p in passed if p]))
-    answers = [
-        {
-            "prompt": t.prompt.row,
-            "answer": t.text,
-            "outcome": t.outcome.value if isinstance(t.outcome, Reward) else t.outcome.reason,
-        }
-        for t in greedy
-        if t.outcome is not None
-    ]
+    answers = [response_record(t) for t in greedy]
     return rates, answers

@@ -97,12 +97,12 @@ def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **set
     `of` is `revenue`, `diversity`, `novelty`, `distinct` or `reward`.
     """
     return float(
-        np.mean([worth(a["answer"], a["prompt"]["future"][0], catalogue=catalogue, **settings)[of] for a in answers])
+        np.mean([worth(a["response"], a["row"]["future"][0], catalogue=catalogue, **settings)[of] for a in answers])
     )
 
 
 def invalid(answers: Sequence[Mapping[str, Any]], *, catalogue: str) -> float:
     """Return the share of the items in greedy answers that are not in the catalogue, for `evaluate.metrics`."""
     items = known(catalogue)[0]
-    named = [item for a in answers for item in items.read(a["answer"])]
+    named = [item for a in answers for item in items.read(a["response"])]
     return sum(item is None for item in named) / max(1, len(named))

@@ -40,7 +40,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Candidate:
     """A setting with its plan, or, if the job cannot have the setting, with the reason (`refused`) and no plan."""
 
     setting: Setting
@@ -53,18 +53,18 @@ class Trial:
         return self.plan is not None and self.plan.fits
 
 
-def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[Trial]:
-    """Yield the trials up to and including the first one that fits; if none fits, yield all of them.
+def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[Candidate]:
+    """Yield the candidates up to and including the first one that fits; if none fits, yield all of them.
 
     Nothing is yielded if no tensor-parallel size that is tried divides any of the numbers of GPUs. `planned` returns
     the plan of a setting, or raises UserError if the job cannot have that setting.
     """
 
-    def tried(setting: Setting) -> Trial:
+    def tried(setting: Setting) -> Candidate:
         try:
-            return Trial(setting, planned(setting))
+            return Candidate(setting, planned(setting))
         except UserError as error:
-            return Trial(setting, None, str(error).strip().splitlines()[0])
+            return Candidate(setting, None, str(error).strip().splitlines()[0])
 
     factor, own = 1, job.compute.mesh.tensor_parallel_size
     while factor <= MOST_FACTOR:
@@ -78,9 +78,9 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
                 yield least
                 continue
             for keys in others:
-                trial = tried(Setting(gpus * factor, {**mesh, **keys}))
-                yield trial
-                if trial.fits:
+                candidate = tried(Setting(gpus * factor, {**mesh, **keys}))
+                yield candidate
+                if candidate.fits:
                     return
             yield least
             return

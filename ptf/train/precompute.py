@@ -111,7 +111,7 @@ def _named(
     sources = {**job.data.sources, **job.data.validation}.items()
     made_of = {name: (storage.manifest_of(source.path)["digest"], source.limit) for name, source in sources}
     keys = {name: hashlib.sha256(repr((data, made_by)).encode()).hexdigest()[:16] for name, data in made_of.items()}
-    return {name: f"{job.output}/annotated/{name}-{key}" for name, key in keys.items()}
+    return {name: f"{job.output}/precomputed/{name}-{key}" for name, key in keys.items()}
 
 
 def _start(job: Job, directory: Path) -> str:

@@ -216,11 +216,11 @@ def test_parts_of_a_sum_are_checked(written, args: str, found: str):
         ("http", "url: 'https://host/score', headers_from_env: {A: NOT_SET_HERE}, retries", None),
         ("http", "url: 'host', retries", "9 rollout.reward.use ptf.rl.rewards:http: url: 'host' is no address"),
         ("http", "retries", "9 rollout.reward.use ptf.rl.rewards:http cannot be called as a reward"),
-        ("judge", "url: 'https://host/v1', model: m, prompt: '{answer} {reference}', samples: 1, retries", None),
+        ("judge", "url: 'https://host/v1', model: m, prompt: '{response} {reference}', samples: 1, retries", None),
         (
             "judge",
             "url: 'https://host/v1', model: m, prompt: 'Is it right?', retries",
-            "9 rollout.reward.use ptf.rl.rewards:judge: prompt: it must contain {answer}",
+            "9 rollout.reward.use ptf.rl.rewards:judge: prompt: it must contain {response}",
         ),
     ],
 )

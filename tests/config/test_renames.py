@@ -263,7 +263,7 @@ def test_names_of_the_users_own_are_left_alone():
         "train": {"lr_multipliers": {"rows": 2.0}},
         "evaluate": {"metrics": {"stop": {"use": "mine:stop", "args": {"rows": 1, "group": 2, "gate": "start"}}}},
         "publish": {"to": "start"},
-        "flow": {"stages": {"train": {"environment": {"park": "x"}}}},
+        "flow": {"stages": {"train": {"env_vars": {"park": "x"}}}},
     }
     assert outdated(own) == []
 

@@ -231,8 +231,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     ours = answers_of(run_directory(place.home / "sft"))
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     prompts = [
-        tokenizer.apply_chat_template(a["prompt"]["messages"], add_generation_prompt=True, return_dict=False)
-        for a in ours
+        tokenizer.apply_chat_template(a["row"]["messages"], add_generation_prompt=True, return_dict=False) for a in ours
     ]
     theirs = []
     for prompt in prompts:
@@ -242,7 +241,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
         ]
         theirs.append(tokenizer.decode(out, skip_special_tokens=True))
     assert len(ours) == 20
-    assert [a["answer"] for a in ours] == theirs
+    assert [a["response"] for a in ours] == theirs
     env = {**place.env, **engine_env(vllm_caches)}
     done = subprocess.run(
         [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)],

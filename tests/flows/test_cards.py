@@ -170,7 +170,9 @@ def test_a_file_that_cannot_be_read_does_not_end_training(job, capsys):
 
 def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
     file = log(job).with_name("samples.jsonl")
-    file.write_text("".join(json.dumps({"step": n // 3, "answer": "x" * 50}) + "\n" for n in range(90)))
+    file.write_text(
+        "".join(json.dumps({"step": n // 3, "row": {}, "response": "x" * 50, "reward": 1.0}) + "\n" for n in range(90))
+    )
     monkeypatch.setattr(cards, "TAIL_BYTES", 400)
     assert [row["step"] for row in cards.read_last(file)] == [29] * 3
 
@@ -180,7 +182,9 @@ def test_answers_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
     for name, answers in (("start/test", "34"), ("test", "21"), ("gone", "00")):
         (tmp_path / "answers" / name).parent.mkdir(parents=True, exist_ok=True)
         rows = [
-            {"prompt": prompt, "answer": answer, "outcome": float(answer == "2")}
+            {"row": prompt, "response": answer, "reward": float(answer == "2"), "no_result": None}
+            if name == "test"
+            else {"prompt": prompt, "answer": answer, "outcome": float(answer == "2")}  # of an earlier version
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         (tmp_path / "answers" / f"{name}.jsonl").write_text(

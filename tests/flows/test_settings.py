@@ -16,7 +16,7 @@ from tests.flows.toy import FLOW, Toy
         ({"retries": 0}, {}),
         ({"gpu": 0}, {"resources": {"gpu": 0}}),
         ({"cpu": 4, "memory_mib": 9000}, {"resources": {"cpu": 4, "memory": 9000}}),
-        ({"environment": {"A": "b"}}, {"environment": {"vars": {"A": "b"}}}),
+        ({"env_vars": {"A": "b"}}, {"environment": {"vars": {"A": "b"}}}),
         (
             {"gpu": 8, "retries": 3, "timeout_minutes": 90},
             {"resources": {"gpu": 8}, "retry": {"times": 3}, "timeout": {"minutes": 90}},

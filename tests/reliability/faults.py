@@ -110,7 +110,7 @@ def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
         "prompts_per_step": PROMPTS,
         "group_size": GROUP,
         "max_new_tokens": 6,
-        "scoring_timeout_s": DEADLINE_S,
+        "reward_timeout_s": DEADLINE_S,
         "max_no_result_share": 0.5,
     }
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}
@@ -280,7 +280,7 @@ class Trials:
             elif (
                 "reward" not in a
                 and trial.place == "reward"
-                and json.dumps([a["prompt"]["answer"], a["answer"]], sort_keys=True) not in questions
+                and json.dumps([a["row"]["answer"], a["response"]], sort_keys=True) not in questions
             ):
                 wrong.append(f"step {apart}: {a['answer']!r} has no result though nothing went wrong with it")
         if apart in found["answers"] and len(found["answers"][apart]) != len(want["answers"][apart]):

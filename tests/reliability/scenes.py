@@ -207,7 +207,7 @@ def tokenized_data(made: Made) -> Scene:
     return encoded("tokenized", made, there, tokenize(elsewhere, tokenizer, 1))
 
 
-def annotated_data(made: Made) -> Scene:
+def precomputed_data(made: Made) -> Scene:
     pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n)} for n in range(1, 25)]
     path = str(write_jsonl(made.directory / "pairs.jsonl", pairs))
     sources = {"sources": {"sums": {"path": path}}, "validation": {"held_out": {"path": path, "limit": 9}}}
@@ -217,8 +217,8 @@ def annotated_data(made: Made) -> Scene:
         output = made.directory / f"ahead-{seed}"
         job = loads(yaml.safe_dump(raw | {"seed": seed, "output": str(output), "train": {**raw["train"], "steps": 1}}))
         running.run(job, "ahead")
-        found.append({place.name.rpartition("-")[0]: str(place) for place in (output / "annotated").iterdir()})
-    return encoded("annotated", made, *found)
+        found.append({place.name.rpartition("-")[0]: str(place) for place in (output / "precomputed").iterdir()})
+    return encoded("precomputed", made, *found)
 
 
 def prepared_data(made: Made) -> Scene:
@@ -560,7 +560,7 @@ SCENES: dict[str, Callable[[Made], Scene]] = {
     "checkpoints of SFT (weights, optimizer, DCP's index, host state, manifest)": sft_checkpoints,
     "checkpoints of GRPO (the same, and the controller's state)": grpo_checkpoints,
     "tokenized data": tokenized_data,
-    "annotated data (log-probs of a reference)": annotated_data,
+    "precomputed log-probs of a reference": precomputed_data,
     "prepared data": prepared_data,
     "published versions and latest.json": versions_that_were_published,
     "target of a rollback and latest.json": rollback_target,

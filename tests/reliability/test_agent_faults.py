@@ -97,9 +97,9 @@ def test_a_judge_that_is_gone_for_some_answers_leaves_the_others_their_results(j
         return Reply({"choices": [{"message": {"content": f"\\boxed{{{len(answer) % 10}}}"}, "finish_reason": "stop"}]})
 
     def judged(name, retries):
-        args = {"url": server.url, "model": "judge", "prompt": "{answer}", "wait_s": 0.01, "retries": retries}
+        args = {"url": server.url, "model": "judge", "prompt": "{response}", "wait_s": 0.01, "retries": retries}
         judge = {"use": "ptf.rl.rewards.judge_reward:JudgeReward", "args": args}
-        return job(name, harness={"agent": {"use": "tests.rl.plugs:asks_once"}}, reward=judge, scoring_retries=0)
+        return job(name, harness={"agent": {"use": "tests.rl.plugs:asks_once"}}, reward=judge, reward_retries=0)
 
     with serving(score) as server:
         gone = False

@@ -99,7 +99,7 @@ FAULTS = {  # what was read without a word before it was verified
     "a number in metrics.jsonl": (scenes.metrics_file, lambda root: digit(root / "metrics.jsonl")),
     "an answer that was kept": (scenes.samples_file, lambda root: digit(root / "samples.jsonl")),
     "annotations of other data": (
-        scenes.annotated_data,
+        scenes.precomputed_data,
         lambda root: swapped(only(root, "sums-*"), only(root, "held_out-*")),
     ),
     "a bit of the starting weights": (scenes.starting_weights, lambda root: bit(root / "start" / "model.safetensors")),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 STEP_8 = ["phase", 8, "after AdamW.step"]
-ANNOTATED = ["phase", 1, "after _Precomputing.compute"]
+PRECOMPUTED = ["phase", 1, "after _Precomputing.compute"]
 UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
@@ -29,7 +29,7 @@ TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
     ),
     ("SFT", [STEP_8], "place_in_the_data", "metrics differs.*model/model.safetensors differs.*host_00000.pt differs"),
     ("SFT", [STEP_8], "optimizer", "metrics differs.*exp_avg"),
-    (AHEAD, [ANNOTATED], "half_made", r"^left: annotated/\.partial-"),
+    (AHEAD, [PRECOMPUTED], "half_made", r"^left: precomputed/\.partial-"),
     ("GRPO", [UPDATE, ["phase", 2, "after rollout.rollout"]], None, "^same$"),
     (
         "GRPO",

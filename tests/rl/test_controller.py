@@ -346,7 +346,7 @@ def test_an_agent_with_a_tool_is_trained(raw, tmp_path):
         "prompts_per_step": 8,
         "group_size": 4,
         "max_new_tokens": 4,
-        "scoring_processes": 2,
+        "reward_processes": 2,
     }
     raw["rollout"]["environment"] = {"use": "tests.rl.obliging:Obliging"}
     rows = read_metrics(train(raw) / "metrics.jsonl")
@@ -466,7 +466,7 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
     for row, (sample,) in zip(rows[:12], credited[0], strict=False):
         trained = sample.token_columns["advantages"][sample.loss_weights != 0]
         assert [token[2] for token in row["tokens"]] == trained.tolist()
-        assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["answer"]
+        assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["response"]
         assert {"prompt", "reward", "complete", "turns"} <= row.keys()
     (run / "samples.jsonl").open("a").write('{"step": 9, "answer": "cut sh')
     assert len(read_metrics(run / "samples.jsonl")) == len(rows)

@@ -19,8 +19,8 @@ from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.answers import EngineFault
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
-from ptf.rl.environments.play import EnvironmentPlay
 from ptf.rl.environments.protocol import Environments
+from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_answer, run_all
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environment
@@ -75,7 +75,7 @@ def episodes(rows, tokenizer, environments, **limits):
         limits.get("length", 200),
         limits.get("vocabulary"),
     )
-    play = EnvironmentPlay(environments, limits.get("turns", 8)) if environments else one_answer
+    play = EnvironmentRollout(environments, limits.get("turns", 8)) if environments else one_answer
     return [
         Episode(
             Prompt(np.array([9], np.int32), row, "a", i),
@@ -158,7 +158,7 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
                 how,
                 tokenizer,
                 lambda turn: 0,
-                EnvironmentPlay(environments, 1000),
+                EnvironmentRollout(environments, 1000),
             )
             (made,) = asyncio.run(run_all(Scripted(tokenizer, script), [episode]))
             assert made.outcome == Reward(1.0)

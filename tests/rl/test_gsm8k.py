@@ -67,5 +67,5 @@ def test_twenty_steps_of_gsm8k(name, shared, tmp_path):
     samples = [json.loads(line) for line in (made / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 5 * 4 * 4
     assert all(
-        sample["prompt"]["answer"].rpartition("####")[2].strip() and len(sample["tokens"]) <= 24 for sample in samples
+        sample["row"]["answer"].rpartition("####")[2].strip() and len(sample["tokens"]) <= 24 for sample in samples
     )

@@ -13,8 +13,8 @@ import pytest
 from ptf.data.trajectory import Generation, Prompt, Reward, samples_of
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Sampling
-from ptf.rl.environments.play import EnvironmentPlay
 from ptf.rl.environments.protocol import EnvironmentFault
+from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
 from tests.data.templates import templated
@@ -158,7 +158,7 @@ def test_the_sampled_calls_are_the_context_of_the_next_answer(shop, shared) -> N
     prompt = Prompt(np.zeros(0, np.int32), ROW, "a", 0)
     engine = Says(texts, tokenizer)
     (made,) = asyncio.run(
-        run_all(engine, [Episode(prompt, limits, tokenizer, lambda turn: 0, EnvironmentPlay(shop, 8))])
+        run_all(engine, [Episode(prompt, limits, tokenizer, lambda turn: 0, EnvironmentRollout(shop, 8))])
     )
     assert (made.outcome, made.complete) == (Reward(1.0), True)
     (sample,) = samples_of(made)

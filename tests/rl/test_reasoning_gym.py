@@ -13,7 +13,7 @@ from ptf.rl.rewards.scoring import RewardWorkers
 pytest.importorskip("reasoning_gym", reason="needs pip install 'ptf[reasoning-gym]'")
 
 from ptf.rl.environments.reasoning_gym import prepare, score
-from ptf.rl.environments.runs_answers import RUNS_ANSWERS
+from ptf.rl.environments.unsandboxed_tasks import UNSANDBOXED
 
 TASKS = {
     "chain_sum": {"level": 1},
@@ -92,10 +92,10 @@ def test_scores_are_computed_by_the_worker_processes(tmp_path) -> None:
 def test_tasks_that_run_answers_as_code_are_refused_until_they_are_allowed(tmp_path) -> None:
     file = tmp_path / "written"
     code = f"__import__('pathlib').Path({str(file)!r}).touch()"
-    for task in RUNS_ANSWERS:
+    for task in UNSANDBOXED:
         with pytest.raises(UserError, match=f"{task} by running them as Python"):
             made(tmp_path, {task: {}})
-        row, *_ = made(tmp_path, {task: {}}, train=1, test=1, run_answers=True)["train"]
+        row, *_ = made(tmp_path, {task: {}}, train=1, test=1, allow_unsandboxed_eval=True)["train"]
         for answer in (code, f"[{code}]", f"[[{code}]]", f"{row['answer']} + {code}"):
             with contextlib.suppress(Exception):
                 score(row, answer, tag=None)

@@ -41,7 +41,7 @@ def allowed(raw: dict, place: Path, lines=LINES, **more) -> dict:
 
 
 def answers(run: Path) -> set[str]:
-    return {json.loads(line)["answer"] for line in (run / "samples.jsonl").read_text().splitlines()}
+    return {json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()}
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_it_can_be_the_judge_of_a_reward(model, monkeypatch):
         judge = JudgeReward(
             url=endpoint.url,
             model="m",
-            prompt="{question} {answer}",
+            prompt="{prompt} {response}",
             api_key_env="JUDGE_KEY",
             max_tokens=12,
             score="(never said)",
@@ -105,7 +105,7 @@ def test_it_can_be_the_judge_of_a_reward(model, monkeypatch):
             await judge({"prompt": "1+1?"}, "2")
         return str(caught.value), judge.endpoint.shown
 
-    message = JudgePrompt("{question} {answer}").filled({"prompt": "1+1?"}, "2", "")
+    message = JudgePrompt("{prompt} {response}").filled({"prompt": "1+1?"}, "2", "")
     said = Chat(str(model), max_new_tokens=12, temperature=0.0).answer(message)
     reason, shown = asked(model, use, key="secret")
     assert reason.endswith(f"…{shown(said)}"), reason

@@ -187,7 +187,7 @@ def agreed(directory: Path, place: Path) -> int:
     catalogue = Catalogue.load(str(place / "made" / "catalogue.json"))
     said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     for one in said:
-        items = catalogue.read(one["answer"])
+        items = catalogue.read(one["response"])
         assert len({item.name for item in items if item}) == 4
         assert None not in items
     assert max(row["logprob_diff_max"] for row in read_metrics(directory / "metrics.jsonl")) <= 1e-5
@@ -241,8 +241,8 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     items, turns = Catalogue.load(catalogue), []
     for one in said:
-        row = futures[one["prompt"]["messages"][0]["content"]]
-        slates_ = one["answer"].split(row["told"][0])
+        row = futures[one["row"]["messages"][0]["content"]]
+        slates_ = one["response"].split(row["told"][0])
         turns.append(len(slates_))
         assert len(slates_) == min(2, len(row["future"]))
         worths = [

@@ -99,7 +99,7 @@ def test_two_workers_train_what_one_does(tmp_path, name, mesh):
     for directory in (start, near):
         tokenizer.save(directory)
     alone, moved = (facts(train({**raw, "model": {"path": str(path)}}, path.name)) for path in (start, near))
-    shutil.rmtree(tmp_path / "runs" / "annotated", ignore_errors=True)  # two find for themselves
+    shutil.rmtree(tmp_path / "runs" / "precomputed", ignore_errors=True)  # two find for themselves
     compute = {**raw["compute"], "launcher": "torchrun", "workers": 2, "mesh": mesh}
     both = facts(train({**raw, "model": {"path": str(start)}, "compute": compute}, "both"))
     pair = "divergence" if raw["recipe"] == "kd" else "margin"
@@ -213,7 +213,7 @@ def test_what_was_found_ahead_by_sharded_models_in_bf16_is_what_they_find_beside
         for on in (True, False)
     )
     assert [row["loss"] for row in facts(ahead)] == pytest.approx([row["loss"] for row in facts(beside)], rel=0.02)
-    assert (tmp_path / "runs" / "annotated").is_dir()
+    assert (tmp_path / "runs" / "precomputed").is_dir()
 
 
 def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
@@ -265,7 +265,7 @@ def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, mo
     whole = train(raw, "whole")
     assert facts(whole)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
-    shutil.rmtree(tmp_path / "runs" / "annotated")
+    shutil.rmtree(tmp_path / "runs" / "precomputed")
     assert same(weights(whole), weights(train(raw, "stopped")))
 
 

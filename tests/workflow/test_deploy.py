@@ -34,7 +34,7 @@ def toy(tmp_path, server: Server) -> Toy:  # noqa: F811
 
 def test_an_argo_template_has_what_the_config_says(toy):
     raw = yaml.safe_load(FLOW.with_name("toy.yaml").read_text())
-    raw["flow"]["stages"]["train"] |= {"gpu": 8, "memory_mib": 9000, "environment": {"NCCL_DEBUG": "WARN"}}
+    raw["flow"]["stages"]["train"] |= {"gpu": 8, "memory_mib": 9000, "env_vars": {"NCCL_DEBUG": "WARN"}}
     (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw | {"flow": raw["flow"] | {"event": "data.ready"}}))
     words = (
         "--datastore",

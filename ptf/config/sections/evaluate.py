@@ -32,8 +32,8 @@ class EvaluateConfig(Section):
     """Score of an answer; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
     another scale; default: `rollout.reward`."""
     metrics: dict[str, Plugin] = changeable({})
-    """More metrics by name: a function of all greedy answers to a source, each with `prompt` (its row), `answer` and
-    `outcome`, that returns a number."""
+    """More metrics by name: a function of all greedy answers to a source, that returns a number. Each is a record with
+    `row`, `response`, `reward` and `no_result` (the reason where there is no reward, otherwise null)."""
     ranking: RankingConfig | None = changeable(None)
     """Rank a catalogue and compare it with what users did next."""
     engine: Literal["auto", "vllm", "native"] | Plugin = changeable("auto")

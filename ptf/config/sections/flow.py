@@ -15,11 +15,11 @@ class StageConfig(Section):
     memory_mib: Positive | None = None
     """Memory of the machine, in MiB."""
     retries: Count = 0
-    """Automatic retries after a failure; the train step continues from its last checkpoint."""
+    """Automatic retries of the stage after a failure; `train` continues from its last checkpoint."""
     timeout_minutes: Positive | None = None
-    """Time limit; a step that takes longer is stopped."""
-    environment: dict[str, str] = {}
-    """Environment variables. A secret is written as `env:NAME`: its value is read from that variable where the step
+    """Time limit of the whole stage (for `train`, of the whole training); it is stopped then."""
+    env_vars: dict[str, str] = {}
+    """Environment variables. A secret is written as `env:NAME`: its value is read from that variable where the stage
     runs, and is not stored."""
 
 

@@ -60,15 +60,15 @@ class HarnessConfig(Section):
     """Number of processes of `python`; each plays many episodes at once."""
     columns: list[str] = []
     """Columns of the row that `command` gets beside `messages`. What it gets, the policy may find: no answers."""
-    environment: list[str] = []
+    env_vars: list[str] = []
     """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
-    models: dict[str, Literal["policy", "policy:frozen"]] = {}
-    """Names of models that the agent asks for, and what serves them: `policy`, whose answers are trained, or
-    `policy:frozen`."""
+    models: dict[str, Literal["policy", "policy:untrained"]] = {}
+    """Names of models that the agent asks for, and what serves them: `policy`, or `policy:untrained`, which is the same
+    current weights, but its answers have no loss."""
     tool_format: str | None = None
     """How the model writes tool calls, such as `hermes`. Default: what its chat template asks for."""
     max_calls: Positive = 1000
-    """Largest number of answers in one episode; further requests are refused."""
+    """Largest number of requests to the policy in one episode; further ones are refused."""
 
 
 class RolloutConfig(Section):
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     """In place of `environment`: an environment for each of several sources, by the source's name. Rows of other
     sources are answered once and scored by `reward` or `rewards`."""
     play: Plugin | None = None
-    """For episodes of your own, in place of `environment`: `async def play(prompt, policy, **args) -> Trajectory`
+    """A rollout function, in place of `environment`: `async def f(prompt, policy, **args) -> Trajectory`
     (ptf.rl.policy), which asks the policy as often as it likes. It gives the reward, or leaves that to `reward`."""
     harness: HarnessConfig | None = None
     """For an agent in its own code, in place of `environment` and `play`; `reward` scores what it does."""
@@ -99,15 +99,20 @@ class RolloutConfig(Section):
     max_turns: Positive = 8
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
-    scoring_processes: Positive = changeable(1)
-    """Number of processes that call `reward`; with `environment`, the number of processes with environments beside each
-    engine replica."""
-    scoring_timeout_s: PositiveFloat = changeable(10.0)
-    """Time limit of one call of `reward`, with all requests that it makes, or of an environment's `reset` or `step`.
-    Many calls are in flight in a process; each has its own limit."""
-    scoring_retries: Count = changeable(1)
-    """How often a call of `reward` or `environment` that failed is repeated before the answer counts as having no
-    result."""
+    reward_processes: Positive = changeable(1)
+    """Number of processes that call `reward`; with `rewards`, for each of them."""
+    reward_timeout_s: PositiveFloat = changeable(10.0)
+    """Time limit of one call of `reward`, with all requests that it makes. Many calls are in flight in a process; each
+    has its own limit."""
+    reward_retries: Count = changeable(1)
+    """How often a call of `reward` that failed is repeated before the answer counts as having no result."""
+    environment_processes: Positive | None = changeable(None)
+    """Number of processes with environments beside each engine replica. Default: `reward_processes`."""
+    environment_timeout_s: PositiveFloat | None = changeable(None)
+    """Time limit of one `reset` or `step` of an environment. Default: `reward_timeout_s`."""
+    environment_retries: Count | None = changeable(None)
+    """How often an episode is replayed after a call of its environment failed, before it counts as having no result.
+    Default: `reward_retries`."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""

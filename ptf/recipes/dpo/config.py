@@ -30,8 +30,8 @@ class DPOConfig(AlgoConfig):
     """Path of the reference, as for `model.path`; the default is the model that training starts from, which costs no
     additional memory if only adapters train (LoRA)."""
     precompute: bool = False
-    """Compute the reference's log-probs once, before training, and keep them in `{output}/annotated`; the reference is
-    then not in memory during training."""
+    """Compute the reference's log-probs once, before training, and keep them in `{output}/precomputed`; the
+    reference is then not in memory during training."""
 
     def model_paths(self) -> dict[str, str]:
         """Return the reference's path, if the job names one."""

@@ -15,21 +15,21 @@ class GRPOConfig(RewardedConfig):
     `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
     `loss_aggregation: sequence_mean`, clips near 3e-4.
 
-    In the values `sequence` and `sequence_mean` a sequence is one answer, not a packed sequence of `data.seq_len`
-    tokens. In an episode of several turns, `loss_aggregation` counts the whole episode as one sequence. For
-    `importance_sampling_level` consecutive turns form one as long as each context extends the one before; otherwise a
-    new one starts."""
+    The values `sequence` and `sequence_mean` have the field's names: a sequence there is a response or an episode, as
+    these keys say, and no packed sequence of `data.seq_len` tokens."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """What is clipped: each token's ratio to the old policy, or the geometric mean over its sequence's tokens."""
+    """Which ratio to the old policy is clipped. `token`: each token's. `sequence`: the geometric mean of the ratios of
+    all sampled tokens of a response; turns of an episode count together as long as the context of each begins with the
+    context and response before it."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
-    `sequence_mean`: the mean within each sequence, then the mean over sequences. `constant_length`: the sum within each
-    sequence, divided by `rollout.max_new_tokens`, then the mean over sequences."""
+    `sequence_mean`: the mean within each episode (a response, or all its turns), then the mean over episodes.
+    `constant_length`: the sum within each episode, divided by `rollout.max_new_tokens`, then the mean over episodes."""
     turn_discount: Fraction = 1.0
     """With `credit_level: turn`, a turn is credited with its reward plus this times the credit of the next turn: 1 is
     the sum of what follows, 0 the reward of the turn alone."""

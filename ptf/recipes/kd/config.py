@@ -39,7 +39,7 @@ class KDConfig(AlgoConfig):
     top_k: Positive | None = None
     """Compare the teacher's likeliest tokens, and all others as one, instead of the whole vocabulary."""
     precompute: bool = False
-    """Compute the teachers' likeliest tokens once, before training, and keep them in `{output}/annotated`; no
+    """Compute the teachers' likeliest tokens once, before training, and keep them in `{output}/precomputed`; no
     teacher is then in memory during training. Needs `top_k`."""
 
     held_out_metric: ClassVar[str] = "kl"

@@ -29,7 +29,7 @@ async def run(config: HarnessConfig, row: Mapping[str, Any], base_url: str, api_
         address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PTF_RESULT": str(result)}
         process = await asyncio.create_subprocess_exec(
             *confined(config.command, place),
-            env={**variables(config.environment, place), **address},
+            env={**variables(config.env_vars, place), **address},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

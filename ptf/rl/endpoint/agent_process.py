@@ -74,7 +74,7 @@ class AgentProcess:
         self.place = tempfile.mkdtemp(prefix="ptf-agent-")
         self.process = subprocess.Popen(
             confined([config.python, "-u", str(PROGRAM)], self.place),
-            env=variables(config.environment, self.place),
+            env=variables(config.env_vars, self.place),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -1,4 +1,5 @@
-"""The play of a harness: an agent in its own code asks the policy through the endpoint, one session an episode.
+"""The rollout function of a harness: an agent in its own code asks the policy through the endpoint, in a session an
+episode.
 
 The agent is a function, in this process or in processes of another interpreter (`agent_process`), or a program that is
 started for each episode (`agent_command`). One that fails, or never asks, has no result.
@@ -28,7 +29,7 @@ from ptf.rl.policy.policy import Policy
 
 
 @dataclass(eq=False)
-class HarnessPlay:
+class HarnessRollout:
     """Plays episodes with an agent in its own code."""
 
     config: HarnessConfig
@@ -37,8 +38,8 @@ class HarnessPlay:
     endpoint: Endpoint | None = None
 
     @classmethod
-    def of(cls, config: HarnessConfig, tokenizer: Tokenizer) -> "HarnessPlay":
-        """Return the play of this section, with the format of tool calls that the chat template asks for. Raises
+    def of(cls, config: HarnessConfig, tokenizer: Tokenizer) -> "HarnessRollout":
+        """Return the harness of this section, with the format of tool calls that the chat template asks for. Raises
         UserError if `python` cannot run the agent."""
         form = parser(config.tool_format) if config.tool_format is not None else None
         if form is None:
@@ -47,7 +48,7 @@ class HarnessPlay:
                 form = parser(name) if name else None
         return cls(config, form, AgentProcesses(config) if config.python else None)
 
-    async def __aenter__(self) -> "HarnessPlay":
+    async def __aenter__(self) -> "HarnessRollout":
         self.endpoint = Endpoint()
         await self.endpoint.start()
         return self
@@ -75,7 +76,7 @@ class HarnessPlay:
 
     async def _play(self, prompt: Prompt, policy: Policy, **counts: int) -> Trajectory:
         """Play an episode in a session of its own. Raises ProcessEnded."""
-        assert self.endpoint is not None, "the play is entered before its episodes"
+        assert self.endpoint is not None, "it is entered before its episodes"
         session = Session(policy, self.form, Bounds(calls=self.config.max_calls), self.config.models)
         session.counts.update(counts)
         url = self.endpoint.open(session)

@@ -16,7 +16,7 @@ from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 
-MODELS = ("policy", "policy:frozen")  # the answers of the first are trained
+MODELS = ("policy", "policy:untrained")  # the answers of the first are trained
 RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was sent before
 
 
@@ -158,7 +158,7 @@ class Session:
                 client.settle()
             self.counts["undelivered"] += 0 if exchange.delivered else len(exchange.choices)
         self.ended = True
-        self.counts["respliced"] = self.policy.history.respliced
-        self.counts["rewritten"] = self.policy.history.rewritten
+        self.counts["history_restored"] = self.policy.history.history_restored
+        self.counts["history_reencoded"] = self.policy.history.history_reencoded
         self.exchanges.clear()
         self.all.clear()

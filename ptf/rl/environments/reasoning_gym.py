@@ -12,7 +12,7 @@ from typing import Any
 
 from ptf.errors import UserError
 from ptf.rl.environments.extras import raise_if_missing
-from ptf.rl.environments.runs_answers import raise_if_runs_answers
+from ptf.rl.environments.unsandboxed_tasks import raise_if_unsandboxed
 from ptf.rl.rewards.concurrent import one_by_one
 
 raise_if_missing("reasoning_gym", "reasoning-gym")
@@ -28,21 +28,21 @@ def prepare(
     test: int = 100,
     seed: int = 0,
     system: str | None = "default",
-    run_answers: bool = False,
+    allow_unsandboxed_eval: bool = False,
 ) -> None:
     """Write `train/TASK.jsonl` and `test/TASK.jsonl` for each task, of which no two rows have the same question.
 
     `tasks` maps the names of tasks to their options: the library's own, and `level`, from 0, the level of all of the
     task's attributes in the library's curriculum. `system` is a system prompt, or the name of one of the library's; it
     asks for the answer between `<answer>` and `</answer>`, where `score` reads it. Tasks whose scores run answers as
-    code need `run_answers`.
+    code need `allow_unsandboxed_eval`.
     """
     from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
 
     if train < 1 or test < 0:
         raise UserError(f"`train` must be at least 1 and `test` at least 0, not {train} and {test}")
-    if not run_answers:
-        raise_if_runs_answers(tasks)
+    if not allow_unsandboxed_eval:
+        raise_if_unsandboxed(tasks)
     first = [] if system is None else [{"role": "system", "content": SYSTEM_PROMPTS.get(system, system).strip()}]
     for task, options in tasks.items():
         made = rows(task, dict(options or {}), seed, train + test, first)

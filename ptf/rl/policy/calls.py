@@ -8,8 +8,8 @@ training sample begins.
 
 An answer often comes back changed by the client: its tool calls written in another form, its thinking removed. Its
 messages are recognised by their content, and if the template shows an answer unchanged at that place, its text as
-sampled takes the place of what the client sent (`respliced`). Answers that cannot be continued for another reason are
-counted (`rewritten`).
+sampled takes the place of what the client sent (`history_restored`). Answers that cannot be continued for another
+reason are counted (`history_reencoded`).
 
 Whether a client has an answer is not always certain: a connection may break after the last byte. A call whose answer
 counts as lost is continued by no other, until a conversation holds its answer after all.
@@ -47,7 +47,7 @@ class Context:
 
 @dataclass(eq=False)
 class Call:
-    """One answer of the policy."""
+    """One request to the policy, and what it answered."""
 
     number: int  # in the episode, from 0
     context: Context
@@ -114,7 +114,7 @@ class CallHistory:
         self.calls: list[Call] = []
         self.lost: list[tuple[Call, ...]] = []  # which may have been received after all, each with those of its request
         self.by_path: dict[bytes, list[Call]] = {}  # the conversation up to an answer → the calls that gave it
-        self.respliced = self.rewritten = 0
+        self.history_restored = self.history_reencoded = 0
 
     def add(self, call: Call) -> None:
         """Add a call whose answer the client has."""
@@ -163,9 +163,9 @@ class CallHistory:
             continued = self.longest(other) if other is not None else None
             if other is not None and _is_same(continued, last):
                 text, call = other, continued
-                self.respliced += 1
+                self.history_restored += 1
             else:
-                self.rewritten += 1
+                self.history_reencoded += 1
         seen = call.context.messages if call is not None else ()
         since = len(seen) if list(messages[: len(seen)]) == list(seen) else 0
         raise_if_unseen(messages, text, self.tokenizer, tools, self.arguments, since=since)

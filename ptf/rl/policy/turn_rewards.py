@@ -1,4 +1,4 @@
-"""The rewards of an episode's turns, as its play gives them to `Policy.trajectory`."""
+"""The rewards of an episode's turns, as its rollout function gives them to `Policy.trajectory`."""
 
 from collections.abc import Sequence
 

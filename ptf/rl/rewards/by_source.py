@@ -38,8 +38,8 @@ class GroupScoring:
     """Groups that are scored while others are still generated.
 
     `add` is called with each group as soon as it is there, from any thread; `finish` returns all of them with their
-    outcomes: those that their plays gave, otherwise those of their sources' rewards. Answers of a source without a
-    reward stay as they are.
+    outcomes: those that their rollout functions gave, otherwise those of their sources' rewards. Answers of a source
+    without a reward stay as they are.
     """
 
     def __init__(self, rewards: Rewards | None) -> None:
@@ -92,7 +92,7 @@ def _with_outcome(t: Trajectory, outcome: Reward | NoResult, weight: float) -> T
 
 
 def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with their outcomes; without rewards, with those of their plays."""
+    """Return the groups with their outcomes; without rewards, with those of their rollout functions."""
     with GroupScoring(rewards) as scoring:
         return scoring.finish(groups)
 
@@ -101,5 +101,5 @@ def with_result(t: Trajectory) -> Trajectory:
     """Return an episode that nothing has scored as one without a result."""
     if t.outcome is not None:
         return t
-    reason = "nothing scored the episode: its agent or play gave no reward, and there is no rollout.reward"
+    reason = "nothing scored the episode: its agent or rollout function gave no reward, and there is no rollout.reward"
     return replace(t, outcome=NoResult(reason))

@@ -72,7 +72,8 @@ class RewardWorkers:
         """Print the first fault when it happens, because each later one may take the whole time limit."""
         if not self.reported:
             self.reported = True
-            print(f"the reward {self.reward.use} has no result for an answer: {reason}", flush=True)
+            again = "; it is called again" if self.retries else ""
+            print(f"the reward {self.reward.use} failed for an answer{again}: {reason}", flush=True)
 
     def take_retries(self) -> int:
         """Return how many answers were scored once more since the last call."""
@@ -160,7 +161,7 @@ def outcomes_of(reply: Any, count: int) -> list[Outcome]:
 
 
 def answers_to(workers: RewardWorkers, group: Group) -> list[Answer]:
-    """Return the answers of a group that its plays left to the reward."""
+    """Return the answers of a group that its rollout function left to the reward."""
     row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
     sees_episodes = workers.signature.sees_episodes
     return [Answer(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]

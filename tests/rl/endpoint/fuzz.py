@@ -294,7 +294,7 @@ class Agent:
             ("n", 0.12, lambda: rng.randrange(2, 4)),
             ("stop", 0.2, lambda: rng.sample(STOPS, rng.randrange(1, 3))),
             ("max_tokens", 0.15, lambda: rng.randrange(1, 20)),
-            ("model", 0.08, lambda: rng.choice(["policy:frozen", "judge"])),
+            ("model", 0.08, lambda: rng.choice(["policy:untrained", "judge"])),
             ("temperature", 0.05, lambda: 0.5),
         ):
             if rng.random() < chance:
@@ -412,7 +412,7 @@ class FuzzPlay:
         await self.endpoint.close()
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Trajectory:
-        session = self.make(policy, parser("hermes"), Bounds(), {"judge": "policy:frozen"})
+        session = self.make(policy, parser("hermes"), Bounds(), {"judge": "policy:untrained"})
         self.endpoint.open(session)
         agent = Agent(random.Random(prompt.index), session, self.endpoint.server.port, self.calls)
         await agent.play()

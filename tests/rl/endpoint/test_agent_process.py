@@ -15,7 +15,7 @@ from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.trajectory import NoResult, Prompt, Reward
 from ptf.errors import UserError
 from ptf.rl.endpoint.agent_process import STOPS_WITHIN_S
-from ptf.rl.endpoint.harness import HarnessPlay
+from ptf.rl.endpoint.harness import HarnessRollout
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
@@ -97,7 +97,7 @@ def harness(tmp_path, tokenizer, python, monkeypatch):
 
     def make(name, args=None, **more):
         agent = {"use": f"their_agents:{name}", "args": args or {}}
-        made.append(HarnessPlay.of(HarnessConfig(agent=agent, python=python, **more), tokenizer))
+        made.append(HarnessRollout.of(HarnessConfig(agent=agent, python=python, **more), tokenizer))
         return made[-1]
 
     yield make
@@ -196,11 +196,11 @@ def test_wrong_agents_and_interpreters_are_refused(harness, tokenizer, python):
     with pytest.raises(UserError, match="has no attribute 'missing'"):
         harness("missing")
     with pytest.raises(UserError, match="No module named 'nothing'"):
-        HarnessPlay.of(HarnessConfig(agent={"use": "nothing:agent"}, python=python), tokenizer)
+        HarnessRollout.of(HarnessConfig(agent={"use": "nothing:agent"}, python=python), tokenizer)
     with pytest.raises(UserError, match="there is no program /nothing/python"):
-        HarnessPlay.of(HarnessConfig(agent={"use": "a:b"}, python="/nothing/python"), tokenizer)
+        HarnessRollout.of(HarnessConfig(agent={"use": "a:b"}, python="/nothing/python"), tokenizer)
     with pytest.raises(UserError, match="this is the interpreter of ptf"):
-        HarnessPlay.of(HarnessConfig(agent={"use": "their_agents:plain"}, python=sys.executable), tokenizer)
+        HarnessRollout.of(HarnessConfig(agent={"use": "their_agents:plain"}, python=sys.executable), tokenizer)
     assert not [p for p in psutil.Process().children(recursive=True) if "agent_program" in " ".join(p.cmdline())]
 
 

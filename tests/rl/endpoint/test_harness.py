@@ -140,7 +140,7 @@ def test_a_harness_gets_what_it_needs_and_reaches_no_other_process(tokenizer, mo
     secrets = {name: f"hidden {name}" for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "OTHER")}
     for name, value in {**secrets, "WANTED": "1"}.items():
         monkeypatch.setenv(name, value)
-    (t,) = play(Scripted(tokenizer), tokenizer, [SPY], environment=["WANTED"])
+    (t,) = play(Scripted(tokenizer), tokenizer, [SPY], env_vars=["WANTED"])
     found = json.loads(t.text)
     allowed = {"PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "HOME", "TMPDIR", "PTF_RESULT", "WANTED", "LC_CTYPE"}
     assert set(found["environment"]) <= allowed | {"OPENAI_BASE_URL", "OPENAI_API_KEY"}

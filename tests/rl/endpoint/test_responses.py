@@ -72,7 +72,7 @@ def test_turns_with_a_function_become_one_sample(tokenizer, stream, by_id):
     (sample,) = samples_of(t)
     assert sample.loss_weights.sum() == t.num_sampled_tokens
     assert "Be brief." in tokenizer.decode(sample.tokens)
-    assert (t.counts["rewritten"], t.counts["undelivered"]) == (0, 0)
+    assert (t.counts["history_reencoded"], t.counts["undelivered"]) == (0, 0)
 
 
 def test_chat_completions_and_responses_are_one_session(tokenizer):

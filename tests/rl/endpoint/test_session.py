@@ -64,7 +64,13 @@ def test_an_unmodified_agent_of_several_turns_becomes_one_sample(tokenizer):
     (sample,) = samples_of(t)
     assert sample.loss_weights.sum() == t.num_sampled_tokens
     assert tokenizer.decode(sample.tokens) == engine_text(engine, tokenizer, 3) + "answer 3<|im_end|>"
-    assert t.counts == {"calls": 4, "sampling_overridden": 0, "undelivered": 0, "respliced": 0, "rewritten": 0}
+    assert t.counts == {
+        "calls": 4,
+        "sampling_overridden": 0,
+        "undelivered": 0,
+        "history_restored": 0,
+        "history_reencoded": 0,
+    }
 
 
 def engine_text(engine, tokenizer, number):
@@ -113,7 +119,7 @@ def test_tool_calls_that_come_back_in_another_form_are_spliced(tokenizer):
     assert served.result == "It is sunny."
     assert group_into_documents(t.generations) == [[0, 1]]
     assert CALL in engine_text(engine, tokenizer, 1)
-    assert (t.counts["respliced"], t.counts["rewritten"]) == (1, 0)
+    assert (t.counts["history_restored"], t.counts["history_reencoded"]) == (1, 0)
 
 
 def test_an_answer_that_the_agent_rewrites_begins_a_sample(tokenizer):
@@ -128,7 +134,7 @@ def test_an_answer_that_the_agent_rewrites_begins_a_sample(tokenizer):
     _, t = played(agent, engine, tokenizer)
     assert group_into_documents(t.generations) == [[0], [1]]
     assert "answer 9" in engine_text(engine, tokenizer, 1)
-    assert t.counts["respliced"] == 0
+    assert t.counts["history_restored"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -214,7 +220,7 @@ def test_a_frozen_model_is_served_and_not_trained(tokenizer):
 
     async def agent(served):
         client = served.client()
-        for model in ("policy", "policy:frozen"):
+        for model in ("policy", "policy:untrained"):
             await client.chat.completions.create(model=model, messages=[user("a")])
 
     _, t = played(agent, engine, tokenizer)
@@ -358,4 +364,4 @@ def test_a_conversation_of_harmony_goes_on_in_new_samples(shared):
     assert [message.reasoning_content for message in (call, last)] == ["I add.", "Now I know."]
     assert [message.content for message in (last, thanks)] == ["It is 3.", "You are welcome."]
     assert len(samples_of(t)) == len(answers)
-    assert t.counts["rewritten"] > 0
+    assert t.counts["history_reencoded"] > 0

@@ -60,7 +60,7 @@ def test_a_context_begins_with_the_ids_of_the_longest_call():
     branch = e.history.context([user("a"), said("one"), user("other")])
     assert e.begins_with(branch, first)
     assert not e.begins_with(branch, second)
-    assert (e.history.respliced, e.history.rewritten) == (0, 0)
+    assert (e.history.history_restored, e.history.history_reencoded) == (0, 0)
     for context in (third, branch):
         assert e.tokenizer.decode(context.tokens) == context.text
         assert context.tokens.tolist() != e.tokenizer.encode(context.text)
@@ -81,7 +81,7 @@ def test_tool_calls_in_another_form_are_spliced(arguments):
     context = e.history.context([user("a"), called(arguments), {"role": "tool", "content": "x"}])
     assert e.begins_with(context, first)
     assert TOOL_CALL in context.text
-    assert (e.history.respliced, e.history.rewritten) == (1, 0)
+    assert (e.history.history_restored, e.history.history_reencoded) == (1, 0)
 
 
 def test_other_arguments_are_not_spliced():
@@ -89,7 +89,7 @@ def test_other_arguments_are_not_spliced():
     first = e.ask([user("a")], TOOL_CALL, called())
     context = e.history.context([user("a"), called('{"a": 2}'), {"role": "tool", "content": "x"}])
     assert not e.begins_with(context, first)
-    assert e.history.respliced == 0
+    assert e.history.history_restored == 0
 
 
 def test_thinking_that_a_template_drops_is_rewritten_and_one_that_it_shows_is_spliced():
@@ -98,7 +98,7 @@ def test_thinking_that_a_template_drops_is_rewritten_and_one_that_it_shows_is_sp
         first = e.ask([user("a")], "<think>\nx\n</think>\n\none", said("one"))
         context = e.history.context([user("a"), said("one"), user("b")])
         assert e.begins_with(context, first) == (name == "plain")
-        assert (e.history.respliced, e.history.rewritten) == counts
+        assert (e.history.history_restored, e.history.history_reencoded) == counts
 
 
 def test_of_equal_branches_the_latest_is_continued_in_any_order_of_arrival():
@@ -109,7 +109,7 @@ def test_of_equal_branches_the_latest_is_continued_in_any_order_of_arrival():
     e.history.add(first)
     context = e.history.context([user("a"), said("one"), user("b")])
     assert e.begins_with(context, second)
-    assert e.history.rewritten == 0
+    assert e.history.history_reencoded == 0
     assert not first.continued
     assert not second.continued  # the text is no evidence for either
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from . import answer, trial
+from . import answer, row_tests
 from .cells import Cell, read, spare_uid, start
 from .syscalls import LIBC
 
@@ -70,7 +70,7 @@ def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
     try:
         answering = start(cells[1], answer.serve, [theirs], trouble)
         pids[answering] = cells[1]
-        pids[start(cells[0], trial.serve, [tests_end, link], trouble)] = cells[0]
+        pids[start(cells[0], row_tests.serve, [tests_end, link], trouble)] = cells[0]
         LIBC.prctl(4, 0)  # not to be traced
         for end in (link, theirs, tests_end):
             end.close()

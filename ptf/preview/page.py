@@ -1,11 +1,11 @@
-"""A trial as one self-contained HTML page: it loads no scripts, fonts or images."""
+"""A preview as one self-contained HTML page: it loads no scripts, fonts or images."""
 
 import json
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from ptf.trial.report import Trial, TriedEpisode
-from ptf.trial.words import count_lines, reward_bins, reward_lines, time_rows, title
+from ptf.preview.report import Preview, PreviewEpisode
+from ptf.preview.words import count_lines, reward_bins, reward_lines, time_rows, title
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --mark: #2e9e4f38; --edge: #2e9e4f; }
@@ -23,27 +23,27 @@ details { border-bottom: 1px solid var(--line); padding: .4rem 0; } summary { cu
 """
 
 
-def page(trial: Trial) -> str:
-    """Return the trial as an HTML document."""
-    recipe = trial.job.recipe if isinstance(trial.job.recipe, str) else trial.job.recipe.use
-    seen = "The same seeds did not play the same." if trial.has_result else "Whether they repeat is not known."
-    repeats = "The same seeds played the same twice." if trial.repeatable else seen
+def page(preview: Preview) -> str:
+    """Return the preview as an HTML document."""
+    recipe = preview.job.recipe if isinstance(preview.job.recipe, str) else preview.job.recipe.use
+    seen = "The same seeds did not play the same." if preview.has_result else "Whether they repeat is not known."
+    repeats = "The same seeds played the same twice." if preview.repeatable else seen
     parts = [
-        f"<h1>Episodes of {escape(recipe)} job {escape(trial.job.output)}</h1>",
-        f"<p>Policy: {escape(trial.policy)}. {repeats}</p>",
-        *(f"<p>{escape(line)}</p>" for line in count_lines(trial)),
-        *_problems(trial),
+        f"<h1>Episodes of {escape(recipe)} job {escape(preview.job.output)}</h1>",
+        f"<p>Policy: {escape(preview.policy)}. {repeats}</p>",
+        *(f"<p>{escape(line)}</p>" for line in count_lines(preview)),
+        *_problems(preview),
         "<h2>Rewards</h2>",
-        *_rewards(trial),
+        *_rewards(preview),
         "<h2>Times</h2>",
-        _table(("seconds of", "median", "max"), time_rows(trial)),
+        _table(("seconds of", "median", "max"), time_rows(preview)),
         "<h2>Episodes</h2>",
         "<p>What the policy answered is <mark>marked</mark>; the rest is context.</p>",
-        *(_episode(number, episode) for number, episode in enumerate(trial.episodes)),
+        *(_episode(number, episode) for number, episode in enumerate(preview.episodes)),
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ptf try: '
-        f"{escape(trial.job.output)}</title><style>{STYLE}</style></head>"
+        f"{escape(preview.job.output)}</title><style>{STYLE}</style></head>"
     )
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 
@@ -54,19 +54,19 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _problems(trial: Trial) -> Iterator[str]:
-    for line in trial.warnings:
+def _problems(preview: Preview) -> Iterator[str]:
+    for line in preview.warnings:
         yield f'<p class="warn">Warning: {escape(line)}</p>'
-    found = {"Without a result": trial.no_result, "Different when played again": trial.differences}
+    found = {"Without a result": preview.no_result, "Different when played again": preview.differences}
     for name, lines in found.items():
         if lines:
             listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
             yield f'<div class="warn fail">{name}: {len(lines)}<ul>{listed}</ul></div>'
 
 
-def _rewards(trial: Trial) -> Iterator[str]:
-    yield f"<p>{escape(reward_lines(trial)[0])}</p>"
-    bins = reward_bins(trial)
+def _rewards(preview: Preview) -> Iterator[str]:
+    yield f"<p>{escape(reward_lines(preview)[0])}</p>"
+    bins = reward_bins(preview)
     most = max((count for _, count in bins), default=1)
     rows = (
         f"<tr><td>{escape(name)}</td><td>{count}</td>"
@@ -76,7 +76,7 @@ def _rewards(trial: Trial) -> Iterator[str]:
     yield f"<table>{''.join(rows)}</table>"
 
 
-def _episode(number: int, episode: TriedEpisode) -> str:
+def _episode(number: int, episode: PreviewEpisode) -> str:
     parts = [f"<details open><summary>{escape(title(number, episode))}</summary>"]
     if episode.reason is not None:
         parts.append(f'<p class="warn fail">{escape(episode.reason)}</p>')

@@ -1,4 +1,4 @@
-"""Plays the episodes of a trial, as a rollout role of the run would."""
+"""Plays the episodes of a preview, as a rollout role of the run would."""
 
 import asyncio
 import time
@@ -8,14 +8,14 @@ from functools import partial
 
 from ptf.config import Job
 from ptf.data.trajectory import Prompt, Trajectory
+from ptf.preview.clock import Clock, EpisodeTimes, TimedEngine
+from ptf.preview.scripts import Script
 from ptf.rl.engines.protocol import StreamingEngine
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rewards.by_source import Rewards, score_groups, with_result
 from ptf.rl.sampler import Sampler, seed_of
-from ptf.trial.clock import Clock, EpisodeTimes, TimedEngine
-from ptf.trial.scripts import Script
 
 KEY = "try"  # of the seeds, so that they are those of no step
 TELL_EVERY_S = 5.0
@@ -32,7 +32,7 @@ class Played:
 
 
 class Player:
-    """Plays episodes with the parts of a job: the play and the engine of a sampler, and the processes of a reward."""
+    """Plays episodes with the parts of a job: rollout functions, the engine of a sampler, processes of a reward."""
 
     def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None, tell: Callable[[str], None]) -> None:
         assert job.rollout is not None
@@ -103,7 +103,9 @@ class Player:
         def episode(number: int) -> Episode:
             prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
             seeds = clock.begin(partial(seed_of, sampler.seed, KEY, prompt.index, i))
-            return Episode(prompt, limits, sampler.tokenizer, seeds, sampler.play_of(prompt.source), self.timeout_s)
+            return Episode(
+                prompt, limits, sampler.tokenizer, seeds, sampler.rollout_function_of(prompt.source), self.timeout_s
+            )
 
         async def report() -> None:
             while True:

@@ -1,32 +1,32 @@
-"""A trial as text: its conversations, and tables of rewards, times and counts."""
+"""A preview as text: its conversations, and tables of rewards, times and counts."""
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.trial.report import Trial, TriedEpisode
-from ptf.trial.words import count_lines, problem_lines, reward_lines, time_rows, title
+from ptf.preview.report import Preview, PreviewEpisode
+from ptf.preview.words import count_lines, problem_lines, reward_lines, time_rows, title
 
 
-def show(trial: Trial, console: Console, *, conversations: bool = True) -> None:
-    """Print the trial, the conversations of its episodes first."""
-    console.print(f"policy: {trial.policy}", markup=False)
+def show(preview: Preview, console: Console, *, conversations: bool = True) -> None:
+    """Print the preview, the conversations of its episodes first."""
+    console.print(f"policy: {preview.policy}", markup=False)
     if conversations:
         mark = "green" if console.is_terminal else "in ⟦ ⟧"
         console.print(f"what the policy answered is {mark}", style="dim", markup=False)
-        for number, episode in enumerate(trial.episodes):
+        for number, episode in enumerate(preview.episodes):
             _conversation(number, episode, console)
-    console.print(_times(trial))
-    for line in (*reward_lines(trial), *count_lines(trial)):
+    console.print(_times(preview))
+    for line in (*reward_lines(preview), *count_lines(preview)):
         console.print(line, markup=False, soft_wrap=True)
-    for line in problem_lines(trial):
+    for line in problem_lines(preview):
         console.print(line, style="yellow", markup=False, soft_wrap=True)
-    verdict = "yes" if trial.repeatable else "no" if trial.has_result else "not known: no episode has a result"
-    console.print(f"repeatable: {verdict}", style="green" if trial.repeatable else "yellow", markup=False)
+    verdict = "yes" if preview.repeatable else "no" if preview.has_result else "not known: no episode has a result"
+    console.print(f"repeatable: {verdict}", style="green" if preview.repeatable else "yellow", markup=False)
 
 
-def _conversation(number: int, episode: TriedEpisode, console: Console) -> None:
+def _conversation(number: int, episode: PreviewEpisode, console: Console) -> None:
     console.print(f"\n{title(number, episode)}", style="bold", markup=False)
     if episode.reason is not None:
         console.print(episode.reason, style="red", markup=False, soft_wrap=True)
@@ -39,8 +39,8 @@ def _conversation(number: int, episode: TriedEpisode, console: Console) -> None:
         console.print(out, soft_wrap=True)
 
 
-def _times(trial: Trial) -> Table:
+def _times(preview: Preview) -> Table:
     table = Table("seconds of", "median", "max", box=SIMPLE)
-    for row in time_rows(trial):
+    for row in time_rows(preview):
         table.add_row(*row)
     return table

@@ -1,4 +1,4 @@
-"""A trial: episodes of an online job, played and scored as the run would, and what is found in them.
+"""A preview: episodes of an online job, played and scored as the run would, and what is found in them.
 
 The episodes are played twice with the same seeds. What differs then would also differ when a run is resumed. Scripted
 policies that answer nothing, or repeat the prompt, show whether such answers are paid; their episodes come first, so
@@ -19,21 +19,21 @@ from ptf.config import Job
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Reward, Trajectory, documents_of
 from ptf.errors import UserError
+from ptf.preview.clock import start_seconds, turns_of
+from ptf.preview.player import Played, Player
+from ptf.preview.policies import ECHO, EMPTY, PreviewPolicy, policy_of, script_of, tokenizer_without_model
+from ptf.preview.repeats import differences
+from ptf.preview.report import Piece, Preview, PreviewEpisode, Probe
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
 from ptf.rl.rollout_role import rollout_options, sampler_spec, training_rewards, trie_of
 from ptf.rl.sampler import Sampler
 from ptf.train.starting_model import StartingModel
-from ptf.trial.clock import start_seconds, turns_of
-from ptf.trial.player import Played, Player
-from ptf.trial.policies import ECHO, EMPTY, TrialPolicy, policy_of, script_of, tokenizer_without_model
-from ptf.trial.repeats import differences
-from ptf.trial.report import Piece, Probe, Trial, TriedEpisode
 
 MOST_PROBED = 8  # episodes that each scripted probe plays
 
 
-def try_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], None]) -> Trial:
+def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], None]) -> Preview:
     """Play episodes of an online job; `tell` is called with a line about the policy, and about the progress of long
     plays. `policy` is as in `policy_of`.
 
@@ -59,7 +59,7 @@ def try_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], N
 
 
 @contextlib.contextmanager
-def _sampler(chosen: TrialPolicy, place: Path) -> Iterator[Sampler]:
+def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
     """Yield the sampler that plays the job's episodes; `place` is an empty directory."""
     job = chosen.job
     if chosen.script is None:
@@ -87,7 +87,7 @@ def _sampler(chosen: TrialPolicy, place: Path) -> Iterator[Sampler]:
     )
 
 
-def _tried(chosen: TrialPolicy, player: Player, episodes: int, policy: str | None) -> Trial:
+def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | None) -> Preview:
     """Play the probes, and the episodes twice; return what was found."""
     tokenizer = player.sampler.tokenizer
     stream = training_prompts(chosen.job, tokenizer)
@@ -111,7 +111,7 @@ def _tried(chosen: TrialPolicy, player: Player, episodes: int, policy: str | Non
     tried = [_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)]
     counts = _counts(first.trajectories) | retries
     warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _payments(probes)
-    return Trial(
+    return Preview(
         job=chosen.job,
         policy=chosen.line,
         episodes=tried,
@@ -154,11 +154,11 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return counts
 
 
-def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -> TriedEpisode:
+def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -> PreviewEpisode:
     """Return a played episode with its texts and times."""
     times = played.times[number]
     ended = times.ended if times.ended is not None else times.began
-    return TriedEpisode(
+    return PreviewEpisode(
         prompt=t.prompt,
         reward=t.outcome.value if isinstance(t.outcome, Reward) else None,
         reason=t.outcome.reason if isinstance(t.outcome, NoResult) else None,

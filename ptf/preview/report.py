@@ -1,4 +1,4 @@
-"""What a trial found, as plain values and as the JSON object that `ptf try` prints."""
+"""What a preview found, as plain values and as the JSON object that `ptf try` prints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from ptf.config import Job
 from ptf.data.trajectory import Prompt
-from ptf.trial.clock import Turn
+from ptf.preview.clock import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class TriedEpisode:
+class PreviewEpisode:
     """One episode that was played."""
 
     prompt: Prompt
@@ -54,12 +54,12 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """The episodes of a trial, and what was found."""
+class Preview:
+    """The episodes of a preview, and what was found."""
 
     job: Job
     policy: str  # in words
-    episodes: Sequence[TriedEpisode]
+    episodes: Sequence[PreviewEpisode]
     seconds: float  # of play, all episodes together, without the start of worker processes
     scoring_seconds: float
     differences: Sequence[str]  # between two plays with the same seeds, one line for each episode
@@ -100,33 +100,33 @@ def median_and_max(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": round(float(np.median(values)), 6), "max": round(max(values), 6)}
 
 
-def as_dict(trial: Trial) -> dict[str, Any]:
-    """Return the trial as JSON values."""
+def as_dict(preview: Preview) -> dict[str, Any]:
+    """Return the preview as JSON values."""
     return {
-        "episodes": len(trial.episodes),
-        "seconds": round(trial.seconds, 6),
-        "rewards": trial.rewards,
-        "no_result": trial.no_result,
-        "repeatable": trial.repeatable,
-        "differences": list(trial.differences),
-        "warnings": list(trial.warnings),
-        "policy": trial.policy,
-        "scoring_seconds": round(trial.scoring_seconds, 6),
-        "start_seconds": median_and_max([episode.start_seconds for episode in trial.episodes]),
-        "turn_seconds": median_and_max([turn.seconds for turn in trial.turns]),
-        "turn_seconds_without_policy": median_and_max([turn.other_seconds for turn in trial.turns]),
-        "counts": dict(trial.counts),
+        "episodes": len(preview.episodes),
+        "seconds": round(preview.seconds, 6),
+        "rewards": preview.rewards,
+        "no_result": preview.no_result,
+        "repeatable": preview.repeatable,
+        "differences": list(preview.differences),
+        "warnings": list(preview.warnings),
+        "policy": preview.policy,
+        "scoring_seconds": round(preview.scoring_seconds, 6),
+        "start_seconds": median_and_max([episode.start_seconds for episode in preview.episodes]),
+        "turn_seconds": median_and_max([turn.seconds for turn in preview.turns]),
+        "turn_seconds_without_policy": median_and_max([turn.other_seconds for turn in preview.turns]),
+        "counts": dict(preview.counts),
         "probes": {
-            probe.name: {"rewards": list(probe.rewards), "no_result": probe.without_result} for probe in trial.probes
+            probe.name: {"rewards": list(probe.rewards), "no_result": probe.without_result} for probe in preview.probes
         },
-        "by_episode": [_episode(episode) for episode in trial.episodes],
+        "by_episode": [_episode(episode) for episode in preview.episodes],
     }
 
 
-def _episode(episode: TriedEpisode) -> dict[str, Any]:
+def _episode(episode: PreviewEpisode) -> dict[str, Any]:
     return {
         "source": episode.prompt.source,
-        "prompt": episode.prompt.index,
+        "prompt_index": episode.prompt.index,
         "row": dict(episode.prompt.row),
         "reward": episode.reward,
         "no_result": episode.reason,

@@ -33,7 +33,7 @@ class Turn:
     ends."""
 
     policy_seconds: float
-    other_seconds: float  # of the environment, the play or the harness
+    other_seconds: float  # of the environment, the rollout function or the harness
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The policy of a trial: the model that the job begins with, another model, or a script."""
+"""The policy of a preview: the model that the job begins with, another model, or a script."""
 
 import os
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from ptf.data.added import add, tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge, hub
+from ptf.preview import scripts
+from ptf.preview.scripts import Script
 from ptf.run import dataset_commits, prepared_directory, published_models, unpublished
 from ptf.train.job_tokenizer import rendered
-from ptf.trial import scripts
-from ptf.trial.scripts import Script
 
 ECHO, EMPTY = "echo", "empty"
 SCRIPTS: dict[str, str] = {
@@ -23,15 +23,15 @@ SCRIPTS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class TrialPolicy:
-    """The policy of a trial, and the job with the paths that it needs."""
+class PreviewPolicy:
+    """The policy of a preview, and the job with the paths that it needs."""
 
     job: Job  # its section `model` loads the policy, or, with a script, names the tokenizer
     line: str  # what the policy is, in words
     script: Callable[[Tokenizer], Script] | None = None  # None: the model
 
 
-def policy_of(job: Job, named: str | None) -> TrialPolicy:
+def policy_of(job: Job, named: str | None) -> PreviewPolicy:
     """Return the policy that is named: `echo`, `empty`, a file of answers, or a model; None is the job's own model, or
     `echo` if its weights are not on this machine. Raises UserError if there is no such policy.
 
@@ -39,18 +39,18 @@ def policy_of(job: Job, named: str | None) -> TrialPolicy:
     URI or a Hugging Face id. `data.prepare` runs if its output does not exist.
     """
     if named in SCRIPTS:
-        return TrialPolicy(_with_paths(job), f"{named}: {SCRIPTS[named]}", script_of(named))
+        return PreviewPolicy(_with_paths(job), f"{named}: {SCRIPTS[named]}", script_of(named))
     if named is not None and os.path.isfile(named) and not named.endswith((".yaml", ".yml")):
         script = scripts.of_file(named)
-        return TrialPolicy(_with_paths(job), f"the answers of {named}", lambda _: script)
+        return PreviewPolicy(_with_paths(job), f"the answers of {named}", lambda _: script)
     if named is not None:
         other = _with_model(job, named)
-        return TrialPolicy(other, f"the model {other.model.path}")
+        return PreviewPolicy(other, f"the model {other.model.path}")
     job = _with_paths(job)
     if reason := _why_not_own(job):
-        return TrialPolicy(job, f"echo, because {reason}: {SCRIPTS[ECHO]}", script_of(ECHO))
+        return PreviewPolicy(job, f"echo, because {reason}: {SCRIPTS[ECHO]}", script_of(ECHO))
     drawn = " with random weights" if job.model.init == "random" else ""
-    return TrialPolicy(job, f"the job's own model {job.model.path}{drawn}")
+    return PreviewPolicy(job, f"the job's own model {job.model.path}{drawn}")
 
 
 def script_of(name: str) -> Callable[[Tokenizer], Script]:

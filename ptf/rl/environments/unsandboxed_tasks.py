@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ptf.errors import UserError
 
-RUNS_ANSWERS = (
+UNSANDBOXED = (
     "binary_matrix",
     "countdown",
     "intermediate_integration",
@@ -18,10 +18,10 @@ RUNS_ANSWERS = (
 )
 
 
-def raise_if_runs_answers(tasks: Iterable[str]) -> None:
+def raise_if_unsandboxed(tasks: Iterable[str]) -> None:
     """Raise UserError if one of the tasks runs answers as code."""
-    if refused := sorted(set(tasks).intersection(RUNS_ANSWERS)):
+    if refused := sorted(set(tasks).intersection(UNSANDBOXED)):
         raise UserError(
             f"the library scores answers to {', '.join(refused)} by running them as Python, without a sandbox; where "
-            "that is acceptable, allow it with `run_answers: true`"
+            "that is acceptable, allow it with `allow_unsandboxed_eval: true`"
         )

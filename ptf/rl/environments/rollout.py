@@ -1,4 +1,4 @@
-"""The play of an environment: policy and environment take turns until one of them is done or there is no more room."""
+"""The rollout function of an environment: policy and environment take turns until one is done or no room is left."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ptf.rl.policy.policy import NoRoom, Policy
 
 
 @dataclass(frozen=True)
-class EnvironmentPlay:
+class EnvironmentRollout:
     """Plays episodes with environments, of at most `max_turns` answers each.
 
     The outcome is the sum of the turns' rewards. An episode that ends at a limit keeps the rewards of its turns so far;

@@ -1,17 +1,17 @@
-"""Sentences and numbers about a trial, for the terminal and for the page."""
+"""Sentences and numbers about a preview, for the terminal and for the page."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ptf.trial.report import Trial, TriedEpisode, median_and_max
+from ptf.preview.report import Preview, PreviewEpisode, median_and_max
 
 BAR = 40  # characters of the longest bar
 BINS = 10
 MOST_LISTED = 10  # reasons and differences
 
 
-def title(number: int, episode: TriedEpisode) -> str:
+def title(number: int, episode: PreviewEpisode) -> str:
     """Return the heading of an episode: its prompt, outcome, turns and time."""
     outcome = "not scored" if episode.reward is None else f"reward {episode.reward:g}"
     parts = [f"episode {number}: {episode.where}", outcome if episode.reason is None else "no result"]
@@ -20,13 +20,13 @@ def title(number: int, episode: TriedEpisode) -> str:
     return ", ".join([*parts, *([] if episode.complete or episode.reason else ["cut off at a limit"])])
 
 
-def time_rows(trial: Trial) -> Iterator[tuple[str, str, str]]:
+def time_rows(preview: Preview) -> Iterator[tuple[str, str, str]]:
     """Yield what takes time, with its median and its largest seconds."""
     seconds = {
-        "a turn": [turn.seconds for turn in trial.turns],
-        "of it without the policy": [turn.other_seconds for turn in trial.turns],
-        "until the first turn": [episode.start_seconds for episode in trial.episodes],
-        "an episode": [episode.seconds for episode in trial.episodes],
+        "a turn": [turn.seconds for turn in preview.turns],
+        "of it without the policy": [turn.other_seconds for turn in preview.turns],
+        "until the first turn": [episode.start_seconds for episode in preview.episodes],
+        "an episode": [episode.seconds for episode in preview.episodes],
     }
     for name, values in seconds.items():
         found = median_and_max(values)
@@ -34,43 +34,47 @@ def time_rows(trial: Trial) -> Iterator[tuple[str, str, str]]:
             yield name, f"{found['median']:.3g}", f"{found['max']:.3g}"
 
 
-def reward_bins(trial: Trial) -> list[tuple[str, int]]:
+def reward_bins(preview: Preview) -> list[tuple[str, int]]:
     """Return the distribution of the rewards: each value if there are few, otherwise ranges of equal width."""
-    values, counts = np.unique(trial.rewards, return_counts=True)
+    values, counts = np.unique(preview.rewards, return_counts=True)
     if len(values) <= BINS:
         return [(f"{value:g}", int(count)) for value, count in zip(values, counts, strict=True)]
-    counts, edges = np.histogram(trial.rewards, BINS)
+    counts, edges = np.histogram(preview.rewards, BINS)
     return [(f"{edges[i]:.3g} – {edges[i + 1]:.3g}", int(count)) for i, count in enumerate(counts)]
 
 
-def reward_lines(trial: Trial) -> list[str]:
+def reward_lines(preview: Preview) -> list[str]:
     """Return lines about the rewards."""
-    rewards = trial.rewards
+    rewards = preview.rewards
     if not rewards:
         return ["no episode has a reward"]
     lines = [f"rewards: mean {np.mean(rewards):.4g}, standard deviation {np.std(rewards):.4g}"]
-    most = max(count for _, count in reward_bins(trial))
+    most = max(count for _, count in reward_bins(preview))
     return lines + [
-        f"{name:>17} {count:>5} {'█' * max(count > 0, round(BAR * count / most))}" for name, count in reward_bins(trial)
+        f"{name:>17} {count:>5} {'█' * max(count > 0, round(BAR * count / most))}"
+        for name, count in reward_bins(preview)
     ]
 
 
-def count_lines(trial: Trial) -> list[str]:
+def count_lines(preview: Preview) -> list[str]:
     """Return lines about the length of the play, and what was counted."""
-    counts = ", ".join(f"{name} {value:g}" for name, value in trial.counts.items())
-    scoring = f", scoring {trial.scoring_seconds:.3g} s" if trial.scoring_seconds >= 0.001 else ""
-    return [f"{len(trial.episodes)} episodes in {trial.seconds:.3g} s{scoring}", f"counts of all episodes: {counts}"]
+    counts = ", ".join(f"{name} {value:g}" for name, value in preview.counts.items())
+    scoring = f", scoring {preview.scoring_seconds:.3g} s" if preview.scoring_seconds >= 0.001 else ""
+    return [
+        f"{len(preview.episodes)} episodes in {preview.seconds:.3g} s{scoring}",
+        f"counts of all episodes: {counts}",
+    ]
 
 
-def problem_lines(trial: Trial) -> list[str]:
+def problem_lines(preview: Preview) -> list[str]:
     """Return lines about episodes without a result, answers that should not be paid, and plays that do not repeat."""
-    lines = [f"warning: {line}" for line in trial.warnings]
-    if trial.no_result:
-        lines.append(f"{len(trial.no_result)} of {len(trial.episodes)} episodes have no result:")
-        lines += _first(trial.no_result)
-    if trial.differences:
+    lines = [f"warning: {line}" for line in preview.warnings]
+    if preview.no_result:
+        lines.append(f"{len(preview.no_result)} of {len(preview.episodes)} episodes have no result:")
+        lines += _first(preview.no_result)
+    if preview.differences:
         lines.append("played again with the same seeds, these differ, so a resumed run does not repeat to the bit:")
-        lines += _first(trial.differences)
+        lines += _first(preview.differences)
     return lines
 
 

@@ -1,0 +1,1 @@
+"""Previews: episodes of an online job that are played and shown, without training."""

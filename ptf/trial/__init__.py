@@ -1,1 +1,0 @@
-"""Trials: episodes of an online job that are played and shown, without training."""
