@@ -114,7 +114,7 @@ def test_what_is_worse_beyond_its_interval_is_named(
             Worse,
             match=r"greedy_pass_rate/test 0\.08008 of the starting model, 0\.01758 of the trained one; "
             r"improvement -0\.0\d+ to -0\.0\d+ "
-            r".*512 rows\): worse.*publish\.gate: off",
+            r".*512 held-out items\): worse.*publish\.gate: off",
         ):
             gate.raise_if_worse(job, compared)
     else:
@@ -220,7 +220,7 @@ def test_a_training_that_made_it_better_is_and_says_by_how_much(
     raw["train"] |= {"steps": 30}
     job, artifact = staged(raw)
     artifact = publish(job, artifact)
-    words = r"rows): better"
+    words = r"held-out items): better"
     assert words in capsys.readouterr().out
     assert words in page(artifact)
     assert words in (Path(str(artifact.published)) / "README.md").read_text()

@@ -171,7 +171,7 @@ def test_rows_that_cannot_be_scored_are_named(tmp_path: Path, capfd: pytest.Capt
     assert status == 0
     assert [one["no_result"] is not None for one in found["by_episode"]] == [one in bad for one in found["by_episode"]]
     for one, line in zip(bad, found["no_result"], strict=True):
-        assert line.startswith(f"sums, prompt {one['prompt']}: ")
+        assert line.startswith(f"sums, prompt {one['prompt_index']}: ")
         assert f"no key for {one['row']['answer']}" in line
     assert len(found["rewards"]) == 12 - len(bad)
     assert found["repeatable"] is True

@@ -153,7 +153,8 @@ FIRST_PATTERNS = {
         (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
     )
 }
-FIRST_KEYS = {new: old for old, new in KEYS.items()}
+RETURNED = ("rollout.reward_timeout_s",)  # keys that have their first name again
+FIRST_KEYS = {new: old for old, new in KEYS.items()} | {key: key for key in RETURNED}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 FIRST_VALUES = {KEYS.get(key, key): {new: old for old, new in values.items()} for key, values in VALUES.items()}
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.

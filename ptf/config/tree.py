@@ -274,7 +274,7 @@ def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tre
 def _override(text: str, tree: Tree) -> Node:
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
-    hidden = is_secret(value.strip(), path[-1], variable="environment" in path)
+    hidden = is_secret(value.strip(), path[-1], variable="env_vars" in path or "environment" in path)
     place = SourceLocation(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
     if not equals or not all(path):
         tree.problems.append(Problem(place, "", "expected key.in.dots=value"))

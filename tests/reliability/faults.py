@@ -253,7 +253,7 @@ class Trials:
     def _ended(self, status: int, found: dict[str, Any], lines: list[tuple[float, str]]) -> str:
         if status:
             return "stopped: " + next((line for _, line in reversed(lines) if line.strip()), "")[:160]
-        without = sum("reward" not in row for rows in found["answers"].values() for row in rows)
+        without = sum(row["reward"] is None for rows in found["answers"].values() for row in rows)
         return f"{without} answers without a result" if without else "asked again"
 
     def _differs(
@@ -275,14 +275,14 @@ class Trials:
         if not trial.lasts and trial.fault not in NOT_ASKED_AGAIN:
             return [f"step {apart} differs though the fault passed"]
         for a, b in zip(found["answers"].get(apart, []), want["answers"][apart], strict=False):
-            if "reward" in a and a["reward"] != b.get("reward"):
-                wrong.append(f"step {apart}: the reward {a['reward']} in place of {b.get('reward')}")
+            if a["reward"] is not None and a["reward"] != b["reward"]:
+                wrong.append(f"step {apart}: the reward {a['reward']} in place of {b['reward']}")
             elif (
-                "reward" not in a
+                a["reward"] is None
                 and trial.place == "reward"
                 and json.dumps([a["row"]["answer"], a["response"]], sort_keys=True) not in questions
             ):
-                wrong.append(f"step {apart}: {a['answer']!r} has no result though nothing went wrong with it")
+                wrong.append(f"step {apart}: {a['response']!r} has no result though nothing went wrong with it")
         if apart in found["answers"] and len(found["answers"][apart]) != len(want["answers"][apart]):
             wrong.append(f"step {apart}: {len(found['answers'][apart])} answers")
         return wrong

@@ -56,9 +56,9 @@ def compared(whole, disturbed):
     """Return the shares of answers of the first step without a result; all others have the rewards of the whole run."""
     pairs = list(zip(of_first_step(whole), of_first_step(disturbed), strict=True))
     assert len(pairs) == PROMPTS * GROUP
-    assert all(a["answer"] == b["answer"] for a, b in pairs)
-    assert all(a["reward"] == b["reward"] for a, b in pairs if "reward" in b)
-    return sum("reward" not in b for _, b in pairs) / len(pairs)
+    assert all(a["response"] == b["response"] for a, b in pairs)
+    assert all(a["reward"] == b["reward"] for a, b in pairs if b["reward"] is not None)
+    return sum(b["reward"] is None for _, b in pairs) / len(pairs)
 
 
 @pytest.mark.long

@@ -467,7 +467,7 @@ def test_what_was_said_and_credited_can_be_read(raw, monkeypatch):
         trained = sample.token_columns["advantages"][sample.loss_weights != 0]
         assert [token[2] for token in row["tokens"]] == trained.tolist()
         assert "".join(token[0] for token in row["tokens"]).removesuffix("<|im_end|>") == row["response"]
-        assert {"prompt", "reward", "complete", "turns"} <= row.keys()
+        assert {"row", "reward", "no_result", "complete", "turns"} <= row.keys()
     (run / "samples.jsonl").open("a").write('{"step": 9, "answer": "cut sh')
     assert len(read_metrics(run / "samples.jsonl")) == len(rows)
 

@@ -91,8 +91,8 @@ def test_a_play_may_leave_the_reward_and_train_a_part(tokenizer):
 REASONS = {
     "raise": "no such move",
     "hang": "did not end within 0.3 s (rollout.episode_timeout_s)",
-    "number": "the play returned a float, not a Trajectory",
-    "nothing": "the play returned a NoneType",
+    "number": "the rollout function returned a float, not a Trajectory",
+    "nothing": "the rollout function returned a NoneType",
     "nan": "the reward of the episode is nan",
 }
 

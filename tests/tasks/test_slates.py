@@ -66,8 +66,8 @@ def test_a_future_is_played_basket_by_basket(catalogue: str) -> None:
 
 def test_metrics_of_answers(catalogue: str) -> None:
     answers = [
-        {"answer": "<i_3><i_9>", "prompt": {"future": [["n3"]]}},
-        {"answer": "<i_0><i_1>", "prompt": {"future": [["n3"]]}},
+        {"response": "<i_3><i_9>", "row": {"future": [["n3"]]}},
+        {"response": "<i_0><i_1>", "row": {"future": [["n3"]]}},
     ]
     assert invalid(answers, catalogue=catalogue) == 0.25
     assert part(answers, of="revenue", catalogue=catalogue, size=2) == 0.5
