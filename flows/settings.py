@@ -25,9 +25,7 @@ def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     names = {"cpu": "cpu", "gpu": "gpu", "memory": "memory_mib"}  # Metaflow's → ptf's
     resources = {name: settings[key] for name, key in names.items() if settings.get(key) is not None}
     # flows/base.py sets the variables that are references
-    literal = {
-        key: value for key, value in (settings.get("env_vars") or {}).items() if not REFERENCE.fullmatch(value)
-    }
+    literal = {key: value for key, value in (settings.get("env_vars") or {}).items() if not REFERENCE.fullmatch(value)}
     settings = {
         "resources": resources,
         "retry": {"times": settings["retries"]} if settings.get("retries") else {},

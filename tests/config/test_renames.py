@@ -496,7 +496,16 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
     for key in ("credit_level", "overlong_filter", "turn_discount"):
         whole["algo"].pop(key, None)
     assert digest({"train": whole["train"]}) == FINGERPRINTS[stored.name]["train"]
-    added = ("environment_processes", "environment_timeout_s", "environment_retries", "play", "harness", "rewards", "environments", "episode_timeout_s")
+    added = (
+        "environment_processes",
+        "environment_timeout_s",
+        "environment_retries",
+        "play",
+        "harness",
+        "rewards",
+        "environments",
+        "episode_timeout_s",
+    )
     for key in ("max_logprob_diff_mean", "max_logprob_diff_share", *added):
         if whole["rollout"]:
             del whole["rollout"][key]
