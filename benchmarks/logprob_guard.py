@@ -143,7 +143,7 @@ def differences(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]
             began = time.process_time()
             ours = trained(trainer_of(path, trainer, world)[0], generations[engine], world)
             apart = np.abs(np.concatenate([c.logprobs for c in generations[engine]]) - np.concatenate(ours))
-            found = LogprobDifference.of(apart, LOGPROB_LIMITS[engine].bound)
+            found = LogprobDifference.of(apart, LOGPROB_LIMITS[engine].threshold)
             yield {
                 "model": model,
                 "seed": seed,
@@ -254,7 +254,7 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
             expected = [v[1:] for v in values]
             canary = ([t[:PROMPT] for t in texts[:4]], [e[: PROMPT - 1] for e in expected[:4]])
             probes = {"canary": canary, "step": (texts, expected)}
-            engine, bound = engine_of(path, precision), LOGPROB_LIMITS[precision].bound
+            engine, bound = engine_of(path, precision), LOGPROB_LIMITS[precision].threshold
             for kind, wrong_of in FAULTS.items():
                 for name in rng.choice(sorted(names), 6, replace=False):
                     by = found_by(engine, weights.after, wrong_of(weights, str(name), rng), probes, bound)
@@ -277,7 +277,7 @@ def page(found: Sequence[dict[str, Any]], asked: int) -> str:
         "Each step: [logprob_guard.jsonl](logprob_guard.jsonl)\n\n"
         "Limits: "
         + "; ".join(
-            f"{p}: mean {limit.mean:g}, at most {limit.share:.0%} of the tokens beyond {limit.bound:g}"
+            f"{p}: mean {limit.mean:g}, at most {limit.share:.0%} of the tokens beyond {limit.threshold:g}"
             for p, limit in LOGPROB_LIMITS.items()
         )
         + f".\n{sum(tokens.values()):,} tokens were compared. {asked:,} are asked for of each pair"
