@@ -32,7 +32,7 @@ class RetrainFlow(PostTrainFlow):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
-        """Publish the model if it is better than the published version."""
+        """Publish the model unless it is worse than the published version by more than `publish.max_regression`."""
         from steps import retrain
         from steps.publish import page
 

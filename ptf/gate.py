@@ -212,7 +212,7 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
         why = (
             "evaluate.measure_starting_model is off"
             if not job.evaluate.measure_starting_model
-            else "the job has no held-out data (evaluate.sources, data.validation)"
+            else "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
         )
         return f"not compared with what training started from: {why}"
     return "; ".join(one.describe for one in compared)

@@ -31,7 +31,9 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from steps.prepare import prepare as prepared
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
-        raise UserError("publish.metric: retraining publishes only what is better; name a metric of the evaluate stage")
+        raise UserError(
+            "publish.metric: retraining compares with the published version; name a metric of the evaluate stage"
+        )
     if not job.evaluate.measure_starting_model:
         raise UserError(
             "evaluate.measure_starting_model: retraining compares with the published version, which it starts from; "
@@ -87,8 +89,8 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
-    """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or
-    the same; record the outcome beside the pointer."""
+    """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or,
+    where that is 0, the same; record the outcome beside the pointer."""
     from ptf import storage
     from ptf.evaluation_check import with_current_names
     from ptf.measurement import Worse

@@ -67,7 +67,10 @@ def test_an_environment_is_played_by_echo_without_a_published_model(
     assert found["differences"] == []
     assert found["policy"].startswith("echo, because")
     assert "first.yaml has published no model yet" in found["policy"]
-    assert found["warnings"] == ["an answer that repeats the last user message is paid: 3 of 3 episodes, up to 0.5"]
+    assert found["warnings"] == [
+        "a response that repeats the last user message gets a reward above 0, which the policy may exploit: 3 of 3 "
+        "episodes, up to 0.5"
+    ]
     for episode in found["by_episode"]:
         (document,) = episode["documents"]
         assert [piece["sampled"] for piece in document] == [False, True, False, True]
@@ -120,7 +123,7 @@ def test_a_harness_repeats_if_what_it_asks_is_a_function_of_its_seed(tmp_path: P
         harness = {"agent": {"use": "tests.tried:agent", "args": {"seeded": seeded}}}
         trial = ptf.try_episodes(ptf.load(config(tmp_path, harness=harness)), 2, policy="echo")
         assert trial.repeatable is seeded
-        assert trial.counts["calls"] == 2
+        assert trial.counts["generations"] == 2
 
 
 def test_the_calculators_agent_is_played_with_answers_by_turn(
@@ -140,7 +143,7 @@ def test_the_calculators_agent_is_played_with_answers_by_turn(
     arguments = ("--episodes", "2", "--policy", str(answers), "--html", str(page))
     status, found = tried(capfd, job, *arguments)
     assert (status, found["rewards"], found["repeatable"]) == (0, [0.5, 0.5], True)
-    assert (found["counts"]["calls"], found["counts"]["undelivered"]) == (4, 0)
+    assert (found["counts"]["generations"], found["counts"]["undelivered"]) == (4, 0)
     text = page.read_text()
     assert "<mark>&lt;script&gt; &amp;&lt;|im_end|&gt;</mark>" in text
     assert "<script" not in text
@@ -150,8 +153,8 @@ def test_the_calculators_agent_is_played_with_answers_by_turn(
 def test_a_reward_that_pays_an_empty_answer_is_warned_of(tmp_path: Path) -> None:
     trial = ptf.try_episodes(ptf.load(config(tmp_path, reward={"use": "tests.tried:pays_silence"})), 4, policy="echo")
     empty, repeated = trial.warnings
-    assert empty == "an empty answer is paid: 4 of 4 episodes, up to 1"
-    assert repeated.startswith("an answer that repeats the last user message is paid: 4 of 4")
+    assert empty == "an empty response gets a reward above 0, which the policy may exploit: 4 of 4 episodes, up to 1"
+    assert repeated.startswith("a response that repeats the last user message gets a reward above 0, which")
 
 
 def test_an_episode_that_does_not_end_has_no_result(tmp_path: Path) -> None:

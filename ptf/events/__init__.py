@@ -1,1 +1,4 @@
-"""Catalogues of items and histories of users: preparing data, serializing histories, semantic ids, and ranking."""
+"""Recommendation: catalogues of items and histories of users.
+
+Preparing data, serializing histories, semantic ids, and ranking.
+"""

@@ -1,8 +1,8 @@
 """A preview: episodes of an online job, played and scored as the run would, and what is found in them.
 
 The episodes are played twice with the same seeds. What differs then would also differ when a run is resumed. Scripted
-policies that answer nothing, or repeat the prompt, show whether such answers are paid; their episodes come first, so
-that the start of worker processes is not counted in the times.
+policies that answer nothing, or repeat the prompt, show whether such responses get a reward; their episodes come
+first, so that the start of worker processes is not counted in the times.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | N
     different = differences(first.trajectories, play("the second play").trajectories)
     tried = [_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)]
     counts = _counts(first.trajectories) | retries
-    warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _payments(probes)
+    warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _rewarded(probes)
     return Preview(
         job=chosen.job,
         policy=chosen.line,
@@ -130,14 +130,14 @@ def _probe(name: str, played: Played) -> Probe:
     return Probe(name, rewards, sum(isinstance(outcome, NoResult) for outcome in outcomes))
 
 
-def _payments(probes: Sequence[Probe]) -> list[str]:
-    """Return a warning for each probe that is paid."""
-    words = {EMPTY: "an empty answer", ECHO: "an answer that repeats the last user message"}
+def _rewarded(probes: Sequence[Probe]) -> list[str]:
+    """Return a warning for each probe with a reward above 0."""
+    words = {EMPTY: "an empty response", ECHO: "a response that repeats the last user message"}
     return [
-        f"{words[probe.name]} is paid: {len(probe.paid)} of {len(probe.rewards) + probe.without_result} episodes, "
-        f"up to {max(probe.paid):g}"
+        f"{words[probe.name]} gets a reward above 0, which the policy may exploit: {len(probe.above_zero)} of "
+        f"{len(probe.rewards) + probe.without_result} episodes, up to {max(probe.above_zero):g}"
         for probe in probes
-        if probe.paid
+        if probe.above_zero
     ]
 
 

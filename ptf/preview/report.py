@@ -41,14 +41,14 @@ class PreviewEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the answers of a scripted policy are paid."""
+    """The rewards of a scripted policy's responses."""
 
     name: str
     rewards: Sequence[float]
     without_result: int
 
     @property
-    def paid(self) -> list[float]:
+    def above_zero(self) -> list[float]:
         """Return the rewards above 0."""
         return [reward for reward in self.rewards if reward > 0]
 

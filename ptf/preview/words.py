@@ -67,7 +67,7 @@ def count_lines(preview: Preview) -> list[str]:
 
 
 def problem_lines(preview: Preview) -> list[str]:
-    """Return lines about episodes without a result, answers that should not be paid, and plays that do not repeat."""
+    """Return lines about episodes without a result, responses that should get no reward, and what does not repeat."""
     lines = [f"warning: {line}" for line in preview.warnings]
     if preview.no_result:
         lines.append(f"{len(preview.no_result)} of {len(preview.episodes)} episodes have no result:")

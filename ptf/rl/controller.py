@@ -203,7 +203,7 @@ class Controller:
         versions = [generation.versions for t in answers for generation in t.generations]
         if not versions:
             raise UserError(
-                f"step {self.step + 1}: no answer of the policy is trained: the trajectories name none (`calls`)"
+                f"step {self.step + 1}: policy.trajectory(calls=[…]) selected no response to train on"
             )
         return {
             "reward": float(values.mean()),

@@ -16,9 +16,9 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError, full_text
 from ptf.rl.engines.answers import answered, streamed
 from ptf.rl.engines.protocol import Progress, Request, RolloutEngine, StreamingEngine
+from ptf.rl.lockstep_batches import LockstepBatches
 from ptf.rl.policy.calls import Context
 from ptf.rl.policy.policy import Limits, Policy
-from ptf.rl.turns import Turns
 
 RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
@@ -48,12 +48,12 @@ async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> As
     not wait for each other, except with an engine that answers in batches: then all take their turns together, so that
     the batches are the same in every run.
     """
-    turns = Turns(engine, len(episodes)) if engine.in_batches else None
+    lockstep = LockstepBatches(engine, len(episodes)) if engine.in_batches else None
     async with contextlib.AsyncExitStack() as resources:
         for function in {id(one.rollout_function): one.rollout_function for one in episodes}.values():
             if isinstance(function, contextlib.AbstractAsyncContextManager):
                 await resources.enter_async_context(function)
-        tasks = [asyncio.create_task(_run_one(engine, turns, i, episode)) for i, episode in enumerate(episodes)]
+        tasks = [asyncio.create_task(_run_one(engine, lockstep, i, episode)) for i, episode in enumerate(episodes)]
         try:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
@@ -69,11 +69,13 @@ async def run_all(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Tr
     return [trajectories[i] for i in range(len(episodes))]
 
 
-async def _run_one(engine: RolloutEngine, turns: Turns | None, number: int, episode: Episode) -> tuple[int, Trajectory]:
+async def _run_one(
+    engine: RolloutEngine, lockstep: LockstepBatches | None, number: int, episode: Episode
+) -> tuple[int, Trajectory]:
     """Play one episode. Raises what the engine raised, and UserError if it refuses the requests."""
 
     async def generate(request: Request) -> Generation:
-        ask = engine.generate if turns is None else partial(turns.generate, number)
+        ask = engine.generate if lockstep is None else partial(lockstep.generate, number)
         return await answered(engine, request, episode.limits.vocabulary, ask)
 
     def stream(request: Request) -> AsyncGenerator[Progress]:
@@ -87,7 +89,7 @@ async def _run_one(engine: RolloutEngine, turns: Turns | None, number: int, epis
         episode.seed_of,
         generate,
         engine.version,
-        stream if turns is None and isinstance(engine, StreamingEngine) else None,
+        stream if lockstep is None and isinstance(engine, StreamingEngine) else None,
     )
     deadline = asyncio.timeout(episode.timeout_s)
     try:
@@ -98,8 +100,8 @@ async def _run_one(engine: RolloutEngine, turns: Turns | None, number: int, epis
             raise policy.failure from None
         trajectory = policy.trajectory(NoResult(_reason(error, deadline.expired(), episode)), complete=False)
     finally:
-        if turns is not None:
-            turns.end()
+        if lockstep is not None:
+            lockstep.end()
     if policy.failure is not None:
         raise policy.failure
     if not isinstance(trajectory, Trajectory):

@@ -59,16 +59,18 @@ class HarnessConfig(Section):
     processes: Positive = 1
     """Number of processes of `python`; each plays many episodes at once."""
     columns: list[str] = []
-    """Columns of the row that `command` gets beside `messages`. What it gets, the policy may find: no answers."""
+    """Columns of the row that `command` gets beside `messages`. No reference answers: the policy may find what the
+    program gets."""
     env_vars: list[str] = []
     """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
-    models: dict[str, Literal["policy", "policy:untrained"]] = {}
-    """Names of models that the agent asks for, and what serves them: `policy`, or `policy:untrained`, which is the same
+    models: dict[str, Literal["policy", "policy:no_loss"]] = {}
+    """Names of models that the agent asks for, and what serves them: `policy`, or `policy:no_loss`, which is the same
     current weights, but its answers have no loss."""
     tool_format: str | None = None
     """How the model writes tool calls, such as `hermes`. Default: what its chat template asks for."""
-    max_calls: Positive = 1000
-    """Largest number of requests to the policy in one episode; further ones are refused."""
+    max_generations: Positive = 1000
+    """Largest number of responses that the policy samples in one episode (`n` of a request counts n times); further
+    requests are refused."""
 
 
 class RolloutConfig(Section):
@@ -148,7 +150,8 @@ class RolloutConfig(Section):
     lora_sync: Literal["auto", "merged", "adapter"] = changeable("auto")
     """What is sent to the engines if the policy has `model.lora`: the merged model, or the adapter alone, which the
     engine applies to the base model. `auto`: the adapter alone on GPUs with vLLM and `compute.launcher: ray`, in bf16,
-    if nothing but adapters of a dense model's projections trains; otherwise the merged model."""
+    if nothing but adapters of a dense model's projections trains, of a rank of at
+    most 128 and without `quantization: nf4`; otherwise the merged model."""
     transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = changeable("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
     `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use, otherwise `object_store`.

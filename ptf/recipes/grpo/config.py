@@ -13,10 +13,7 @@ class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
     Dr.GRPO: `scale_by_std: false`, `loss_aggregation: constant_length`. DAPO: `clip_high: 0.28`,
     `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
-    `loss_aggregation: sequence_mean`, clips near 3e-4.
-
-    The values `sequence` and `sequence_mean` have the field's names: a sequence there is a response or an episode, as
-    these keys say, and no packed sequence of `data.seq_len` tokens."""
+    `loss_aggregation: sequence_mean`, clips near 3e-4."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""

@@ -12,10 +12,11 @@ without a critic.
     K  estimates KL(π ‖ π_ref): log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
-The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over sequences of the means over their
-tokens (GRPO, eq. 3), or over sequences of the sums over their tokens divided by the largest length (Dr.GRPO, Liu et al.
-2025, section 3.2). In these means a sequence is an answer or a whole episode, also one that was split into several
-samples. For ρ it is one sample: turns of an episode of which each continues the context of the one before.
+The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over episodes of the means over their
+tokens (`sequence_mean`; GRPO, eq. 3), or over episodes of the sums over their tokens divided by the largest length
+(Dr.GRPO, Liu et al. 2025, section 3.2). An episode is one response, or all its turns, also where it was split into
+several samples. With `importance_sampling_level: sequence`, ρ is that of one sample: turns of an episode of which each
+continues the context of the one before.
 
 With `credit_level: turn` the advantage of a token is that of its turn (ptf/recipes/turns.py). If b leaves the episode
 itself out and nothing is divided by a standard deviation, the gradient is that of the expected reward, up to what the

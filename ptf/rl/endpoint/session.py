@@ -16,7 +16,7 @@ from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 
-MODELS = ("policy", "policy:untrained")  # the answers of the first are trained
+MODELS = ("policy", "policy:no_loss")  # the answers of the first are trained
 RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was sent before
 
 
@@ -24,7 +24,7 @@ RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was s
 class Bounds:
     """Limits of one session."""
 
-    calls: int = 1000
+    generations: int = 1000
     pending: int = 64
 
 
@@ -99,8 +99,12 @@ class Session:
             raise HttpError(400, "no format of tool calls is known; set rollout.harness.tool_format", "tools")
         if sum(not exchange.task.done() for exchange in self.all) >= self.bounds.pending:
             raise HttpError(429, f"{self.bounds.pending} requests of this session are pending", "too_many_pending")
-        if self.counts["calls"] + chat.n > self.bounds.calls:
-            raise HttpError(429, f"this session has made its {self.bounds.calls} calls", "too_many_calls")
+        if self.counts["generations"] + chat.n > self.bounds.generations:
+            raise HttpError(
+                429,
+                f"this session has had its {self.bounds.generations} responses (harness.max_generations)",
+                "too_many_responses",
+            )
         sampling = self.policy.limits.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         overridden = any(own.get(name) != value for name, value in chat.sampling.items())
@@ -112,7 +116,7 @@ class Session:
             raise HttpError(400, str(error), "invalid_messages") from None
         except RecursionError:
             raise HttpError(400, "messages or tools are nested too deeply", "invalid_messages") from None
-        self.counts["calls"] += chat.n
+        self.counts["generations"] += chat.n
         self.counts["sampling_overridden"] += overridden
         numbers = [next(self.policy.numbers) for _ in range(chat.n)]
         trained = model == MODELS[0]

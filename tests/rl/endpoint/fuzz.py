@@ -294,7 +294,7 @@ class Agent:
             ("n", 0.12, lambda: rng.randrange(2, 4)),
             ("stop", 0.2, lambda: rng.sample(STOPS, rng.randrange(1, 3))),
             ("max_tokens", 0.15, lambda: rng.randrange(1, 20)),
-            ("model", 0.08, lambda: rng.choice(["policy:untrained", "judge"])),
+            ("model", 0.08, lambda: rng.choice(["policy:no_loss", "judge"])),
             ("temperature", 0.05, lambda: 0.5),
         ):
             if rng.random() < chance:
@@ -412,7 +412,7 @@ class FuzzPlay:
         await self.endpoint.close()
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Trajectory:
-        session = self.make(policy, parser("hermes"), Bounds(), {"judge": "policy:untrained"})
+        session = self.make(policy, parser("hermes"), Bounds(), {"judge": "policy:no_loss"})
         self.endpoint.open(session)
         agent = Agent(random.Random(prompt.index), session, self.endpoint.server.port, self.calls)
         await agent.play()
@@ -467,7 +467,7 @@ def violations(tokenizer: Any, engine: ScriptedEngine, play: FuzzPlay, index: in
             found.append(f"call {number} is trained with other ids, or not once")
     found += [f"call {number} was received and is not trained" for number in sorted(must - set(trained))]
     counts = session.counts
-    if not counts["calls"] - delivered_at_most <= counts["undelivered"] <= counts["calls"] - delivered:
+    if not counts["generations"] - delivered_at_most <= counts["undelivered"] <= counts["generations"] - delivered:
         found.append(f"{counts['undelivered']} calls count as undelivered of {counts['calls']}, {delivered} delivered")
     return found + message_faults(known, {exchange.number: exchange for exchange in exchanges})
 
@@ -531,5 +531,5 @@ def fuzz(
         report.kinds += agent.known.kinds
         report.counts += made.counts
         report.counts["doubtful"] += len(agent.known.doubtful)
-    report.calls = report.counts["calls"]
+    report.calls = report.counts["generations"]
     return report

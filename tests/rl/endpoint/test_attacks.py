@@ -227,9 +227,9 @@ def test_the_number_of_connections_is_below_that_of_open_files():
 
 def test_a_frozen_model_under_another_name_is_not_trained(tokenizer):
     async def agent(served):
-        served.session.aliases = {"judge": "policy:untrained", "mine:untrained": "policy"}
+        served.session.aliases = {"judge": "policy:no_loss", "mine:no_loss": "policy"}
         client = served.client()
-        for model in ("judge", "mine:untrained"):
+        for model in ("judge", "mine:no_loss"):
             await client.chat.completions.create(model=model, messages=BODY["messages"])
 
     _, t = played(agent, Scripted(tokenizer, lambda i: f"answer {i}"), tokenizer)

@@ -65,7 +65,7 @@ def test_an_unmodified_agent_of_several_turns_becomes_one_sample(tokenizer):
     assert sample.loss_weights.sum() == t.num_sampled_tokens
     assert tokenizer.decode(sample.tokens) == engine_text(engine, tokenizer, 3) + "answer 3<|im_end|>"
     assert t.counts == {
-        "calls": 4,
+        "generations": 4,
         "sampling_overridden": 0,
         "undelivered": 0,
         "history_restored": 0,
@@ -220,7 +220,7 @@ def test_a_frozen_model_is_served_and_not_trained(tokenizer):
 
     async def agent(served):
         client = served.client()
-        for model in ("policy", "policy:untrained"):
+        for model in ("policy", "policy:no_loss"):
             await client.chat.completions.create(model=model, messages=[user("a")])
 
     _, t = played(agent, engine, tokenizer)
@@ -283,7 +283,7 @@ def test_bounds_keys_and_closed_sessions(tokenizer):
             found["after"] = await post("/v1/chat/completions", "agent")
         return found
 
-    served, _ = played(agent, engine, tokenizer, calls=2)
+    served, _ = played(agent, engine, tokenizer, generations=2)
     assert served.result == {
         "agent": (200, 401),
         "scorer": (401, 200),

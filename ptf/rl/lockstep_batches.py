@@ -1,4 +1,4 @@
-"""Batches of an engine that answers in batches: one begins when every episode that has not ended waits for the policy.
+"""Batches of an engine that answers in batches: one begins once every episode that runs has a request waiting.
 
 So the batches, and with them all bits, depend only on the episodes and not on the speed of their environments.
 """
@@ -21,8 +21,8 @@ class Waiting:
     answer: "asyncio.Future[Generation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Turns:
-    """Collects the requests of `live` episodes into batches."""
+class LockstepBatches:
+    """Holds the requests of `live` episodes until all of them wait, then submits them as one batch."""
 
     def __init__(self, engine: RolloutEngine, live: int) -> None:
         self.engine, self.live = engine, live
