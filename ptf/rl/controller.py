@@ -202,9 +202,7 @@ class Controller:
             )
         versions = [generation.versions for t in answers for generation in t.generations]
         if not versions:
-            raise UserError(
-                f"step {self.step + 1}: policy.trajectory(calls=[…]) selected no response to train on"
-            )
+            raise UserError(f"step {self.step + 1}: policy.trajectory(calls=[…]) selected no response to train on")
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
