@@ -1,7 +1,7 @@
 """The role that generates: `Sampler`, an engine with its tokenizer and environments.
 
-An answer's seed depends only on the run's seed, the key (of a step or an evaluation), the prompt's index and the
-answer's number, not on the worker that generates it.
+A response's seed depends only on the run's seed, the key (of a step or an evaluation), the prompt's index and the
+response's number, not on the worker that generates it.
 """
 
 import asyncio
@@ -112,10 +112,11 @@ class Sampler:
     def rollout(
         self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float
     ) -> Iterator[tuple[int, Group]]:
-        """Yield (index of a prompt, its `n` answers) as soon as all answers to that prompt are generated.
+        """Yield (index of a prompt, its `n` responses) as soon as all responses to that prompt are generated.
 
-        `key` identifies the step or evaluation; with the prompt's index and the answer's number it seeds each answer.
-        Raises SyncError, before anything is generated, if the engine's weights do not have exactly this `version`.
+        `key` identifies the step or evaluation; with the prompt's index and the response's number it seeds each
+        response. Raises SyncError, before anything is generated, if the engine's weights do not have exactly this
+        `version`.
         """
         if self.engine.version != version:
             raise SyncError(
@@ -140,7 +141,7 @@ class Sampler:
         return self.rollout_functions.get(source, self.rollout_functions.get("", one_answer))
 
     def limits(self, max_new_tokens: int, temperature: float) -> Limits:
-        """Return the limits of an episode, and how its answers are sampled."""
+        """Return the limits of an episode, and how its responses are sampled."""
         sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie)
         return Limits(sampling, self.max_length, self.vocabulary)
 
@@ -169,7 +170,7 @@ class Sampler:
         processes = f" in {count} processes" if environments else ""
         return (
             f"{left} of {episodes} episodes{processes} did not end within {self.timeout_s:g} s "
-            "(compute.timeout_s): a step has too many answers or they are too long"
+            "(compute.timeout_s): a step has too many responses or they are too long"
             f"{', or rollout.environment_processes is too low' if environments else ''}"
         )
 
@@ -237,7 +238,7 @@ class Sampler:
 
 
 def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """Return the seed of one turn of an answer; turn -1 is the seed of its environment."""
+    """Return the seed of one turn of a response; turn -1 is the seed of its environment."""
     turns = [turn + 2] if turn else []
     return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample, *turns]).generate_state(1, np.uint32)[0])
 
@@ -267,7 +268,7 @@ def make_engine(
             raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`{renamed}")
         return made
     if kind == "native":
-        from ptf.rl.engines.native import NativeEngine
+        from ptf.rl.engines.native import PREFILL_TOKENS, NativeEngine
 
         factory = layer_factory_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
         offload_file = own_file(options.get("offload_path"), world.rank)
@@ -280,6 +281,7 @@ def make_engine(
             seed=seed,
             offload_file=offload_file,
             continuous=bool(options.get("continuous")),
+            prefill_tokens=max(PREFILL_TOKENS, max_length) if world.device.type == "cuda" else None,
         )
     from ptf.rl.engines.vllm_engine import VLLMEngine
 

@@ -3,7 +3,7 @@
 By default all waiting requests are answered as one batch over a static key-value cache, so that a run repeats to the
 bit; equal contexts (those of the samples of one prompt) are computed once. With `continuous`, requests enter and leave
 the batch at any token (ptf.rl.engines.continuous_batch). A request has its own generator of random numbers, so its
-answer does not depend on its batch.
+response does not depend on its batch.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 BATCH = 1024  # requests that are answered at once
+PREFILL_TOKENS = 8192  # of contexts that are computed in one pass on a GPU
 
 
 class NativeEngine:
@@ -56,6 +57,7 @@ class NativeEngine:
         batch: int = BATCH,
         continuous: bool = False,
         factory: LayerFactory | None = None,
+        prefill_tokens: int | None = None,
         seed: int = 0,
         offload_file: Path | None = None,
     ) -> None:
@@ -64,6 +66,8 @@ class NativeEngine:
         bridge.load_hf(self.model, Path(directory), self.family, seed)
         self.model.to(dtype).requires_grad_(False).eval()
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
+        # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
+        self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
         self.offloaded = OffloadedTensors(offload_file)
         self.in_batches = not continuous
         self.numbers = itertools.count()
@@ -78,6 +82,8 @@ class NativeEngine:
             if continuous
             else None
         )
+        if device.type == "cuda":
+            self.warm_up()
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
@@ -114,7 +120,7 @@ class NativeEngine:
                         future.set_exception(error)
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """See StreamingEngine. An engine that answers in batches yields a whole answer at once."""
+        """See StreamingEngine. An engine that answers in batches yields a whole response at once."""
         async with contextlib.aclosing(self.stepper.stream(request)) as news:
             async for progress in news:
                 yield progress
@@ -131,7 +137,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """See SteppingEngine: one token of each answer, or all of a batch."""
+        """See SteppingEngine: one token of each response, or all of a batch."""
         if self.continuous:
             return self.continuous.step(self.version)
         numbers, requests = self.batches.popleft()
@@ -143,7 +149,7 @@ class NativeEngine:
             return [Progress(number, *NOTHING, error=error) for number in numbers]
         if len(generations) != len(requests):
             raise RuntimeError(
-                f"the rollout engine {self.name} gave {len(generations)} answers to {len(requests)} requests"
+                f"the rollout engine {self.name} gave {len(generations)} responses to {len(requests)} requests"
             )
         return [Progress(n, g.sampled_ids, g.logprobs, g) for n, g in zip(numbers, generations, strict=True)]
 
@@ -209,10 +215,10 @@ class NativeEngine:
     def levels(
         self, contexts: Sequence[np.ndarray], trie: Trie, beam: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Search the trie's answers to each context by beam search, and yield the candidates of each length.
+        """Search the trie's responses to each context by beam search, and yield the candidates of each length.
 
         Candidates are all continuations, by one token, of the `beam` likeliest beginnings; yielded are the index of
-        their context, the trie's state after them, and their log-probability among the allowed answers, [n] each.
+        their context, the trie's state after them, and their log-probability among the allowed responses, [n] each.
         """
         cache = Cache(self.model.config, list(map(len, contexts)), max(trie.longest - 1, 1), self.device, torch.float32)
         logits = self._prefill(contexts, cache.prefill).float()
@@ -220,7 +226,7 @@ class NativeEngine:
         cache.map_contexts(torch.from_numpy(owner).to(self.device))
         lengths = np.array(list(map(len, contexts)))
         edges = edges_of(trie).to(self.device)
-        for turn in range(trie.longest - 1):  # the last token ends the answer
+        for turn in range(trie.longest - 1):  # the last token ends the response
             logprobs = (
                 restrict(logits, torch.from_numpy(states)[:, None].to(self.device), edges).log_softmax(-1).cpu().numpy()
             )
@@ -252,27 +258,53 @@ class NativeEngine:
 
     def _prefill(self, contexts: Sequence[np.ndarray], attend_of: Callable[[Tensor, Tensor], Attend]) -> Tensor:
         """Compute the contexts with attention by `attend_of(segments, positions)`, which fills a cache; return the
-        logits after each, [contexts, V]."""
-        batch = self._packed(contexts)
-        ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
+        logits after each, [contexts, V]. Segments are the indices of the contexts."""
+        found, first = [], 0
+        for group in self._passes(contexts):
+            batch = self._packed(group)
+            ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
 
-        def last(x: Tensor, head: Head) -> Tensor:
-            return head.logits(x[0, ends])
+            def last(x: Tensor, head: Head, ends: Tensor = ends) -> Tensor:
+                return head.logits(x[0, ends])
 
-        attend = attend_of(batch.segments, batch.positions)
-        return self.model(batch.tokens, batch.positions, batch.segments, last, attend)
+            segments = torch.where(batch.segments < 0, -1, batch.segments + first)
+            attend = attend_of(segments, batch.positions)
+            found.append(self.model(batch.tokens, batch.positions, segments, last, attend))
+            first += len(group)
+        return torch.cat(found)
+
+    def _passes(self, sequences: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
+        """Yield the sequences in passes of at most `prefill_tokens` tokens; a longer one has a pass to itself."""
+        if self.prefill_tokens is None:
+            yield sequences
+            return
+        group: list[np.ndarray] = []
+        for sequence in sequences:
+            if group and sum(map(len, group)) + len(sequence) > self.prefill_tokens:
+                yield group
+                group = []
+            group.append(sequence)
+        yield group
+
+    def warm_up(self) -> None:
+        """Compile attention for the one shape in which contexts are computed (on a GPU)."""
+        self.prompt_logprobs([np.zeros(2, np.int32)])
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)
 
     def _packed(self, sequences: Sequence[np.ndarray]) -> Batch:
-        """Return one packed sequence of these documents, in which every token has weight 1."""
+        """Return one packed sequence of these documents, in which every token has weight 1, padded to
+        `prefill_tokens`."""
         units = [(Sample(s, np.ones(len(s), np.float32)),) for s in sequences]
-        return Batch.of([units], sum(map(len, sequences))).to(self.device)
+        return Batch.of([units], max(sum(map(len, sequences)), self.prefill_tokens or 0)).to(self.device)
 
     @torch.no_grad()
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
+        return [logprobs for group in self._passes(tokens) for logprobs in self._prompt_logprobs(group)]
+
+    def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
         batch = self._packed(tokens)
 
         def head_fn(x, head):
@@ -280,7 +312,7 @@ class NativeEngine:
 
         values = self.model(batch.tokens, batch.positions, batch.segments, head_fn)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])
-        return [values[a : b - 1] for a, b in itertools.pairwise(starts)]
+        return (values[a : b - 1] for a, b in itertools.pairwise(starts))
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""

@@ -98,3 +98,29 @@ def test_an_error_reaches_everyone_who_waits_and_a_deadline_holds(engine, monkey
 
     with pytest.raises(TimeoutError):
         generate_all(Slow(), ask(contexts(2)), 0.1)
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_with_passes_of_one_shape_responses_are_the_same_and_the_warm_up_has_that_shape(directory, continuous):
+    """As on a GPU, where attention is compiled for each shape in which contexts are computed."""
+    kwargs = {"device": torch.device("cpu"), "dtype": torch.float32, "version": 3, "continuous": continuous}
+    usual = NativeEngine(str(directory), **kwargs)
+    engine = NativeEngine(str(directory), prefill_tokens=64, **kwargs)
+    shapes: list[tuple[int, ...]] = []
+    engine.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    engine.warm_up()
+    (warmed,) = set(shapes)
+    assert warmed == (1, 64)
+    several = [*contexts(12), *contexts(3, seed=1)]  # some 240 tokens
+    for ours, theirs in zip(generate_all(engine, ask(several), 60), generate_all(usual, ask(several), 60), strict=True):
+        assert ours.sampled_ids.tolist() == theirs.sampled_ids.tolist()
+        assert np.abs(ours.logprobs - theirs.logprobs).max() <= 1e-5
+    for ours, theirs in zip(engine.prompt_logprobs(several), usual.prompt_logprobs(several), strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-5
+    assert (
+        sum(shape == warmed for shape in shapes) >= 9
+    )  # of the contexts, and of the log-probs: four passes or more each
+    assert {shape for shape in shapes if shape[1] > 1} == {warmed}  # the others are steps of one token
+    long = np.arange(6, 86, dtype=np.int32)  # longer than a pass: one of its own
+    (one,), (other,) = generate_all(engine, ask([long]), 60), generate_all(usual, ask([long]), 60)
+    assert one.sampled_ids.tolist() == other.sampled_ids.tolist()
