@@ -25,10 +25,16 @@ class Edges:
 
     starts: Tensor  # [states + 1] int64
     tokens: Tensor  # [edges] int64
+    most: int  # largest number of edges of a state
+
+    @classmethod
+    def of(cls, starts: Tensor, tokens: Tensor) -> "Edges":
+        """Return the edges of these tensors, which are on the host."""
+        return cls(starts, tokens, int(starts.diff().max()) if len(starts) > 1 else 0)
 
     def to(self, device: torch.device) -> "Edges":
         """Return the trie on a device."""
-        return Edges(self.starts.to(device), self.tokens.to(device))
+        return Edges(self.starts.to(device), self.tokens.to(device), self.most)
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,17 @@ def restrict(logits: Tensor, trie_states: Tensor, edges: Edges, first: int = 0) 
     """Set the logits of tokens that are not allowed to `NEVER`, in place, and return them.
 
     `logits` [n, V] belong to the tokens from id `first` on. Each row of `trie_states` [n, 1 + k] int64 (Trie.walked)
-    has the row's state in the trie, and up to k allowed tokens that are excluded.
+    has the row's state in the trie, and up to k allowed tokens that are excluded. The host does not wait for a GPU.
     """
-    first_edge = edges.starts[trie_states[:, 0]]
-    counts = edges.starts[trie_states[:, 0] + 1] - first_edge
-    rows = torch.repeat_interleave(torch.arange(len(trie_states), device=logits.device), counts)
-    into = torch.arange(len(rows), device=logits.device) - (counts.cumsum(0) - counts)[rows]
-    columns = edges.tokens[first_edge[rows] + into] - first
-    here = (columns >= 0) & (columns < logits.shape[1])
-    rows, columns = rows[here], columns[here]
-    allowed = logits[rows, columns]
-    logits.fill_(NEVER)[rows, columns] = allowed
-    excluded = trie_states[:, 1:]
-    rows, column = torch.nonzero((excluded >= first) & (excluded < first + logits.shape[1]), as_tuple=True)
-    logits[rows, excluded[rows, column] - first] = NEVER
-    return logits
+    starts, ends = edges.starts[trie_states[:, :1]], edges.starts[trie_states[:, :1] + 1]
+    edge = starts + torch.arange(edges.most, device=logits.device)  # [n, most]: those of the row, and others behind
+    allowed = edges.tokens[edge.clamp(max=len(edges.tokens) - 1)] - first
+    size = logits.shape[1]
+    kept = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)  # the last one is for no token
+    kept.scatter_(1, torch.where((edge < ends) & (allowed >= 0) & (allowed < size), allowed, size), True)
+    excluded = trie_states[:, 1:] - first
+    kept.scatter_(1, torch.where((excluded >= 0) & (excluded < size), excluded, size), False)
+    return logits.masked_fill_(~kept[:, :size], NEVER)
 
 
 def nucleus(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ptf.model.chunked import chunk_bytes, chunks_of, cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence
 from ptf.model.head import Head
-from ptf.model.sampling import LogitsProcessing
+from ptf.model.sampling import Edges, LogitsProcessing, nucleus, restrict
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 
 VOCABULARY, TOKENS, WIDTH = 151_936, 4096, 64
@@ -147,3 +147,21 @@ def test_logits_that_are_sampled_from_are_not_rounded(pretend_cuda):
     assert operators["aten::mm.dtype"] == 1
     assert operators["aten::mm"] == 2, "of the gradients"
     assert gradients == ["torch.bfloat16"] * 2
+
+
+def restricted() -> dict[str, int]:
+    """Host syncs of logits that are restricted to a trie and to a nucleus."""
+    host = Edges.of(torch.tensor([0, 2, 3]), torch.tensor([1, 4, 2]))
+    with FakeTensorMode(allow_non_fake_inputs=True), HostSyncs() as syncs:
+        logits = torch.empty(6, 8, device="cuda")
+        edges = Edges(
+            *(torch.empty(t.shape, device="cuda", dtype=t.dtype) for t in (host.starts, host.tokens)), host.most
+        )
+        restrict(logits, torch.zeros(6, 3, device="cuda", dtype=torch.int64), edges)
+        nucleus(logits, 0.9, torch.zeros(6, device="cuda", dtype=torch.int64))
+        assert (logits.shape, host.most) == ((6, 8), 2)
+    return dict(+syncs.counts)
+
+
+def test_the_host_does_not_wait_for_a_trie_or_a_nucleus(pretend_cuda):
+    assert pretend_cuda(restricted) == {}

@@ -20,7 +20,7 @@ from tests.model.test_chunked import Problem, gap
 
 # state 0: any of six, 1: one alone, 2: three of them, the last token of all among them
 ALLOWED = [[0, 3, 7, 11, 20, 30], [15], [2, 15, 30]]
-EDGES = Edges(
+EDGES = Edges.of(
     torch.tensor([0, *itertools.accumulate(map(len, ALLOWED))]), torch.tensor(list(itertools.chain(*ALLOWED)))
 )
 

@@ -20,14 +20,14 @@ from ptf.rl.weights.verification import Buckets, Manifest, Receipt
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one answer is drawn."""
+    """How one response is drawn."""
 
     max_new_tokens: int
     temperature: float  # 0 is greedy
-    stop: tuple[int, ...]  # ids that end the answer; the one that did is part of it
-    # sample from the likeliest tokens that together have this probability; ignored by greedy answers
+    stop: tuple[int, ...]  # ids that end the response; the one that did is part of it
+    # sample from the likeliest tokens that together have this probability; ignored by greedy responses
     top_p: float = 1.0
-    trie: Trie | None = None  # the allowed answers; None: any
+    trie: Trie | None = None  # the allowed responses; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Request:
 
     context: np.ndarray  # [c] int32
     sampling: Sampling
-    seed: int  # the answer is a function of weights, context, sampling and seed
+    seed: int  # the response is a function of weights, context, sampling and seed
 
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))  # no tokens, no log-probs
@@ -44,26 +44,26 @@ NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))  # no tokens, no log-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step of an engine adds to the answer of one request."""
+    """What one step of an engine adds to the response of one request."""
 
     number: int  # of the request, as the engine numbers them
     sampled_ids: np.ndarray  # [n] int32, sampled since the last Progress of this request
     logprobs: np.ndarray  # [n] float32
-    generation: Generation | None = None  # the whole answer, once it has ended
+    generation: Generation | None = None  # the whole response, once it has ended
     error: Exception | None = None  # the reason if the request cannot be served
 
 
 def edges_of(trie: Trie) -> Edges:
     """Return the trie's edges as tensors."""
-    return Edges(torch.from_numpy(trie.starts), torch.from_numpy(trie.tokens).long())
+    return Edges.of(torch.from_numpy(trie.starts), torch.from_numpy(trie.tokens).long())
 
 
 class RolloutEngine(Protocol):
-    """What generates answers.
+    """What generates responses.
 
     A plugin engine is constructed as `Engine(directory, *, device, dtype, version, seed, max_length, **args)`, with a
     Hugging Face directory, "float32" or "bfloat16", the version of the weights in the directory, and the most tokens of
-    a context with its answer. `ptf.rl.engines.conformance` checks what the controller relies on.
+    a context with its response. `ptf.rl.engines.conformance` checks what the controller relies on.
     """
 
     name: str
@@ -71,10 +71,10 @@ class RolloutEngine(Protocol):
     version: int  # policy step of its weights
 
     async def generate(self, request: Request) -> Generation:
-        """Return one answer. Raises ValueError for a request that the engine cannot serve.
+        """Return one response. Raises ValueError for a request that the engine cannot serve.
 
         Log-probs are those of the distribution sampled from (of allowed tokens, after temperature and top-p); of a
-        greedy answer, at temperature 1.
+        greedy response, at temperature 1.
         """
         ...
 
@@ -104,10 +104,10 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class StreamingEngine(RolloutEngine, Protocol):
-    """An engine that reports tokens as they are sampled; other engines serve whole answers only."""
+    """An engine that reports tokens as they are sampled; other engines serve whole responses only."""
 
     def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """Yield the tokens of one answer as they are sampled, with the last of them the whole generation.
+        """Yield the tokens of one response as they are sampled, with the last of them the whole generation.
 
         Closing the generator aborts the request. Raises what `generate` raises.
         """
@@ -115,7 +115,7 @@ class StreamingEngine(RolloutEngine, Protocol):
 
 
 def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Generation]:
-    """Submit all requests at once and return their answers in order. Raises TimeoutError after `timeout_s` seconds."""
+    """Submit all requests at once and return the responses in order. Raises TimeoutError after `timeout_s` seconds."""
 
     async def run() -> list[Generation]:
         return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
