@@ -37,7 +37,7 @@ evaluate:
 
 
 def rows() -> list[dict]:
-    """Return conversations to learn from: one question and its answer each."""
+    """Return conversations to learn from: one question and its response each."""
     return [
         {"messages": [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(a + b)}]}
         for a in range(1, 40)
@@ -51,7 +51,7 @@ def write_jsonl(path: Path, found: list[dict]) -> None:
 
 
 def write_data(directory: Path, conversations: list[dict]) -> None:
-    """Write rows to train on, every tenth row to hold out, and the held-out questions with their answers."""
+    """Write rows to train on, every tenth row to hold out, and the held-out questions with their reference answers."""
     held_out = conversations[::10]
     write_jsonl(directory / "train.jsonl", [row for row in conversations if row not in held_out])
     write_jsonl(directory / "held_out.jsonl", held_out)
@@ -88,7 +88,7 @@ def main() -> None:
     metrics = ptf.evaluate(run)
     version = ptf.publish(run)
 
-    print(f"right answers to held-out questions: {metrics['greedy_pass_rate/questions']:.0%}")
+    print(f"right responses to held-out questions: {metrics['greedy_pass_rate/questions']:.0%}")
     chat = ptf.chat(version, max_new_tokens=8, temperature=0.0)
     for question in ("12+30=", "7+8="):
         print(question, chat.answer(question))

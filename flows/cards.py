@@ -1,6 +1,6 @@
 """Training, evaluation and publication as Metaflow cards.
 
-Cards only read the run's files (metrics.jsonl, samples.jsonl, checkpoints, answers). So training does not depend on
+Cards only read the run's files (metrics.jsonl, samples.jsonl, checkpoints, answers/). So training does not depend on
 cards, and the card of a run that continues an earlier one shows both.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # is rendered by a separate process, for which Metaflow waits in a busy loop
 REFRESH_S = 10
 SAMPLES = 8  # most samples on one page
-TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's answers
+TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's responses
 # metrics of the last step, in the header
 KPIS = ("loss", "reward", "kl_reference", "tokens_per_s", "step_tokens_per_s", "mfu")
 
@@ -73,7 +73,7 @@ def _finish(done: threading.Event, thread: threading.Thread, page: "TrainingPage
 
 
 class TrainingPage:
-    """The page of the train step: header, progress, charts in two columns, the last answers, checkpoints, the config.
+    """The page of the train step: header, progress, charts in two columns, the last responses, checkpoints, the config.
 
     If the page cannot be drawn, a line on the console reports it, and training continues.
     """
@@ -180,8 +180,8 @@ def duration(seconds: float) -> str:
 
 
 def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
-    """Return one table per source with the greedy answers to held-out prompts, of the model that training started from
-    and of the trained model."""
+    """Return one table per source with the greedy responses to held-out prompts, of the model that training started
+    from and of the trained model."""
     parts = []
     for name in sources:
         then = {
@@ -212,7 +212,7 @@ def last_message(row: Mapping[str, Any]) -> str:
 
 
 def worth(row: Mapping[str, Any]) -> str:
-    """Return the reward of an answer as text."""
+    """Return the reward of a response as text."""
     return f"no result: {short(row['no_result'])}" if row["reward"] is None else f"{row['reward']:.3g}"
 
 
@@ -231,13 +231,13 @@ def plain(text: str) -> str:
 
 
 def read_last(path: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of the last step in a file of answers; only the end of the file is read."""
+    """Return the rows of the last step in a file of responses; only the end of the file is read."""
     rows = json_lines(path, TAIL_BYTES)
     return [current_record(row) for row in rows if row.get("step") == rows[-1].get("step")]
 
 
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
-    """Fill the card of the evaluate step: every metric at the start and now, and the answers side by side.
+    """Fill the card of the evaluate step: every metric at the start and now, and the responses side by side.
 
     For a trial of a sweep that failed, it shows the error, `failed`.
     """
@@ -259,7 +259,7 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
     )
     try:
         card.extend(side_by_side(Path(str(artifact.run)), job.evaluate.sources))
-    except Exception as error:  # the answers on the card are optional
+    except Exception as error:  # the responses on the card are optional
         print(f"card: {type(error).__name__}: {error}", flush=True)
     card.append(
         Table(

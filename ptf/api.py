@@ -74,10 +74,10 @@ def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
 def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "Preview":
     """Play episodes of an online job without training, twice with the same seeds, and return what was found.
 
-    `policy` is `echo` (repeat the last user message), `empty`, a file of answers (a line for each episode; in `.jsonl`
-    a line is a string, or a list of strings by turn), or a model: a directory, a run's directory, a URI, a Hugging Face
-    id, or the YAML of a job that has published one. None is the model that the job begins with, or `echo` if its
-    weights are not on this machine. Raises UserError for a job that cannot be played.
+    `policy` is `echo` (repeat the last user message), `empty`, a file of responses (a line for each episode; in
+    `.jsonl` a line is a string, or a list of strings by turn), or a model: a directory, a run's directory, a URI, a
+    Hugging Face id, or the YAML of a job that has published one. None is the model that the job begins with, or `echo`
+    if its weights are not on this machine. Raises UserError for a job that cannot be played.
     """
     from ptf.preview.preview_job import preview_job
 
@@ -132,7 +132,7 @@ def chat(
 ) -> "Chat":
     """Load a model for a conversation: `ptf.chat(run).answer("2+2=")`. `model` is a run, a job (whose published version
     is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. Raises UserError
-    for a model that gives no answers."""
+    for a model that generates no responses."""
     from ptf.conversation import Chat
 
     if isinstance(model, Job):

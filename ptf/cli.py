@@ -596,7 +596,7 @@ def _add_try(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--policy",
         metavar="POLICY",
-        help="echo (the last user message, repeated), empty, a file of answers (a line for each episode; in .jsonl a "
+        help="echo (the last user message, repeated), empty, a file of responses (a line for each episode; in .jsonl a "
         "line is a string, or a list of strings by turn), or a model: a directory, a run, a URI, a Hugging Face id, a "
         "job's YAML (default: the model that the job begins with, or echo if its weights are not on this machine)",
     )
@@ -646,7 +646,7 @@ def _add_chat(commands: Commands) -> None:
     )
     command.add_argument("--system", metavar="TEXT", help="a system message")
     command.add_argument(
-        "--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (default: 256)"
+        "--max-new-tokens", type=_positive, default=256, metavar="N", help="longest response (default: 256)"
     )
     command.add_argument(
         "--temperature",
@@ -668,7 +668,7 @@ def _add_chat(commands: Commands) -> None:
 
 def _add_serve(commands: Commands) -> None:
     command = commands.add_parser(
-        "serve", help="serve a model at an address with OpenAI's API: answers, or scores or rankings, by its head"
+        "serve", help="serve a model at an address with OpenAI's API: responses, or scores or rankings, by its head"
     )
     command.add_argument(
         "where",
@@ -692,27 +692,27 @@ def _add_serve(commands: Commands) -> None:
         help="the model's name for clients (default: that of its directory, or of the job's output)",
     )
     command.add_argument(
-        "--engine", choices=["native", "vllm"], default="native", help="what samples answers (default: native)"
+        "--engine", choices=["native", "vllm"], default="native", help="what samples responses (default: native)"
     )
     command.add_argument(
         "--max-length",
         type=_positive,
         metavar="N",
-        help="most tokens of a context with its answer (default: what the model can read, at most 8192)",
+        help="most tokens of a context with its response (default: what the model can read, at most 8192)",
     )
     command.add_argument(
         "--max-new-tokens",
         type=_positive,
         default=1024,
         metavar="N",
-        help="longest answer to a request that gives no limit (default: 1024)",
+        help="longest response to a request that gives no limit (default: 1024)",
     )
     command.add_argument(
         "--max-running",
         type=_positive,
         default=128,
         metavar="N",
-        help="answers that the native engine samples at a time; others wait (default: 128)",
+        help="responses that the native engine samples at a time; others wait (default: 128)",
     )
     command.add_argument(
         "--catalogue",

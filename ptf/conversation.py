@@ -35,7 +35,7 @@ class Chat:
     ) -> None:
         found = ServedDirectory.find(where)
         if found.scores:
-            raise UserError(f"{where} is a reward model: it scores answers, and cannot generate them")
+            raise UserError(f"{where} is a reward model: it scores responses, and cannot generate them")
         self.tokenizer = Tokenizer.load(str(found.tokenizer))
         if system and not self.tokenizer.hf.chat_template:
             raise UserError(f"{where} has no chat template, so it cannot take a system message")
@@ -53,7 +53,7 @@ class Chat:
         self.messages, self.seed, self.answers = [*self.system_messages], seed, 0
 
     def answer(self, text: str) -> str:
-        """Return the model's answer to the conversation so far and `text`.
+        """Return the model's response to the conversation so far and `text`.
 
         Raises UserError, and does not add `text` to the conversation, if both are longer than the model can read.
         """
@@ -66,7 +66,7 @@ class Chat:
         limit = self.engine.model.config.max_positions
         if len(context) + self.sampling.max_new_tokens > limit:
             raise UserError(
-                f"{len(context)} tokens and up to {self.sampling.max_new_tokens} tokens of answer "
+                f"{len(context)} tokens and up to {self.sampling.max_new_tokens} tokens of response "
                 f"are more than the {limit} that the model can read"
             )
         (generation,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])

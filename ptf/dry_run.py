@@ -226,7 +226,7 @@ def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
 
 
 def smaller_rollout(rollout: RolloutConfig) -> RolloutConfig:
-    """Return the section `rollout` with two short answers to two prompts, of one native engine."""
+    """Return the section `rollout` with two short responses to two prompts, of one native engine."""
     answer = rollout.max_new_tokens if rollout.constrained_decoding else min(rollout.max_new_tokens, 8)
     return rollout.model_copy(
         update={
@@ -248,4 +248,4 @@ def check_rewards(job: Job, directory: Path) -> None:
     if job.rollout and (failed := rows[-1].get("no_result_share", 0.0)) > 0:
         names = ("reward", "rewards", "environment", "environments", "play", "harness")
         what = next((name for name in names if getattr(job.rollout, name)), "reward_model")
-        raise UserError(f"rollout.{what} gave no result for {failed:.0%} of the answers; the lines above say why")
+        raise UserError(f"rollout.{what} gave no result for {failed:.0%} of the responses; the lines above say why")

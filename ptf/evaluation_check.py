@@ -44,7 +44,7 @@ def check_evaluation(job: Job) -> None:
 
 
 def former_names(job: Job) -> dict[str, str]:
-    """Return the names that metrics of answers and rankings had in earlier versions, each with the name that it has
+    """Return the names that metrics of responses and rankings had in earlier versions, each with the name that it has
     now, METRIC/NAME: they were NAME/METRIC, and some had other names before and after that."""
     evaluate_config, ranking = job.evaluate, job.evaluate.ranking
     sampled = [f"pass@{evaluate_config.samples_per_prompt}"] if evaluate_config.samples_per_prompt > 1 else []

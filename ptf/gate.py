@@ -68,9 +68,9 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     """Compare the trained model with the model that training started from.
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
-    was measured on both: mean reward and pass rate of greedy answers, NDCG of the ranking, the held-out loss. The list
-    is empty if nothing is held out or `evaluate.measure_starting_model` is off. Raises UserError if the stored rows of
-    the two models are not the same rows.
+    was measured on both: mean reward and pass rate of greedy responses, NDCG of the ranking, the held-out loss. The
+    list is empty if nothing is held out or `evaluate.measure_starting_model` is off. Raises UserError if the stored
+    rows of the two models are not the same rows.
     """
     named = job.publish.metric
     if named is not None and f"starting_model/{named}" in metrics:

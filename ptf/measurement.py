@@ -46,7 +46,7 @@ from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics, held_out_sequence_losses
 
 COMPARED = "compared.json"  # in the run's directory
-METRICS_OF = {"": "", "start/": "starting_model/"}  # directory of a model's answers → prefix of its metrics
+METRICS_OF = {"": "", "start/": "starting_model/"}  # directory of a model's responses → prefix of its metrics
 
 
 def measure_run(job: Job, run: Path) -> dict[str, float]:
@@ -76,7 +76,7 @@ def measure_model(job: Job, run: Path) -> dict[str, float]:
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
-    For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer answer. With
+    For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer response. With
     `evaluate.measure_starting_model`, it adds the metrics of the model that training started from. If the job's workers
     run on Ray, as many of them as in training measure the model; otherwise this process does.
     """
@@ -178,7 +178,8 @@ def measure_sequences(
     """Return the recipe's held-out metrics of one model on each set of sequences.
 
     With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
-    the answers' lengths. An answer counts as true if its label is above 0.5; there is no AUC if all or none are true.
+    the responses' lengths. A response counts as true if its label is above 0.5; there is no AUC if all or none are
+    true.
     """
     micro_batch_sequences, seq_len = job.train.micro_batch_sequences, job.data.seq_len
     metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_sequences, seq_len, beside))
@@ -188,7 +189,7 @@ def measure_sequences(
     for name, sequences in sets.items():
         scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_sequences, seq_len)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
-        if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false answers
+        if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false responses
             metrics |= {
                 f"auc/{name}": auc(scores, truth > 0.5),
                 f"length_baseline_auc/{name}": auc(lengths, truth > 0.5),
@@ -230,7 +231,7 @@ def score_answers(
     micro_batch_sequences: int,
     seq_len: int,
 ) -> np.ndarray:
-    """Return scores, labels and lengths of all answers, on every rank: [3, answers]."""
+    """Return scores, labels and lengths of all responses, on every rank: [3, responses]."""
     judgements = []
     for batch in deal(sequences, world, micro_batch_sequences, seq_len):
         batch = batch.to(world.device)
@@ -244,10 +245,10 @@ def score_answers(
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Return the area under the ROC curve: the probability that a true answer scores more than a false one, where equal
-    scores count half (Mann and Whitney 1947).
+    """Return the area under the ROC curve: the probability that a true response scores more than a false one, where
+    equal scores count half (Mann and Whitney 1947).
 
-    `scores`, `truth`: [answers]; there must be a true and a false answer.
+    `scores`, `truth`: [responses]; there must be a true and a false response.
     """
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
@@ -257,14 +258,14 @@ def auc(scores: np.ndarray, truth: np.ndarray) -> float:
 
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 10) -> float:
     """Return the expected calibration error (Guo et al. 2017, eq. 3): the absolute difference between the mean
-    probability and the share of true answers in each of `bins` equal intervals, averaged over answers."""
+    probability and the share of true responses in each of `bins` equal intervals, averaged over responses."""
     inside = np.minimum((probabilities * bins).astype(int), bins - 1)
     gaps = [abs(float((probabilities - truth)[inside == b].sum())) for b in range(bins)]
     return sum(gaps) / len(truth)
 
 
 def _engine_here(job: Job) -> str | Plugin:
-    """Return the engine that generates held-out answers on this machine, and print its name."""
+    """Return the engine that generates held-out responses on this machine, and print its name."""
     gpu = pick_device(job.compute.device).type == "cuda"
     engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None)
     print(f"evaluate: engine={engine.use if isinstance(engine, Plugin) else engine}", flush=True)
@@ -275,7 +276,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.measure_starting_model`, also those of the model that training started from.
 
-    The greedy answers are written to `run/answers/` and `run/answers/start/`.
+    The greedy responses are written to `run/answers/` and `run/answers/start/`.
     """
     evaluate_config = job.evaluate
     rewards = evaluation_rewards(job)
@@ -329,8 +330,8 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
 def measure_answers_to(
     job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
 ) -> dict[str, float]:
-    """Return the pass rates of a model's answers to the prompts of a source, and `evaluate.metrics` of its greedy
-    answers, which are written to `file`."""
+    """Return the pass rates of a model's responses to the prompts of a source, and `evaluate.metrics` of its greedy
+    responses, which are written to `file`."""
     evaluate_config = job.evaluate
     metrics, answers = pass_rates(
         rollout,
@@ -383,7 +384,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
 
 
 def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the value of a user's metric (`evaluate.metrics`), computed from all answers to the prompts of a source.
+    """Return the value of a user's metric (`evaluate.metrics`), computed from all responses to the prompts of a source.
 
     Raises UserError if the function fails, or if its value is not finite.
     """

@@ -148,7 +148,7 @@ def raise_if_damaged(directory: Path, path: str, up_to: float, without: Sequence
 
 def _move(root: str, wanted: Pointer, now: str | None) -> bool:
     text = storage.record_text({"version": wanted.version, "before": list(wanted.before)})
-    # the store's answer to our own write may have been lost
+    # the store's reply to our own write may have been lost
     return storage.swap_text(f"{root}/{POINTER}", text, now) or pointer(root) == wanted
 
 

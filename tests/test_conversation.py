@@ -60,7 +60,9 @@ def test_lines_of_a_pipe_are_answered_by_the_published_version(model, tmp_path, 
 
 def test_what_is_too_long_is_said_and_forgotten(model, monkeypatch, capsys):
     chat = Chat(model, max_new_tokens=SIZES["max_position_embeddings"] - 20)
-    with pytest.raises(UserError, match=r"tokens and up to \d+ tokens of answer are more than the \d+ that the model"):
+    with pytest.raises(
+        UserError, match=r"tokens and up to \d+ tokens of response are more than the \d+ that the model"
+    ):
         chat.answer("1+1=" * 20)
     assert chat.messages == []
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
@@ -74,7 +76,7 @@ def test_what_cannot_speak_is_refused(model, tmp_path, capsys):
     config = json.loads((scorer / "config.json").read_text())
     (scorer / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
     assert cli.main(["chat", str(scorer)]) == 2
-    assert "is a reward model: it scores answers, and cannot generate them" in capsys.readouterr().err
+    assert "is a reward model: it scores responses, and cannot generate them" in capsys.readouterr().err
     assert cli.main(["chat", str(tmp_path / "nowhere")]) == 2
     assert "there is no directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -84,7 +84,7 @@ def test_script_and_notebook_go_from_rows_to_a_published_model(tmp_path: Path) -
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"right answers to held-out questions: \d+%\n12\+30= .*\n7\+8= .*\n", done.stdout)
+    assert re.search(r"right responses to held-out questions: \d+%\n12\+30= .*\n7\+8= .*\n", done.stdout)
     assert published_versions.latest(str(tmp_path / "script" / "runs" / "published"))
     assert published_versions.latest(str(tmp_path / "runs" / "first_sft" / "runs" / "published"))
     outputs = json.loads((tmp_path / "outputs.json").read_text())

@@ -115,7 +115,7 @@ def test_an_environment_repeats_if_its_randomness_is_from_the_seed(
     assert all("what the policy reads at call 2" in line for line in trial.differences)
     assert trial.rewards == [0.25] * 3
     assert len(trial.warnings) == 2, "it pays any answer, so also the empty one"
-    assert re.search(r"of 3: episodes ended: \d, answers given: \d", capsys.readouterr().out)
+    assert re.search(r"of 3: episodes ended: \d, responses given: \d", capsys.readouterr().out)
 
 
 def test_a_harness_repeats_if_what_it_asks_is_a_function_of_its_seed(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ ANSWER = "Provides a final answer to the given problem."
 
 
 def agent(row, base_url, api_key, seed, shuffled=False):
-    """Play one episode, and return its reward in [0, 1]: 1/4 for each right number of the first call, 1/2 for its
-    result as the answer.
+    """Play one episode, and return its reward in [0, 1]: 1/4 for each right number of the first call, 1/2 if the
+    agent returns the result of that call.
 
     With `shuffled`, other digits are right: a control, from which nothing can be learned.
     """
@@ -77,7 +77,7 @@ def adder():
 
 
 def prepare(directory: str) -> None:
-    """Write `train.jsonl` and `test.jsonl`, the answers of `calls.jsonl` for SFT, and `model/`."""
+    """Write `train.jsonl` and `test.jsonl`, the responses of `calls.jsonl` for SFT, and `model/`."""
     from ptf.tasks.tiny import write_model
     from ptf.tasks.tool_calculator import TEMPLATE, sums, write_sums
 

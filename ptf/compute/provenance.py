@@ -107,7 +107,7 @@ def raise_if_different(
     ]
     if saved.get("allowed") != now.get("allowed"):
         raise UserError(
-            f"the allowed answers (rollout.constrained_decoding) are others than those of {place}, and a run "
+            f"the allowed responses (rollout.constrained_decoding) differ from those of {place}, and a run "
             "cannot change "
             "them: restore their file and settings, or start a new run"
         )

@@ -24,7 +24,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ptf.errors import UserError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-ANSWER_S = 10.0  # for one answer of a cluster
+ANSWER_S = 10.0  # for one reply of a cluster
 
 
 @contextlib.contextmanager

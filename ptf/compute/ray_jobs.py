@@ -21,7 +21,7 @@ from ptf.compute.launch import LAUNCHED
 from ptf.errors import Retryable
 
 EVERY_S = 1.0
-LOST_S = 300.0  # without an answer from the cluster
+LOST_S = 300.0  # without a reply of the cluster
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 

@@ -27,7 +27,7 @@ BATCH = at(
 )
 PASS = at("train.micro_batch_sequences", note="packed, of data.seq_len tokens, in one pass of a worker")
 PARTS = at("algo.num_minibatches", note="how many optimizer steps a pass over the rollouts has")
-LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and answer together")
+LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and response together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
 SOURCES = at("data.sources", note="a section by name, each with a `path`")

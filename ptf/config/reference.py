@@ -69,7 +69,7 @@ MOST_SET = (
 MOST_SET_HEAD = f"""## The {len(MOST_SET)} keys that most jobs set
 
 Start with these: every job has `recipe`, `model.path`, `data.sources`, `train.lr` and one of `train.steps` and
-`train.epochs`; the others have defaults. `rollout` belongs to the recipes that generate answers while they train
+`train.epochs`; the others have defaults. `rollout` belongs to the recipes that generate responses while they train
 ({", ".join(f"`{recipe}`" for recipe in online_recipes())}). The sections below list every key.
 """
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "null"}

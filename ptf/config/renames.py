@@ -135,10 +135,11 @@ VALUES = {
     "publish.gate": {"start": "starting_model"},
     "rollout.transport": {"path": "files"},
 }
-# metrics of answers: old name → new name
+# metrics of responses: old name → new name
 METRICS = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
-# dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of answers
-# or of rankings was NAME/METRIC; what may be a metric of a source that is called `reward` or `no_result` is left alone.
+# dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of
+# responses or of rankings was NAME/METRIC; what may be a metric of a source that is called `reward` or `no_result` is
+# left alone.
 ANSWER_METRIC = r"pass@\d+|reward|no_result|(?:all|new)/\w+@\d+"
 NO_SOURCE = "|".join(("train|start|starting_model|loss|kl|ce|accuracy|reward|no_result|pass@\\d+", *METRICS.values()))
 PATTERNS = {

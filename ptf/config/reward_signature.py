@@ -1,4 +1,4 @@
-"""What a reward is called with: one answer, all answers to one prompt, or a batch of answers.
+"""What a reward is called with: one response, all responses to one prompt, or a batch of responses.
 
 A reward is a function, or a class whose instance is called; the class is constructed once in each process, with the
 arguments of the config. `ptf.rl.rewards.scores_groups` and `batched` set the attributes that are read here.
@@ -22,7 +22,7 @@ class RewardSignature:
 
     scores: Scores
     sees_episodes: bool  # whether a call has the argument `episode`, or `episodes`
-    max_size: int = 1  # number of answers in a batch
+    max_size: int = 1  # number of responses in a batch
 
     @classmethod
     def of(cls, target: Any, args: Mapping[str, Any]) -> "RewardSignature":
@@ -35,7 +35,7 @@ class RewardSignature:
 
 
 def called(target: Any) -> Any:
-    """Return the function that is called with answers: of a class, its method `__call__`, or None if it has none."""
+    """Return the function that is called with responses: of a class, its method `__call__`, or None if it has none."""
     if not isinstance(target, type):
         return target
     return next((vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)), None)

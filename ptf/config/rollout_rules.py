@@ -60,7 +60,7 @@ def rollouts(job: Job) -> list[str]:
 
 
 def rewarded(job: Job) -> list[str]:
-    """Return the problems of the rewards: answers get one, from one place."""
+    """Return the problems of the rewards: responses get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
     of_answers = [f"rollout.{name}" for name in ("reward", "rewards", "reward_model") if getattr(rollout_config, name)]
@@ -83,10 +83,10 @@ def rewarded(job: Job) -> list[str]:
         return ["rollout.harness.command: the reward of what a program does comes from rollout.reward; give it"]
     if not of_answers and not players:
         return [
-            "rollout.reward: answers need a reward; give rollout.reward, reward_model, environment, play or harness"
+            "rollout.reward: responses need a reward; give rollout.reward, reward_model, environment, play or harness"
         ]
     if rollout_config.reward and rollout_config.rewards:
-        return ["rollout.rewards: rollout.reward scores the answers of all sources; give one, not both"]
+        return ["rollout.rewards: rollout.reward scores the responses of all sources; give one, not both"]
     if errors := _of_unknown_sources(job) + _of_sources_without(job):
         return errors
     if of_answers and rollout_config.environment:
@@ -115,7 +115,7 @@ def _of_unknown_sources(job: Job) -> list[str]:
 
 
 def _of_sources_without(job: Job) -> list[str]:
-    """Return the sources whose answers get no reward, where rewards or environments are given by source."""
+    """Return the sources whose responses get no reward, where rewards or environments are given by source."""
     config = job.rollout
     assert config is not None
     if not (config.rewards or config.environments) or config.reward or config.reward_model:
@@ -123,7 +123,7 @@ def _of_sources_without(job: Job) -> list[str]:
     trained = {f"data.sources.{name}": name for name in job.data.sources}
     held_out = {} if job.evaluate.reward else {f"evaluate.sources.{name}": name for name in job.evaluate.sources}
     return [
-        f"{key}: neither rollout.rewards nor rollout.environments has {name}, so its answers get no reward"
+        f"{key}: neither rollout.rewards nor rollout.environments has {name}, so its responses get no reward"
         for key, name in {**trained, **held_out}.items()
         if name not in config.rewards and name not in config.environments
     ]

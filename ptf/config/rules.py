@@ -100,10 +100,10 @@ def held_out(job: Job) -> list[str]:
     """Return the problems of held-out data and of the metrics on it."""
     errors = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
-        errors.append("evaluate.sources needs evaluate.reward to score the answers")
+        errors.append("evaluate.sources needs evaluate.reward to score the responses")
     if job.evaluate.metrics and not job.evaluate.sources:
         errors.append(
-            "evaluate.metrics needs evaluate.sources: metrics are computed from the answers to held-out prompts"
+            "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts"
         )
     taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples_per_prompt}", "greedy_reward", "no_result_share"}
     errors += [

@@ -1,6 +1,6 @@
-"""The conversation of an answer: what a row's prompt, or its messages, and the answer make together.
+"""The conversation of a response: what a row's prompt, or its messages, and the response make together.
 
-An answer that has a user's turn is the whole conversation already, so nothing is put before it, and the row's prompt
+A response that has a user's turn is the whole conversation already, so nothing is put before it, and the row's prompt
 must agree with it.
 """
 
@@ -13,7 +13,7 @@ from ptf.errors import UserError
 
 
 def history_of(row: Row) -> Any:
-    """Return what a row's answer follows: its `messages` or its `prompt`, or None where it has neither.
+    """Return what a row's response follows: its `messages` or its `prompt`, or None where it has neither.
 
     `messages` that end with the assistant's are a whole conversation and do not count. Raises UserError where a row has
     both and they differ.
@@ -35,10 +35,10 @@ def history_of(row: Row) -> Any:
 
 
 def join_answer(history: Any, answer: Any, name: str) -> list[Any]:
-    """Return the messages of a prompt and the answer to it, which end with the assistant's.
+    """Return the messages of a prompt and the response to it, which end with the assistant's.
 
-    An answer that has a user's turn is the whole conversation: the history that it begins with is not put before it,
-    and another history is refused. Raises UserError for any other form of answer.
+    A response that has a user's turn is the whole conversation: the history that it begins with is not put before it,
+    and another history is refused. Raises UserError for any other form of response.
     """
     if isinstance(answer, str):
         tail = [{"role": "assistant", "content": answer}]
@@ -48,12 +48,12 @@ def join_answer(history: Any, answer: Any, name: str) -> list[Any]:
         tail = answer if isinstance(answer, list) else None
     if tail is None or (history is None and not isinstance(answer, list)):
         raise UserError(
-            "an answer must be a string or messages, and without a prompt it must be messages; "
+            "a response must be a string or messages, and without a prompt it must be messages; "
             f"this one is {str(answer)[:60]!r}"
         )
     messages = tail if is_conversation(answer) else [*as_history(history), *tail]
     if not messages or not isinstance(messages[-1], dict) or messages[-1].get("role") != "assistant":
-        raise UserError("an answer must end with a message of the assistant's")
+        raise UserError("a response must end with a message of the assistant's")
     if history is not None and is_conversation(answer) and not _begins(messages, history):
         raise UserError(
             f"`{name}` is a whole conversation, but it does not begin with the row's prompt; {COLUMNS}: {{prompt: "
@@ -91,7 +91,7 @@ def _same(ours: Sequence[Row], others: Sequence[Row]) -> bool:
 
 
 def is_conversation(answer: Any) -> bool:
-    """Return whether an answer holds a message of the user, and so is a whole conversation."""
+    """Return whether a response holds a message of the user, and so is a whole conversation."""
     return isinstance(answer, list) and any(isinstance(m, dict) and m.get("role") == "user" for m in answer)
 
 

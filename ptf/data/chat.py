@@ -30,7 +30,8 @@ WEIGHT = "weight"  # key of a message that says how much its turn counts
 
 @dataclass(frozen=True, slots=True)
 class AssistantSpan:
-    """One answer of the assistant as served: the ids up to its end-of-turn token; the answer's own begin at `start`."""
+    """One response of the assistant as served: the ids up to its end-of-turn token; those of the response itself
+    begin at `start`."""
 
     ids: list[int]
     start: int
@@ -203,10 +204,10 @@ def served_turn(
     tools: Any = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """Return the text that a server shows the model before message i (an assistant's), and the answer's text.
+    """Return the text that a server shows the model before message i (an assistant's), and the response's text.
 
-    The answer is as the template writes it. With `data.answer_rendering: append`, where the template does not
-    show the answer after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not
+    The response is as the template writes it. With `data.answer_rendering: append`, where the template does not
+    show the response after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not
     shown as it would be served.
     """
 
@@ -257,7 +258,7 @@ def _verify(
     arguments: Mapping[str, Any] | None,
     fail: Any,
 ) -> None:
-    """Raise the error that `fail` makes unless the answer shows all parts of the message."""
+    """Raise the error that `fail` makes unless the response shows all parts of the message."""
     parts = _parts(message)
     if through is None and any(rest for _, rest in parts):
         through = tokenizer.render_text([*before, message], False, tools, arguments)
@@ -269,13 +270,13 @@ def _verify(
 def _turn(
     i: int, answer: str, context: list[int], ids: list[int], weight: float, tokenizer: Tokenizer, calls: bool
 ) -> AssistantSpan:
-    """Return turn i up to where a server would stop, from the ids of its prompt and of prompt and answer."""
+    """Return turn i up to where a server would stop, from the ids of its prompt and of prompt and response."""
 
     def fail(what: str) -> UserError:
         return _refusal(i, tokenizer, what)
 
     if not context:
-        raise fail("nothing comes before the answer, so all of the sample would be trained")
+        raise fail("nothing comes before the response, so all of the sample would be trained")
     # Where a token spans the end of the prompt, a server never sees that token: it continues the prompt's ids.
     if ids[: len(context)] != context:
         ids = context + tokenizer.encode(answer)
@@ -288,7 +289,7 @@ def _turn(
         rest != tokenizer.follows(calls).strip()
         and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip()
     ):
-        raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the answer")
+        raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the response")
     return AssistantSpan(ids[: end + 1], len(context), weight)
 
 

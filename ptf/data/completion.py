@@ -1,8 +1,8 @@
-"""Answers that a chat template would not show after the served prompt (`data.answer_rendering: append`).
+"""Responses that a chat template would not show after the served prompt (`data.answer_rendering: append`).
 
 A server gives the model a prompt and takes what comes back, and no template rewrites that. Some templates open the
 thinking in the prompt and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the turn is
-assembled: the row's thinking between the tags that the prompt opened or the template has, and after it the answer
+assembled: the row's thinking between the tags that the prompt opened or the template has, and after it the response
 without thinking as the template writes it.
 """
 
@@ -39,10 +39,10 @@ def complete_answer(
     arguments: Mapping[str, Any],
     fail: Callable[[str], Exception],
 ) -> tuple[str, str, dict[str, Any] | None]:
-    """Return the text that follows the prompt, in two parts: the thinking with its tags, and the answer.
+    """Return the text that follows the prompt, in two parts: the thinking with its tags, and the response.
 
-    The third value is the message that the answer must show; it is None where the answer is the content as it stands,
-    because the template would not show it. Raises the error that `fail` makes of a reason.
+    The third value is the message that the response must show; it is None where the response is the content as it
+    stands, because the template would not show it. Raises the error that `fail` makes of a reason.
     """
     thought, bare = without_thinking(message)
     opened = OPENED.search(prompt)
@@ -78,10 +78,10 @@ def complete_answer(
 def _frame(
     before: list[Any], prompt: str, tokenizer: Tokenizer, tools: Any, arguments: Mapping[str, Any]
 ) -> tuple[str | None, str, str]:
-    """Return the part of `prompt` that begins the turn, and the text that the template writes around an answer.
+    """Return the part of `prompt` that begins the turn, and the text that the template writes around a response.
 
     `prompt` ends before thinking that it opens. The first value is None where the template shows the earlier messages
-    differently; the text around the answer then comes from a conversation of one message.
+    differently; the text around the response then comes from a conversation of one message.
     """
     word = "QX0XQ"
     shown = tokenizer.render_text(before, False, tools, arguments)

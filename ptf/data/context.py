@@ -1,4 +1,4 @@
-"""A check that a chat template shows the whole context of an answer.
+"""A check that a chat template shows the whole context of a response.
 
 The context is the messages of users, systems, developers and tools, and the tools themselves.
 

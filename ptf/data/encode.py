@@ -141,8 +141,8 @@ def _is_number_or_none(x: Any) -> bool:
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
     """Encode a row with `chosen` and `rejected` as one pack unit, (chosen, rejected).
 
-    They are answers (a string, a message, or messages) to `prompt` or `messages`, or whole conversations. Only the last
-    answer of each is trained.
+    They are responses (a string, a message, or messages) to `prompt` or `messages`, or whole conversations. Only the
+    last response of each is trained.
     """
     names = KINDS["preference"]
     if any(name not in row for name in names):
@@ -175,7 +175,7 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
 
 
 def _is_empty(answer: Any) -> bool:
-    """Return whether an answer has no text and no tool calls in its last message."""
+    """Return whether a response has no text and no tool calls in its last message."""
     final = answer[-1] if isinstance(answer, list) and answer else answer
     return not final or (isinstance(final, dict) and not (final.get("content") or final.get("tool_calls")))
 
@@ -184,9 +184,9 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     """Encode a row with `prompt`, `completion` and a number `reward`, or with `messages` that have rewards.
 
     In `messages`, those of the assistant have a number `reward` where they were judged. The score is read at the last
-    token of each judged answer: only that token counts, and there the per-token values `score` and `answer_length` [n]
-    hold the reward and the answer's number of tokens; elsewhere they are 0. The row becomes one pack unit, or several
-    where a template cannot show all turns of a conversation at once.
+    token of each judged response: only that token counts, and there the per-token values `score` and `answer_length`
+    [n] hold the reward and the response's number of tokens; elsewhere they are 0. The row becomes one pack unit, or
+    several where a template cannot show all turns of a conversation at once.
     """
     if row.get("messages") is not None:
         messages = clean(row["messages"])
@@ -207,7 +207,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         )
         counted = {i: weight for i, weight in counted.items() if i in rewards}
         if not counted:
-            raise UserError("every answer that has a `reward` has a `weight` of 0: nothing to learn scores from")
+            raise UserError("every response that has a `reward` has a `weight` of 0: nothing to learn scores from")
         rewards_in_order = iter([rewards[i] for i in counted])
         documents = served_turns(plain_messages, counted, tokenizer, row.get("tools"), row_arguments(row))
         return [
@@ -248,7 +248,7 @@ def _reward(value: Any, name: str) -> float:
 
 
 def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float, float]], source: str) -> Sample:
-    """Return a sample of scored answers, each given as (start, end, reward, weight) with its token range."""
+    """Return a sample of scored responses, each given as (start, end, reward, weight) with its token range."""
     weights, scores, lengths = np.zeros((3, len(ids)), np.float32)
     for start, end, reward, weight in answers:
         weights[end - 1], scores[end - 1], lengths[end - 1] = weight, reward, end - start
@@ -264,10 +264,10 @@ def answered(
     name: str = "completion",
     arguments: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """Return the sample of an answer to a prompt, in which only the answer, its last message, is trained.
+    """Return the sample of a response to a prompt, in which only the response, its last message, is trained.
 
     A string prompt is one user message, as it will be in a chat. With a tokenizer that has no chat template, prompt and
-    answer are plain text, and the end-of-text token follows. `arguments` are the row's own arguments of the chat
+    response are plain text, and the end-of-text token follows. `arguments` are the row's own arguments of the chat
     template.
     """
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
@@ -297,21 +297,21 @@ def _trained_from(start: int, ids: list[int], tokenizer: Tokenizer, source: str)
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Prompt:
-    """Encode a row with `messages` that end before the answer, or with `prompt`, as a prompt.
+    """Encode a row with `messages` that end before the response, or with `prompt`, as a prompt.
 
     A `prompt` is such messages, or one user message. The whole row goes to the reward. Raises UserError for any other
     row.
     """
     history = history_of(row)
     if history is None and row.get("messages") is not None:
-        raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
+        raise UserError("the messages of a prompt must end before the response, these end with the assistant's")
     if not isinstance(history, str | list):
         raise UserError(
             f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)} ({advice(row)})"
         )
     messages = clean(as_history(history))
     if messages[-1]["role"] == "assistant":
-        raise UserError("the messages of a prompt must end before the answer, these end with the assistant's")
+        raise UserError("the messages of a prompt must end before the response, these end with the assistant's")
     tools, arguments = row.get("tools") or None, row_arguments(row)
     text = tokenizer.render_text(messages, True, tools, arguments)
     raise_if_unseen(messages, text, tokenizer, tools, arguments)
@@ -346,7 +346,7 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
 
 
 def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
-    """Return a scored conversation up to the last judged answer that fits; None for anything else."""
+    """Return a scored conversation up to the last judged response that fits; None for anything else."""
     first, *others = unit
     judged = np.flatnonzero(first.loss_weights[:seq_len])
     if others or "answer_length" not in first.token_columns or not len(judged):

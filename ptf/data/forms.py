@@ -66,7 +66,7 @@ ADVICE = (  # columns of forms that are ambiguous, and what to do
     ),
     (
         ("prompt", "answers"),
-        "several answers to one prompt: write `chosen` and `rejected`, or `completion`, with data.prepare",
+        "several responses to one prompt: write `chosen` and `rejected`, or `completion`, with data.prepare",
     ),
     (
         ("chosen", "rejected"),

@@ -24,7 +24,7 @@ KINDS = {  # the columns that make a row of a kind; where several kinds match, t
     "text": ("text",),
     "events": ("events",),
 }
-HISTORY = ("messages", "prompt")  # the columns that an answer of a preference, or a prompt, may follow
+HISTORY = ("messages", "prompt")  # the columns that a response of a preference, or a prompt, may follow
 CHAT_COLUMNS = ("system", "tools", "weight", "template_args", "chat_template_kwargs")
 READ_COLUMNS = {  # the columns that a kind reads beside its own; the kinds not listed here read all
     "preference": (*HISTORY, *CHAT_COLUMNS, "margin"),
@@ -113,17 +113,17 @@ def unread(spec: SourceSpec, reader: Reader) -> tuple[str, ...]:
 
 
 def raise_if_unwanted(row: Row) -> None:
-    """Raise UserError where a `label` says that the answer is not to be imitated."""
+    """Raise UserError where a `label` says that the response is not to be imitated."""
     if _label(row) == 0:
         raise UserError(
-            "`label` says that this answer is not to be imitated: leave such rows out with data.prepare, "
+            "`label` says that this response is not to be imitated: leave such rows out with data.prepare, "
             "or learn a score from them "
             f"(recipe rm, kind: scored); {COLUMNS}: {{label: null}} if the column means something else"
         )
 
 
 def _label(row: Row) -> float | None:
-    """Return the `label` of an answer, 1 or 0; None where it is something else."""
+    """Return the `label` of a response, 1 or 0; None where it is something else."""
     label = row.get("label")
     return float(label) if isinstance(label, int | float) and label in (0, 1) else None
 
@@ -143,7 +143,7 @@ def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any
     for column in ("input", "context") if kind in ("completion", "scored", "preference") else ():
         if isinstance(row.get(column), str) and row[column].strip():
             raise UserError(
-                f"`{column}` is not read, though the answer may depend on it: map `instruction` too, or {COLUMNS}: "
+                f"`{column}` is not read, though the response may depend on it: map `instruction` too, or {COLUMNS}: "
                 f"{{{column}: null}} leaves it out"
             )
     if row.get("system"):

@@ -187,7 +187,8 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
 def parse_turns(text: str, name: str) -> str | list[Message]:
     r"""Return the messages of a text that is a conversation; any other text unchanged.
 
-    A conversation is `\\n\\nHuman: …\\n\\nAssistant: …`. A text that ends in `\\n\\nAssistant:` ends before the answer.
+    A conversation is `\\n\\nHuman: …\\n\\nAssistant: …`. A text that ends in `\\n\\nAssistant:` ends before the
+    response.
     """
     if not text.startswith(("\n\nHuman:", "\n\nAssistant:")):
         return text

@@ -1,4 +1,4 @@
-"""Shared prefixes: packed sequences in which a prefix of several samples, such as the prompt of several answers, is
+"""Shared prefixes: packed sequences in which a prefix of several samples, such as the prompt of several responses, is
 computed once.
 
 The first sample of a group (samples with a shared prefix) is laid out whole. The others follow it directly without the

@@ -44,7 +44,7 @@ class Closing(NamedTuple):
 
 
 def closings_of(tokenizer: "Tokenizer") -> dict[str, Closing]:
-    """Return how the template closes an answer and a tool call."""
+    """Return how the template closes a response and a tool call."""
     special = set(tokenizer.hf.all_special_ids) | {
         i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special
     }
@@ -149,7 +149,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def _answer(word: str) -> list[Message]:
-    """Return a probe conversation that ends with an answer."""
+    """Return a probe conversation that ends with a response."""
     return [{"role": "user", "content": "1"}, {"role": "assistant", "content": word}]
 
 

@@ -38,7 +38,7 @@ RESERVED = {
 }
 WAYS_OUT = (
     "give another template in model.chat_template, the template's arguments in model.template_args "
-    "(enable_thinking, …), or set data.answer_rendering: append, which appends the answer to the generation prompt"
+    "(enable_thinking, …), or set data.answer_rendering: append, which appends the response to the generation prompt"
 )
 
 

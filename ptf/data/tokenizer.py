@@ -30,7 +30,7 @@ class Tokenizer:
     def __init__(self, hf: PreTrainedTokenizerBase, extra_stops: Sequence[int] = ()):
         """Wrap a tokenizer of transformers.
 
-        `extra_stops` are ids that also end an answer, from the model's generation_config.json.
+        `extra_stops` are ids that also end a response, from the model's generation_config.json.
         """
         self.hf: Any = hf  # the type hints of transformers are stricter than its behaviour
         self._extra_stops = tuple(extra_stops)
@@ -198,7 +198,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids that end an answer.
+        """Return the ids that end a response.
 
         They are what the template writes after an assistant's turn (first) and after a tool call, then eos and the ids
         of the generation config. Where the template writes several special tokens there, the one that eos or the config
@@ -232,7 +232,7 @@ class Tokenizer:
 
     @cached_property
     def _closings(self) -> dict[str, Closing]:
-        """Return how the template closes an answer and a tool call."""
+        """Return how the template closes a response and a tool call."""
         return closings_of(self)
 
     @cached_property
@@ -250,11 +250,11 @@ class Tokenizer:
         return identity_of(self.hf, self.rendering)
 
     def raise_if_other_stops(self, stops: Sequence[int], what: str) -> None:
-        """Raise UserError unless the ids that end an answer are those of `what`."""
+        """Raise UserError unless the ids that end a response are those of `what`."""
         if list(stops) != list(self.stop_ids):
             then, now = ([self.decode([i]) for i in ids] for ids in (stops, self.stop_ids))
             raise UserError(
-                f"in {what} answers ended with {then}, now with {now}: the tokenizer's files or "
+                f"in {what} responses ended with {then}, now with {now}: the tokenizer's files or "
                 "generation_config.json have changed; restore them"
             )
 

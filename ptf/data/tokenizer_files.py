@@ -1,4 +1,4 @@
-"""The files of a tokenizer, read with transformers: the tokenizer itself, and the ids that end an answer."""
+"""The files of a tokenizer, read with transformers: the tokenizer itself, and the ids that end a response."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def read_tokenizer(path: str, revision: str | None, local: bool) -> Any:
 
 
 def read_stop_ids(path: str, revision: str | None, local: bool) -> list[int]:
-    """Return the ids that end an answer in the model's generation_config.json; none where there is no such file.
+    """Return the ids that end a response in the model's generation_config.json; none where there is no such file.
 
     Raises UserError for a file that cannot be read.
     """
@@ -70,7 +70,7 @@ def read_stop_ids(path: str, revision: str | None, local: bool) -> list[int]:
     except OSError as e:
         if (file := Path(path) / "generation_config.json").is_file():
             raise UserError(
-                f"{file} cannot be read, so the ids that end an answer are not known; restore it: "
+                f"{file} cannot be read, so the ids that end a response are not known; restore it: "
                 f"{next(iter(str(e).splitlines()), '')}"
             ) from None
         return []

@@ -72,7 +72,7 @@ class Trajectory:
 
     prompt: Prompt
     generations: tuple[Generation, ...]
-    text: str  # the answer, or the text of both sides, decoded for the reward and the log
+    text: str  # the response, or the text of both sides, decoded for the reward and the log
     outcome: Reward | NoResult | None = None  # None: not scored yet
     # Per-token values, [n, …] each, aligned with the sampled tokens of all generations.
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""The allowed answers as a trie of tokens: ids of a catalogue, labels, or anything else that a model must not invent.
+"""The allowed responses as a trie of tokens: ids of a catalogue, labels, or anything else that a model must not invent.
 
-Which tokens may follow depends on the answer's tokens alone. So an engine that samples and a trainer that scores the
+Which tokens may follow depends on the response's tokens alone. So an engine that samples and a trainer that scores the
 samples, now or after several updates, restrict to the same sets without sending them to each other.
 """
 
@@ -19,14 +19,14 @@ OVER = -1  # the state after a stop token
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """A trie of answers. An answer begins in state 0, and the edges of a state are in the order of their tokens."""
+    """A trie of responses. A response begins in state 0, and the edges of a state are in the order of their tokens."""
 
     starts: np.ndarray  # [states + 1] int64: where each state's edges begin
     tokens: np.ndarray  # [edges] int32
     next_states: np.ndarray  # [edges] int32: the state that each edge leads to
-    longest: int  # tokens of the longest answer, its stop token included
+    longest: int  # tokens of the longest response, its stop token included
     repeat: int = 1
-    # [edges]: how many answers the edge leads to; empty where an answer may occur twice.
+    # [edges]: how many lines the edge leads to; empty where a line may occur twice.
     under: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
@@ -36,14 +36,14 @@ class Trie:
 
     @staticmethod
     def of(answers: Iterable[Sequence[int]], stop: Sequence[int], repeat: int = 1, distinct: bool = False) -> "Trie":
-        """Build the trie of `repeat` answers one after the other, and then one of the stop tokens.
+        """Build the trie of responses: `repeat` lines (`answers`) one after the other, and then one of the stop tokens.
 
-        `distinct`: no answer occurs twice. Raises UserError if there are no answers or too few, if one is empty or
+        `distinct`: no line occurs twice. Raises UserError if there are no lines or too few, if one is empty or
         contains a stop token, or, where they repeat, if one begins with another: it would then be ambiguous where the
         next one begins.
         """
         if not stop:
-            raise UserError("allowed answers need a stop token that ends them; the tokenizer has none")
+            raise UserError("allowed responses need a stop token that ends them; the tokenizer has none")
         nodes, ends = _prefix_tree(answers, stop)
         if repeat > 1 and any(nodes[node] for node in ends):
             raise UserError(
@@ -57,18 +57,18 @@ class Trie:
                 f"lines_per_answer: {repeat} "
                 f"needs at least {repeat}"
             )
-        leaves = [0] * len(nodes)  # node → number of answers that end there or below
+        leaves = [0] * len(nodes)  # node → number of lines that end there or below
         for node in reversed(range(len(nodes))):
             leaves[node] = (node in ends) + sum(leaves[child] for child in nodes[node].values())
         size = len(nodes)
-        edges: list[list[tuple[int, int, int]]] = []  # of each state: (token, next state, answers below)
+        edges: list[list[tuple[int, int, int]]] = []  # of each state: (token, next state, lines below)
         for repetition in range(repeat):
             first = repetition * size  # state of this repetition's root; state of a node: first + node
             last = repetition == repeat - 1
             for node, children in enumerate(nodes):
                 node_edges: list[tuple[int, int, int]] = []
                 for token, child in children.items():
-                    ends_here = child in ends and not last  # the next answer begins at the next repetition's root
+                    ends_here = child in ends and not last  # the next line begins at the next repetition's root
                     state = first + size if ends_here else first + child
                     node_edges.append((token, state, leaves[child]))
                 if last and node in ends:
@@ -92,7 +92,7 @@ class Trie:
         return int(self.next_states[edge])
 
     def walked(self, tokens: Iterable[int]) -> np.ndarray:
-        """Return the restriction that each token of an answer was sampled from, [n, width] int32.
+        """Return the restriction that each token of a response was sampled from, [n, width] int32.
 
         It holds the state, and the tokens that it excludes; −1 fills the rest. Raises ValueError for a token that is
         not allowed.
@@ -136,17 +136,17 @@ class Trie:
 
 
 def _prefix_tree(answers: Iterable[Sequence[int]], stop: Sequence[int]) -> tuple[list[dict[int, int]], dict[int, int]]:
-    """Return the nodes of a tree of the answers, token → child each, and the nodes where an answer ends.
+    """Return the nodes of a tree of the lines, token → child each, and the nodes where a line ends.
 
-    The latter map to the answer's number of tokens. Raises UserError for an invalid answer, or if there is none.
+    The latter map to the line's number of tokens. Raises UserError for an invalid line, or if there is none.
     """
     nodes: list[dict[int, int]] = [{}]
     ends: dict[int, int] = {}
     for ids in answers:
         if not len(ids):
-            raise UserError("one of the allowed answers is empty")
+            raise UserError("one of the allowed responses is empty")
         if set(stop) & set(map(int, ids)):
-            raise UserError(f"an allowed answer has a stop token in it: {list(map(int, ids))[:10]}")
+            raise UserError(f"an allowed response has a stop token in it: {list(map(int, ids))[:10]}")
         node = 0
         for token in map(int, ids):
             if token not in nodes[node]:
@@ -155,21 +155,21 @@ def _prefix_tree(answers: Iterable[Sequence[int]], stop: Sequence[int]) -> tuple
             node = nodes[node][token]
         ends[node] = len(ids)
     if not ends:
-        raise UserError("there are no allowed answers")
+        raise UserError("there are no allowed responses")
     return nodes, ends
 
 
 class TrieCursor:
-    """A position in a trie that follows one answer, token by token."""
+    """A position in a trie that follows one response, token by token."""
 
     def __init__(self, trie: Trie) -> None:
         self.trie, self.state = trie, 0
-        self._prefix: tuple[int, ...] = ()  # tokens of the current answer so far
-        # beginning of an answer → next token → how many answers went that way
+        self._prefix: tuple[int, ...] = ()  # tokens of the current line so far
+        # beginning of a line → next token → how many lines went that way
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def taken(self) -> list[int]:
-        """Return the tokens that lead only to answers that were given already."""
+        """Return the tokens that lead only to lines that were given already."""
         if not len(self.trie.under) or self.state == OVER:
             return []
         first, allowed = self.trie.starts[self.state], self.trie.allowed(self.state)
@@ -191,7 +191,7 @@ class TrieCursor:
     def follow(self, token: int) -> None:
         """Advance by a token. Raises ValueError if it is not allowed."""
         if token in self.taken():
-            raise ValueError(f"token {token} leads only to answers that were given already")
+            raise ValueError(f"token {token} leads only to lines that were given already")
         before, self.state = self.state, self.trie.follow(self.state, token)
         if not len(self.trie.under):
             return

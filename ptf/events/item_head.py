@@ -92,8 +92,8 @@ class NextItem(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return logits over the vocabulary, [..., D] → [..., vocab].
 
-        Every token that is not an item has the logit of the basket's end, so the logits are valid only for answers that
-        are restricted to items.
+        Every token that is not an item has the logit of the basket's end, so the logits are valid only for responses
+        that are restricted to items.
         """
         return self.items(x).float()[..., self.place]
 

@@ -206,7 +206,7 @@ def _write_item_rows(root: Path, item_tokens: _ItemTokens, tokenizer: Tokenizer,
 def _write_catalogue(
     root: Path, facts: Mapping[str, Item], item_tokens: _ItemTokens, trained: Sequence[History], tokenizer: Tokenizer
 ) -> list[Item]:
-    """Write the catalogue and the allowed answers; return the items, whose popularity is that in `trained`."""
+    """Write the catalogue and the allowed responses; return the items, whose popularity is that in `trained`."""
     users_of = Counter(item for history in trained for item in {item for basket in history for item in basket.items})
     items = [
         replace(facts[name], text=text, popularity=users_of[name] / len(trained))

@@ -111,7 +111,7 @@ class HistorySerializer:
 
     def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
         """Return a chat: the history as the user's message, and the next basket's items, in random order, as the
-        answer."""
+        response."""
         (basket,) = self.serialize(s.future[:1])
         answer = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
         history = START + "".join("".join(b.items) + b.gap for b in self._newest(s.before))

@@ -109,7 +109,8 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         f"GPUs in all pools: {plan.gpus}",
         (
             f"rollout: {engine.cache / GIB:.1f} GiB of keys and values on each device, beside "
-            f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.answers:,.0f} answers of data.seq_len tokens"
+            f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.answers:,.0f} responses of data.seq_len "
+            "tokens"
         ),
         (
             f"sync: {sync.sent / GIB:.2f} GiB by {plan.transport}, at least {sync.seconds:.2g} s; host memory for each "

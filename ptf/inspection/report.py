@@ -153,8 +153,8 @@ def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
 
 
 def _samples(report: Report) -> list[dict[str, Any]]:
-    """Return one entry per document. The two answers of a preference have the same number `pair`; other documents have
-    none."""
+    """Return one entry per document. The two responses of a preference have the same number `pair`; other documents
+    have none."""
     listed: list[dict[str, Any]] = []
     pairs = 0
     for source in report.survey.sources:

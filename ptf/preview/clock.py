@@ -1,4 +1,4 @@
-"""The times of episodes: when the policy was asked, when its answer was there, when the episode ended.
+"""The times of episodes: when the policy was asked, when its response was complete, when the episode ended.
 
 A request carries a seed that belongs to one call of one episode, so an engine that is wrapped by `TimedEngine` knows
 whose request it answers.
@@ -24,12 +24,12 @@ class EpisodeTimes:
     began: float
     ended: float | None = None
     asked: dict[int, float] = field(default_factory=dict)  # number of a call → when the policy was asked
-    answered: dict[int, float] = field(default_factory=dict)  # … → when its answer was complete
+    answered: dict[int, float] = field(default_factory=dict)  # … → when its response was complete
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one answer of the policy, and of what follows it until the policy is asked again or the episode
+    """Seconds of one response of the policy, and of what follows it until the policy is asked again or the episode
     ends."""
 
     policy_seconds: float
@@ -67,13 +67,13 @@ class Clock:
         self.episodes[episode].ended = time.monotonic()
 
     def answer(self, seed: int) -> None:
-        """Note that the answer to a request is complete."""
+        """Note that the response to a request is complete."""
         episode, call = self.calls[seed]
         self.episodes[episode].answered[call] = time.monotonic()
 
     @property
     def answers(self) -> int:
-        """Return the number of answers so far, over all episodes."""
+        """Return the number of responses so far, over all episodes."""
         return sum(len(times.answered) for times in self.episodes)
 
 
@@ -96,7 +96,7 @@ def turns_of(times: EpisodeTimes) -> tuple[Turn, ...]:
 
 
 class TimedEngine:
-    """An engine that notes in a clock when each answer is complete."""
+    """An engine that notes in a clock when each response is complete."""
 
     def __init__(self, engine: StreamingEngine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
@@ -109,7 +109,7 @@ class TimedEngine:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """See StreamingEngine. An answer that is not read to its end counts as complete then."""
+        """See StreamingEngine. A response that is not read to its end counts as complete then."""
         try:
             async with contextlib.aclosing(self.engine.stream(request)) as news:
                 async for progress in news:

@@ -51,7 +51,7 @@ class Player:
         return self._play(clock, engine, self.limits, prompts, episodes, what)
 
     def play_script(self, script: Script, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
-        """Play as `play`, with the answers of a script, which may be answers that the job's engine could not give."""
+        """Play as `play`, with the responses of a script, which may be ones that the job's engine could not give."""
         clock = Clock()
         engine = ScriptedEngine(self.sampler.tokenizer, lambda seed, context: script(*clock.calls[seed], context))
         limits = replace(self.limits, sampling=replace(self.limits.sampling, trie=None))
@@ -110,7 +110,7 @@ class Player:
         async def report() -> None:
             while True:
                 await asyncio.sleep(TELL_EVERY_S)
-                self.tell(f"{what}: episodes ended: {first + len(found)}, answers given: {clock.answers}")
+                self.tell(f"{what}: episodes ended: {first + len(found)}, responses given: {clock.answers}")
 
         reporting = asyncio.create_task(report())
         try:

@@ -32,8 +32,8 @@ class PreviewPolicy:
 
 
 def policy_of(job: Job, named: str | None) -> PreviewPolicy:
-    """Return the policy that is named: `echo`, `empty`, a file of answers, or a model; None is the job's own model, or
-    `echo` if its weights are not on this machine. Raises UserError if there is no such policy.
+    """Return the policy that is named: `echo`, `empty`, a file of responses, or a model; None is the job's own model,
+    or `echo` if its weights are not on this machine. Raises UserError if there is no such policy.
 
     A model is a directory, the directory of a run, a directory of versions, the YAML of a job that has published one, a
     URI or a Hugging Face id. `data.prepare` runs if its output does not exist.
@@ -42,7 +42,7 @@ def policy_of(job: Job, named: str | None) -> PreviewPolicy:
         return PreviewPolicy(_with_paths(job), f"{named}: {SCRIPTS[named]}", script_of(named))
     if named is not None and os.path.isfile(named) and not named.endswith((".yaml", ".yml")):
         script = scripts.of_file(named)
-        return PreviewPolicy(_with_paths(job), f"the answers of {named}", lambda _: script)
+        return PreviewPolicy(_with_paths(job), f"the responses of {named}", lambda _: script)
     if named is not None:
         other = _with_model(job, named)
         return PreviewPolicy(other, f"the model {other.model.path}")

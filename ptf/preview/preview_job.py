@@ -95,7 +95,7 @@ def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | N
     probed = min(episodes, max(MOST_PROBED, player.per_prompt))
     probes = []
     for name in (EMPTY, ECHO):
-        played = player.play_script(script_of(name)(tokenizer), prompts, probed, f"the answers {name}")
+        played = player.play_script(script_of(name)(tokenizer), prompts, probed, f"the responses {name}")
         probes.append(_probe(name, played))
     player.take_retries()
     script = chosen.script and chosen.script(tokenizer)
@@ -142,7 +142,7 @@ def _rewarded(probes: Sequence[Probe]) -> list[str]:
 
 
 def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the sums over all episodes: of what they count, of their answers and tokens, and of those cut off."""
+    """Return the sums over all episodes: of what they count, of their responses and tokens, and of those cut off."""
     counts = {
         "answers": float(sum(len(t.generations) for t in trajectories)),
         "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),

@@ -8,7 +8,7 @@ from ptf import storage
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
-Script = Callable[[int, int, str], str]  # (number of the episode, number of the call, text of the context) → answer
+Script = Callable[[int, int, str], str]  # (number of the episode, number of the call, text of the context) → response
 MARKS = ("zqxj", "jxqz", "qjzx")  # the contents of the probes: letters that no template writes
 
 
@@ -50,17 +50,17 @@ def _common_start(one: str, other: str) -> str:
 
 
 def of_file(path: str) -> Script:
-    """Return the script of a file: a line is the answers of one episode, and the lines are repeated.
+    """Return the script of a file: a line is the responses of one episode, and the lines are repeated.
 
-    A line is one answer, which is given in every turn. In a file `.jsonl` a line is JSON: such an answer as a string,
-    or a list of strings, the answers by turn, repeated. Raises UserError for a file that is not so.
+    A line is one response, which is given in every turn. In a file `.jsonl` a line is JSON: such a response as a
+    string, or a list of strings, the responses by turn, repeated. Raises UserError for a file that is not so.
     """
     try:
         lines = storage.read_text(path).splitlines()
     except (storage.Missing, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--policy: {path} cannot be read: {error}") from None
     if not lines:
-        raise UserError(f"--policy: {path} has no line, and so no answer")
+        raise UserError(f"--policy: {path} has no line, and so no response")
     answers = [[line] for line in lines]
     if path.endswith(".jsonl"):
         answers = [_answers(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
@@ -73,12 +73,12 @@ def of_file(path: str) -> Script:
 
 
 def _answers(line: str, where: str) -> list[str]:
-    """Return the answers of one line of JSON."""
+    """Return the responses of one line of JSON."""
     try:
         value = json.loads(line)
     except ValueError as error:
         raise UserError(f"--policy: {where} is not JSON: {error}") from None
     answers = [value] if isinstance(value, str) else value
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f"--policy: {where} is neither a string nor a list of strings, the answers by turn")
+        raise UserError(f"--policy: {where} is neither a string nor a list of strings, the responses by turn")
     return answers

@@ -64,8 +64,8 @@ class RewardedConfig(OnlineConfig):
     """Length penalty (DAPO): a term is added to the reward that falls linearly from 0, this many tokens before
     `rollout.max_new_tokens`, to -1 at it. 0: no penalty."""
     overlong_filter: bool = False
-    """Do not train on answers and episodes that were cut off at a limit (DAPO's overlong filtering). GRPO still counts
-    their rewards in the baseline of their group."""
+    """Do not train on responses and episodes that were cut off at a limit (DAPO's overlong filtering). GRPO still
+    counts their rewards in the baseline of their group."""
     credit_level: Literal["episode", "turn"] = "episode"
     """Where the rewards of an episode's turns count. `episode`: their sum is the reward of the whole episode. `turn`:
     the reward of each turn counts for this turn and the turns before it."""
@@ -86,12 +86,12 @@ class RewardedConfig(OnlineConfig):
         rollout = job.rollout
         if self.credit_level == "turn" and not rollout.has_episodes:
             errors.append(
-                "algo.credit_level: turn is for episodes (rollout.environment, environments, play or harness); an "
-                "answer is one turn, whose credit is its reward; set algo.credit_level: episode"
+                "algo.credit_level: turn is for episodes (rollout.environment, environments, play or harness); a "
+                "response is one turn, whose credit is its reward; set algo.credit_level: episode"
             )
         if self.overlong_buffer_tokens and rollout.has_episodes:
             errors.append(
-                "algo.overlong_buffer_tokens applies to single answers, because rollout.max_new_tokens limits each "
+                "algo.overlong_buffer_tokens applies to single responses, because rollout.max_new_tokens limits each "
                 "turn and not the episode (rollout.environment, environments, play or harness); set it to 0"
             )
         if self.overlong_buffer_tokens > job.rollout.max_new_tokens:

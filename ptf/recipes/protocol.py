@@ -78,7 +78,7 @@ class PrecomputingRecipe(Recipe, Protocol):
 
 
 class ScoringRecipe(Recipe, Protocol):
-    """A recipe whose models score answers."""
+    """A recipe whose models score responses."""
 
     @property
     def scores_are_logits(self) -> bool:
@@ -86,7 +86,7 @@ class ScoringRecipe(Recipe, Protocol):
         ...
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return predicted scores, labels and lengths of the scored answers: [3, answers]."""
+        """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
         ...
 
 

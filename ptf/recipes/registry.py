@@ -122,7 +122,7 @@ def job_arguments(job: "Job") -> dict[str, Any]:
 
     They are `train_on` (which messages of a chat are trained) and `sources` (the names of the training data). Where
     there are rollouts, they are also `processing` (the distribution that tokens are drawn from),
-    `max_new_tokens` (the largest number of tokens of one answer) and `logprob_diff_threshold` (tokens whose log-probs
+    `max_new_tokens` (the largest number of tokens of one response) and `logprob_diff_threshold` (tokens whose log-probs
     in engine and trainer differ by more are counted).
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}

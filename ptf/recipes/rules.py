@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def whole_answer_errors(job: "Job") -> list[str]:
-    """Check the data of an algorithm that compares or scores whole answers."""
+    """Check the data of an algorithm that compares or scores whole responses."""
     errors = []
     if job.data.train_on != "assistant":
         errors.append(
-            f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last answer. Remove the key"
+            f"data.train_on applies to chats; recipe {job.recipe} compares or scores the last response. Remove the key"
         )
     if job.data.too_long in ("truncate", "split"):
-        errors.append(f"data.too_long: recipe {job.recipe} needs whole answers; use error or drop")
+        errors.append(f"data.too_long: recipe {job.recipe} needs whole responses; use error or drop")
     return errors
 
 

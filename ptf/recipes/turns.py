@@ -9,7 +9,7 @@ E[b_t ∇log π(a_t)] = 0: the policy gradient is unbiased, as in RLOO (tests/re
 the last turn has a reward and γ is 1, A_t is RLOO's. Two baselines that look alike are not:
 
 * the mean over all episodes that reach turn t, this one included: it multiplies the gradient of the turn by 1 − 1/n,
-  where n, the number of episodes that reach the turn, differs from turn to turn (over answers of one turn, n is the
+  where n, the number of episodes that reach the turn, differs from turn to turn (over responses of one turn, n is the
   group's size, and the factor is a constant);
 * Σ_{u≥t} of the mean rewards of the turns u that this episode reaches: how many terms it has depends on what this
   episode did, which rewards or punishes taking one more turn.

@@ -1,8 +1,8 @@
-"""A log of the policy's answers for people to read: every n steps the answers to the step's first prompts, token by
+"""A log of the policy's responses for people to read: every n steps the responses to the step's first prompts, token by
 token, with their advantages.
 
-The log has the tokens that were trained, not a rendering of the text. `samples.jsonl` has one answer per line; each
-token is [text, log-prob in the engine, advantage]. The advantage is null if the answer was not trained.
+The log has the tokens that were trained, not a rendering of the text. `samples.jsonl` has one response per line; each
+token is [text, log-prob in the engine, advantage]. The advantage is null if the response was not trained.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ class AnswerLog:
         self.lines = StepLines(run / "samples.jsonl", resumed, lease, state) if self.every else None
 
     def log(self, step: int, groups: Sequence[Group], units: Sequence[PackUnit]) -> None:
-        """Write the answers of a step if it is the first step or a multiple of `every`; `step` counts from 1."""
+        """Write the responses of a step if it is the first step or a multiple of `every`; `step` counts from 1."""
         if self.lines is None or not (step == 1 or step % self.every == 0):
             return
         credited: Mapping[bytes, list[np.ndarray]] = defaultdict(list)
@@ -48,13 +48,13 @@ class AnswerLog:
                         sample.token_columns["advantages"][sample.loss_weights != 0]
                     )
         for group in groups[: self.prompts]:
-            # answers with a reward take advantages first: of equal answers, only those with a reward were trained
+            # responses with a reward take advantages first: of equal responses, only those with a reward were trained
             scored_first = sorted(range(len(group)), key=lambda i: not isinstance(group[i].outcome, Reward))
             lines = {i: {"step": step, **self.line(group[i], credited)} for i in scored_first}
             self.lines.add(*(lines[i] for i in range(len(group))))
 
     def line(self, t: Trajectory, credited: Mapping[bytes, list[np.ndarray]]) -> dict[str, Any]:
-        """Return the line of one answer; its advantages are removed from `credited`, by the tokens of its samples."""
+        """Return the line of one response; its advantages are removed from `credited`, by the tokens of its samples."""
         ids = [int(token) for generation in t.generations for token in generation.sampled_ids]
         parts = [credited[sample.tokens.tobytes()] for sample in samples_of(t)]
         advantages: list[float | None] = [None] * len(ids)

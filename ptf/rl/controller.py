@@ -41,7 +41,7 @@ SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transp
 
 
 def rewards_differ(group: Group) -> bool:
-    """Return whether the rewards of a group's answers differ, before length penalties and a KL reward."""
+    """Return whether the rewards of a group's responses differ, before length penalties and a KL reward."""
     return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
 
 
@@ -124,12 +124,12 @@ class Controller:
                 raise Stopped(self.step, self.steps, self.saves.path(self.step))
 
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
-        """Sample answers and score them.
+        """Sample responses and score them.
 
-        Returns the groups to train on, metrics over the rewards of all answers, and the seconds that scoring took after
-        the last answer was there.
-        With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO), prompts are drawn until
-        `rollout.prompts_per_step` groups have different rewards, at most `rollout.max_resampling_rounds` times.
+        Returns the groups to train on, metrics over the rewards of all responses, and the seconds that scoring took
+        after the last response was there. With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO),
+        prompts are drawn until `rollout.prompts_per_step` groups have different rewards, at most
+        `rollout.max_resampling_rounds` times.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
@@ -169,7 +169,7 @@ class Controller:
     def _report_equal_rewards(self, groups: int, reward: float) -> None:
         """Print that no group has different rewards. Raises UserError in the first step."""
         message = (
-            f"step {self.step + 1}: in each of {groups} groups all answers have the same reward, "
+            f"step {self.step + 1}: in each of {groups} groups all responses have the same reward, "
             f"in {self.rollout_config.max_resampling_rounds} rounds (rollout.max_resampling_rounds): "
             f"there is nothing to learn from. The mean reward is {reward:.3g}"
         )
@@ -185,19 +185,19 @@ class Controller:
         return retried
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics over the rewards of all answers. Raises UserError if too many answers have no reward."""
+        """Return metrics over the rewards of all responses. Raises UserError if too many responses have no reward."""
         answers = [t for group in groups for t in group]
         values = np.array([t.outcome.value for t in answers if isinstance(t.outcome, Reward)])
         reasons = [t.outcome.reason for t in answers if isinstance(t.outcome, NoResult)]
         first_reason = f"the first reason, from {self.reward_source()}: {reasons[0] if reasons else 'none is known'}"
         if reasons:
             print(
-                f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no result; {first_reason}",
+                f"step {self.step + 1}: {len(reasons)} of {len(answers)} responses have no result; {first_reason}",
                 flush=True,
             )
         if len(reasons) > self.rollout_config.max_no_result_share * len(answers) or not len(values):
             raise UserError(
-                f"step {self.step + 1}: {len(reasons)} of {len(answers)} answers have no reward "
+                f"step {self.step + 1}: {len(reasons)} of {len(answers)} responses have no reward "
                 f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}"
             )
         versions = [generation.versions for t in answers for generation in t.generations]
@@ -327,10 +327,10 @@ class Controller:
         step, epoch)."""
         if not units:
             raise UserError(
-                f"step {self.step + 1}: no group has as many answers with a reward as the recipe needs; "
+                f"step {self.step + 1}: no group has as many responses with a reward as the recipe needs; "
                 "there is nothing to train on. The lines above say why rewards are missing; or raise "
-                "rollout.group_size. (With algo.overlong_filter, answers that were cut off are not trained on either: "
-                "see cut_off_share, and raise rollout.max_new_tokens or rollout.max_turns)"
+                "rollout.group_size. (With algo.overlong_filter, responses that were cut off are not trained on "
+                "either: see cut_off_share, and raise rollout.max_new_tokens or rollout.max_turns)"
             )
         out = []
         for epoch in range(self.recipe.update_epochs):

@@ -1,6 +1,6 @@
 """Episodes: each is one call of a `RolloutFunction`, which asks the policy and returns a trajectory.
 
-They are ptf's own (one answer, a conversation with an environment), or a function of the user's
+They are ptf's own (one response, a conversation with an environment), or a function of the user's
 (`rollout.play`). An episode whose function raises has no result; an engine that fails ends the step.
 """
 
@@ -24,7 +24,7 @@ RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
 
 async def one_answer(prompt: Prompt, policy: Policy) -> Trajectory:
-    """Play an episode of one answer to the prompt's tokens; `rollout.reward` scores it."""
+    """Play an episode of one response to the prompt's tokens; `rollout.reward` scores it."""
     await policy.generate(Context(prompt.tokens, ""))
     return policy.trajectory()
 
@@ -110,7 +110,7 @@ async def _run_one(
         )
         trajectory = policy.trajectory(NoResult(reason), complete=False)
     elif not policy.calls and not isinstance(trajectory.outcome, NoResult):
-        trajectory = replace(trajectory, outcome=NoResult("the rollout function received no answer of the policy"))
+        trajectory = replace(trajectory, outcome=NoResult("the rollout function received no response from the policy"))
     return number, trajectory
 
 

@@ -32,7 +32,7 @@ class LockstepBatches:
         self.scheduled = False
 
     async def generate(self, episode: int, request: Request) -> Generation:
-        """Return the answer to a request of an episode."""
+        """Return the response to a request of an episode."""
         self.numbers[episode] = number = self.numbers.get(episode, -1) + 1
         waiting = Waiting(episode, number, request)
         self.waiting.append(waiting)

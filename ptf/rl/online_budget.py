@@ -46,7 +46,7 @@ class Engine:
     memory: RoleMemory
     weights: float  # bytes on each device
     cache: float  # bytes on each device for keys and values
-    answers: float  # how many answers of `data.seq_len` tokens the caches of all engines hold at once
+    answers: float  # how many responses of `data.seq_len` tokens the caches of all engines hold at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
                 yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--workers) or {_advice(phase)}"
     if engine.answers < 1:
         yield (
-            f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no answer of data.seq_len "
+            f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no response of data.seq_len "
             f"({job.data.seq_len}) tokens fits beside them; raise rollout.gpu_memory_utilization or "
             "rollout.tensor_parallel_size"
         )

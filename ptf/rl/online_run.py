@@ -160,7 +160,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
 def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, list[Prompt]]:
     """Return the held-out prompts for validation during training.
 
-    Raises UserError if an allowed answer does not fit after one of them.
+    Raises UserError if an allowed response does not fit after one of them.
     """
     held_out: dict[str, list[Prompt]] = {}
     if job.train.validate_every:
@@ -275,7 +275,7 @@ def _reward_model_length(job: Job, directory: Path) -> int:
 def _reward_model_client(
     job: Job, run: Path, plans: dict[str, RoleSpec], groups: dict[str, RoleGroup]
 ) -> RewardModelClient | None:
-    """Return the client that converts answers to the reward model's samples; None without a reward model."""
+    """Return the client that converts responses to the reward model's samples; None without a reward model."""
     reward_model = job.rollout and job.rollout.reward_model
     if not reward_model:
         return None

@@ -1,4 +1,4 @@
-"""Build the rollout role of a job: the engine, the environment, the allowed answers, and the rewards."""
+"""Build the rollout role of a job: the engine, the environment, the allowed responses, and the rewards."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -23,7 +23,7 @@ from ptf.rl.sampler import EnvironmentSpec, Sampler
 
 
 def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
-    """Return the engine that generates held-out answers (`evaluate.engine`).
+    """Return the engine that generates held-out responses (`evaluate.engine`).
 
     `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine cannot run models
     of transformers (`model.backend: hf`), and vLLM cannot run components of the user's own.
@@ -52,7 +52,7 @@ def sampler_spec(
 ) -> RoleSpec:
     """Return the role that generates from a Hugging Face directory.
 
-    `length` is the largest number of tokens of a context and its answer together. There are `workers` engines of
+    `length` is the largest number of tokens of a context and its response together. There are `workers` engines of
     `tensor` processes each. Raises UserError if the model has fewer positions than `length`, or if its heads cannot be
     divided among the processes.
     """
@@ -60,7 +60,7 @@ def sampler_spec(
     positions = shape.max_positions
     if length > positions:
         raise UserError(
-            f"prompt and answer may take {length} tokens together, but {directory} has {positions} positions; "
+            f"prompt and response may take {length} tokens together, but {directory} has {positions} positions; "
             "lower data.seq_len or max_new_tokens"
         )
     if shape.heads % tensor:
@@ -114,7 +114,7 @@ def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: 
 
 
 def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
-    """Return the arguments that come from the section `rollout`: how answers are sampled, and the environment."""
+    """Return the arguments that come from the section `rollout`: how responses are sampled, and the environment."""
     rollout_config = job.rollout
     if rollout_config is None:
         return {}
@@ -147,7 +147,7 @@ def raise_if_wrong_environment(what: Plugin, key: str = "rollout.environment") -
 
 
 def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
-    """Return the trie of the allowed answers (`rollout.constrained_decoding`); None if any answer is allowed."""
+    """Return the trie of the allowed responses (`rollout.constrained_decoding`); None if any response is allowed."""
     if rollout_config is None or rollout_config.constrained_decoding is None:
         return None
     text = storage.read_text(rollout_config.constrained_decoding.path).replace("\r\n", "\n").removesuffix("\n")
@@ -166,7 +166,7 @@ def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie 
 
 
 def raise_if_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
-    """Raise UserError if an allowed answer is longer than the limits of training or of evaluation."""
+    """Raise UserError if an allowed response is longer than the limits of training or of evaluation."""
     assert job.rollout is not None
     rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
     if job.evaluate.sources:
@@ -176,7 +176,7 @@ def raise_if_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
     for key, room in rooms.items():
         if trie.longest > room:
             raise UserError(
-                f"rollout.constrained_decoding: its longest answer has {trie.longest} tokens with the one that "
+                f"rollout.constrained_decoding: its longest response has {trie.longest} tokens with the one that "
                 "ends it, "
                 f"but {key} is {room}"
             )
@@ -185,7 +185,7 @@ def raise_if_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
 def with_logits_processing(
     recipe: Recipe, rollout_config: RolloutConfig, trie: Trie | None
 ) -> tuple[Recipe, LogitsProcessing]:
-    """Return the recipe, with the distribution of the sampled answers in its field `processing`, and that distribution.
+    """Return the recipe, `processing` set to the distribution of the sampled responses, and that distribution.
 
     Raises UserError if the distribution is not the model's own and the recipe has no such field.
     """
@@ -204,19 +204,19 @@ def with_logits_processing(
             "rollout.temperature, rollout.top_p and rollout.constrained_decoding: the recipe is not a dataclass "
             "with a field "
             "`processing` (of type ptf.model.sampling.LogitsProcessing), so its loss cannot use the distribution that "
-            "answers are sampled from. Add the field, or leave the three keys at 1, 1 and null"
+            "responses are sampled from. Add the field, or leave the three keys at 1, 1 and null"
         )
     return recipe, processing
 
 
 def training_rewards(job: Job) -> Rewards | None:
-    """Return the processes that score the answers of a step; None if there is no reward function."""
+    """Return the processes that score the responses of a step; None if there is no reward function."""
     assert job.rollout is not None
     return _rewards(job, job.rollout.rewards_by_source)
 
 
 def evaluation_rewards(job: Job) -> Rewards | None:
-    """Return the processes that score held-out answers: by `evaluate.reward`, otherwise as in training."""
+    """Return the processes that score held-out responses: by `evaluate.reward`, otherwise as in training."""
     if reward := job.evaluate.reward:
         return _rewards(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
     return _rewards(job, job.rollout.rewards_by_source) if job.rollout else None

@@ -26,10 +26,10 @@ def pass_rates(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return pass rates as shares of the prompts, and a record of each greedy response.
 
-    The rates are `greedy_pass_rate` (the one greedy answer passes), `greedy_reward` (its mean reward), and with samples
-    > 1 `pass@k` (any of k sampled answers passes). An answer passes if its reward is 1 or more. Answers without a
-    result are counted in `no_result_share` and left out. Raises UserError if their share exceeds `max_no_result_share`,
-    because the remaining answers would be a biased sample.
+    The rates are `greedy_pass_rate` (the one greedy response passes), `greedy_reward` (its mean reward), and with
+    samples > 1 `pass@k` (any of k sampled responses passes). A response passes if its reward is 1 or more. Responses
+    without a result are counted in `no_result_share` and left out. Raises UserError if their share exceeds
+    `max_no_result_share`, because the remaining responses would be a biased sample.
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
@@ -41,7 +41,7 @@ def pass_rates(
     failed = [t.outcome.reason for t in greedy if isinstance(t.outcome, NoResult)]
     if len(failed) > max_no_result_share * len(greedy) or not len(values):
         raise UserError(
-            f"{len(failed)} of {len(greedy)} held-out answers have no reward; the first reason: "
+            f"{len(failed)} of {len(greedy)} held-out responses have no reward; the first reason: "
             f"{failed[0] if failed else 'there are no prompts'}"
         )
     rates = {

@@ -178,7 +178,8 @@ class Threads:
 
 
 class RewardCalls:
-    """Answers questions, each the answers that one call scores, with a number or a Fault for each, or one Fault."""
+    """Answers questions: each has the responses that one call scores, the reply a number or a Fault for each, or one
+    Fault."""
 
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.signature = RewardSignature.of(plugin.resolve(what.use), what.args)

@@ -1,4 +1,4 @@
-"""Answers to conversations: chat completions and responses, with the sampling that the client asks for."""
+"""Responses to conversations, as chat completions or in OpenAI's Responses API, sampled as the client asks."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from ptf.rl.policy.policy import Limits, NoRoom, Policy
 from ptf.serving.service import Handle
 
 MOST_PENDING = 1024  # requests
-WATCHED_EVERY_S = 0.25  # whether the client of a whole answer still waits
+WATCHED_EVERY_S = 0.25  # whether the client of a whole response still waits
 UNRANDOM = {"top_k": (None, 0, -1), "min_p": (None, 0)}  # values that ask for nothing; others are not supported
 
 
@@ -41,7 +41,7 @@ class SteppedEngine(StreamingEngine, Protocol):
 class AnswerService:
     """Answers conversations with an engine.
 
-    `max_length` is the most tokens of a context with its answer, `max_new_tokens` those of an answer whose request
+    `max_length` is the most tokens of a context with its response, `max_new_tokens` those of a response whose request
     gives no limit.
     """
 
@@ -55,7 +55,7 @@ class AnswerService:
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._responses,
         }
-        self.numbers = itertools.count(secrets.randbits(40))  # ids of answers do not repeat when a server is restarted
+        self.numbers = itertools.count(secrets.randbits(40))  # ids of responses do not repeat after a restart
         self.running: set[asyncio.Task[None]] = set()
         self.renderer = ThreadPoolExecutor(1, "renderer")  # a long text must not keep the event loop
 
@@ -93,7 +93,7 @@ class AnswerService:
         return response
 
     async def _exchange(self, chat: ChatRequest) -> Exchange:
-        """Begin the answers to a request. Raises HttpError (400, 404, 429) if it cannot be served."""
+        """Begin the responses to a request. Raises HttpError (400, 404, 429) if it cannot be served."""
         if chat.model not in (self.model, "policy"):  # the second is what a request without `model` is read as
             raise HttpError(404, f"there is no model {chat.model[:80]!r} here, only {self.model}", "model_not_found")
         if len(self.running) >= MOST_PENDING:
@@ -127,7 +127,7 @@ class AnswerService:
         return Exchange(next(self.numbers), chat, choices, policy)
 
     def _sampling(self, chat: ChatRequest) -> Sampling:
-        """Return how the answers are sampled, by OpenAI's defaults. Raises HttpError for values out of range."""
+        """Return how the responses are sampled, by OpenAI's defaults. Raises HttpError for values out of range."""
         for name, harmless in UNRANDOM.items():
             if chat.sampling.get(name) not in harmless:
                 raise HttpError(400, f"{name} is not supported here", name)

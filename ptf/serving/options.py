@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-LONGEST = 8192  # tokens of a context with its answer, unless another limit is given; the caches grow with it
+LONGEST = 8192  # tokens of a context with its response, unless another limit is given; the caches grow with it
 BEAM = 100  # as evaluate.ranking.beam
 
 
@@ -14,9 +14,9 @@ class ServingOptions:
     """How a model is served."""
 
     engine: Literal["native", "vllm"] = "native"
-    max_length: int | None = None  # tokens of a context with its answer; None: the model's limit, at most LONGEST
-    max_new_tokens: int = 1024  # of an answer whose request gives no limit
-    max_running: int = 128  # answers that are sampled at a time
+    max_length: int | None = None  # tokens of a context with its response; None: the model's limit, at most LONGEST
+    max_new_tokens: int = 1024  # of a response whose request gives no limit
+    max_running: int = 128  # responses that are sampled at a time
     catalogue: str | None = None  # of items to rank; None: that of the run's `evaluate.ranking`
     beam: int | None = None  # prefixes of items that are kept on each level; None: that of `evaluate.ranking`, or BEAM
     caches: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))  # where vLLM keeps what it compiles

@@ -35,7 +35,7 @@ class PublicEndpoint:
             raise UserError(f"--host {self.server.host} --port {self.server.port}: {error}") from None
 
     async def close(self) -> None:
-        """End all answers, and stop listening."""
+        """End all responses, and stop listening."""
         await self.server.close()
         for service in self.services:
             await service.close()

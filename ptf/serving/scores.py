@@ -69,7 +69,7 @@ class ScoreService:
         return json_response({"object": "scores", "model": self.name, "scores": scores, "usage": usage})
 
     def _scored(self, conversations: Sequence[tuple[Any, Any, Any]]) -> list[Scored]:
-        """Return the score of each conversation: what was before the answer, the answer, and tools."""
+        """Return the score of each conversation: what was before the response, the response, and tools."""
         results = [self._sample(*one) for one in conversations]
         samples = [result for result in results if isinstance(result, Sample)]
         values = iter(per_document(self.model, samples, self.world, last_value, seq_len=0, micro_batch_sequences=1))
@@ -86,7 +86,8 @@ class ScoreService:
 
 
 def conversations_of(given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return what is to be scored, as (what was before the answer, the answer). Raises HttpError for other forms."""
+    """Return what is to be scored, as (what was before the response, the response). Raises HttpError for other
+    forms."""
     messages, prompt, response = (given.get(name) for name in ("messages", "prompt", "response"))
     if (messages is None) == (prompt is None) or (prompt is None) != (response is None):
         raise HttpError(400, FORMS, "messages")
@@ -122,5 +123,5 @@ def raise_if_not_scalar(model: Decoder, device: torch.device, name: str) -> None
     if out.numel() != 2:
         raise UserError(
             f"{name} has a head of its own with {out.numel() // 2} outputs at each position and without `logits`: "
-            "ptf serve serves heads with one output (/v1/score), or with `logits` (answers, /v1/rank)"
+            "ptf serve serves heads with one output (/v1/score), or with `logits` (responses, /v1/rank)"
         )

@@ -160,7 +160,7 @@ def _raise_unless_native(options: ServingOptions, what: str) -> None:
 
 
 def max_length_of(config: DecoderConfig, options: ServingOptions) -> int:
-    """Return the most tokens of a context with its answer. Raises UserError for more than the model can read."""
+    """Return the most tokens of a context with its response. Raises UserError for more than the model can read."""
     if options.max_length is not None and options.max_length > config.max_positions:
         raise UserError(f"--max-length {options.max_length}: the model reads {config.max_positions} tokens at most")
     return options.max_length or min(config.max_positions, LONGEST)

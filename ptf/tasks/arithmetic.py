@@ -61,5 +61,5 @@ def questions(a: int, b: int) -> list[Question]:
 
 
 def exact(row: Mapping[str, Any], text: str) -> float:
-    """Return the reward: 1 if the text is the answer, otherwise 0."""
+    """Return the reward: 1 if the text is the reference answer, otherwise 0."""
     return float(text.strip() == row["answer"])

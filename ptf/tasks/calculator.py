@@ -2,7 +2,7 @@
 the calculator's result.
 
 The calculator adds a third digit, which is random in every episode, and returns the last digit of the total. So the
-agent cannot know the answer without the tool.
+agent cannot know the right answer without the tool.
 """
 
 import json
@@ -16,11 +16,11 @@ from ptf.tasks.tiny import write_model
 
 
 class Calculator:
-    """Environment of two turns: a call, which must begin with the sum, such as `3+4`, and an answer.
+    """Environment of two turns: a call, which must begin with the sum, such as `3+4`, and a last response.
 
     Rewards: 1/8 for each correct character of the call, and 1/8 if the call has nothing after the sum; 1/2 if the
-    answer is exactly the result, 3/8 if it begins with the result. A call that does not begin with the sum ends the
-    episode.
+    last response is exactly the result, 3/8 if it begins with the result. A call that does not begin with the sum ends
+    the episode.
     """
 
     def __init__(self, row: Mapping[str, Any], seed: int) -> None:

@@ -134,7 +134,8 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def numeric(row: Mapping[str, Any], text: str) -> float:
-    """Return the reward: 1 if the text is the answer, otherwise 0. Numbers are compared by value (0.50 is 0.5)."""
+    """Return the reward: 1 if the text is the reference answer, otherwise 0. Numbers are compared by value
+    (0.50 is 0.5)."""
     given, answer = text.strip(), row["answer"].strip()
     try:
         return float(Fraction(given) == Fraction(answer))

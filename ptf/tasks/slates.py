@@ -56,7 +56,7 @@ def worth(
 
 
 def revenue(row: Mapping[str, Any], text: str, **settings: Any) -> float:
-    """Return the reward (for `rollout.reward`) of the answer, scored against the first basket of the row's `future`.
+    """Return the reward (for `rollout.reward`) of the response, scored against the first basket of the row's `future`.
 
     `settings` are `catalogue` and the other keyword arguments of `worth`.
     """
@@ -92,7 +92,7 @@ class Future:
 
 
 def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **settings: Any) -> float:
-    """Return the mean of one component of `worth` over greedy answers, for `evaluate.metrics`.
+    """Return the mean of one component of `worth` over greedy responses, for `evaluate.metrics`.
 
     `of` is `revenue`, `diversity`, `novelty`, `distinct` or `reward`.
     """
@@ -102,7 +102,7 @@ def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **set
 
 
 def invalid(answers: Sequence[Mapping[str, Any]], *, catalogue: str) -> float:
-    """Return the share of the items in greedy answers that are not in the catalogue, for `evaluate.metrics`."""
+    """Return the share of the items in greedy responses that are not in the catalogue, for `evaluate.metrics`."""
     items = known(catalogue)[0]
     named = [item for a in answers for item in items.read(a["response"])]
     return sum(item is None for item in named) / max(1, len(named))

@@ -34,7 +34,7 @@ def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
 
 
 def scored_rows(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each answer of the pairs, with reward 1 if it is right and 0 if it is wrong."""
+    """Return one row for each response of the pairs, with reward 1 if it is right and 0 if it is wrong."""
     return [
         {"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")}
         for p in pairs
@@ -54,12 +54,12 @@ def write_task(
 ) -> None:
     """Write the files of a task into a directory.
 
-    These are `train.jsonl`, chats for SFT; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl`, prompts with answers;
-    `held_out_chat.jsonl`, the questions of dev as chats, for a held-out loss; `train_pairs.jsonl` and
+    These are `train.jsonl`, chats for SFT; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl`, prompts with reference
+    answers; `held_out_chat.jsonl`, the questions of dev as chats, for a held-out loss; `train_pairs.jsonl` and
     `held_out_pairs.jsonl`, preferences for right answers over wrong ones; `train_scored.jsonl` and
     `held_out_scored.jsonl`, the same answers with rewards; `model/`; and `small_model/`, a student for distillation.
-    With `shuffle_answers`, the answers of the training prompts are permuted: a negative control, from which nothing can
-    be learned.
+    With `shuffle_answers`, the reference answers of the training prompts are permuted: a negative control, from which
+    nothing can be learned.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ WORDS = ["<tool_call>", '{"name": "add", "arguments": {"a": ', ', "b": ', "}}", 
 def agent(row: Mapping[str, Any], base_url: str, api_key: str, seed: int, *, shuffled: bool = False) -> float:
     """Play one episode, and return its reward in [0, 1]: 1/2 for the right call, 1/2 for the right answer.
 
-    One right number of two gets 1/4, and an answer that begins with the result 3/8.
+    One right number of two gets 1/4, and a response that begins with the result 3/8.
     With `shuffled`, right is what another seed would make right: a control, from which nothing can be learned.
     """
     client = first_client().with_options(base_url=base_url, api_key=api_key)
@@ -78,7 +78,7 @@ def first_client() -> Any:
 
 
 def ask(client: Any, messages: list[Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the content and the tool calls of a streamed answer."""
+    """Return the content and the tool calls of a streamed response."""
     content, calls = "", dict[int, dict[str, Any]]()
     stream = client.chat.completions.create(model="policy", messages=messages, tools=[ADD], stream=True)
     for chunk in stream:

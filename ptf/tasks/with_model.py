@@ -40,5 +40,5 @@ def prepare(
 
 
 def followed_by_answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conversation of a row with its answer."""
+    """Return the conversation of a row with its reference answer."""
     return {"messages": [*row["messages"], {"role": "assistant", "content": str(row["answer"])}]}

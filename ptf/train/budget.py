@@ -330,8 +330,8 @@ def budget(
 
 
 def _sequences_of_step(job: Job, ranks: int) -> int:
-    """Return the sequences of a global step; online at most, because answers are shorter, and those to one prompt share
-    it. Raises UserError unless each data-parallel rank trains as many."""
+    """Return the sequences of a global step; online at most, because responses are shorter, and those to one prompt
+    share it. Raises UserError unless each data-parallel rank trains as many."""
     if job.rollout:
         return job.rollout.prompts_per_step * job.rollout.group_size
     if job.train.global_batch_sequences % ranks:

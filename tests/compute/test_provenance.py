@@ -127,7 +127,7 @@ def test_a_run_does_not_go_on_with_files_of_other_names(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"ptf": "other"}, r"ptf's code was other, is \w+"),
-        ({"allowed": "other"}, "the allowed answers .* are others"),
+        ({"allowed": "other"}, "the allowed responses .* differ"),
         *(({"packages": {package: "0.1"}}, f"{package} was 0.1, is ") for package in PACKAGES),
     ],
 )

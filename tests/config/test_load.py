@@ -271,7 +271,7 @@ def test_rules_between_keys_are_reported_together(write):
         ),
         "v.yaml:3  data.partitions  (8) must be a multiple of compute.workers (3)",
         "v.yaml:4  train.global_batch_sequences  (8) must be a multiple of compute.workers (3)",
-        "v.yaml:6  evaluate.sources  needs evaluate.reward to score the answers",
+        "v.yaml:6  evaluate.sources  needs evaluate.reward to score the responses",
         "v.yaml:6  evaluate.sources.e.kind  must be prompt, not chat",
     ]
 
@@ -313,7 +313,7 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
         ("rollout.engine={use: mine}", "rollout.engine.use  expected importable.module:name, got the text 'mine'"),
         (
             "rollout.group_size=1",
-            "rollout.group_size  must be at least 2: GRPO compares the answers to one prompt with each other",
+            "rollout.group_size  must be at least 2: GRPO compares the responses to one prompt with each other",
         ),
         (
             "rollout.environment={use: 'a:b'}",
@@ -321,7 +321,7 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
         ),
         (
             "rollout.reward=null",
-            "rollout.reward  answers need a reward; give rollout.reward, reward_model, environment, play or harness",
+            "rollout.reward  responses need a reward; give rollout.reward, reward_model, environment, play or harness",
         ),
         ("rollout.reward_model={path: a, revision: 3}", "rollout.reward_model.revision  expected text, got 3"),
         (
@@ -746,7 +746,7 @@ def test_a_hint_names_a_key_that_the_recipe_uses(name, offline, online):
         ),
         (
             "data.max_seq_length",
-            "unknown key in data  (here it is data.seq_len: tokens of a packed sequence; prompt and answer together)",
+            "unknown key in data  (here it is data.seq_len: tokens of a packed sequence; prompt and response together)",
         ),
         (
             "train.batch_size",

@@ -194,7 +194,8 @@ def test_what_is_wrong_is_named_with_its_line(written, given: dict[str, str], fo
         ),
         (
             "parts: [{use: ptf.rl.rewards:exact}, {use: MODULE:of_group, args: {scale: 1}}]",
-            "9 rollout.reward.use ptf.rl.rewards:weighted: parts.1.use: MODULE:of_group scores several answers at once",
+            "9 rollout.reward.use ptf.rl.rewards:weighted: parts.1.use: MODULE:of_group scores several responses at "
+            "once",
         ),
         (
             "parts: [{use: ptf.rl.rewards:exact}, {use: MODULE:one, weight: 2}]",

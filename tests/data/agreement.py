@@ -23,8 +23,8 @@ MESSAGES: dict[Reason, str] = {
     "thinking closed": "already closes the thinking block",
     "no tags": "it has no tags for thinking",
     "call not served": "renders this tool call in a way that does not continue",
-    "nothing before": "nothing comes before the answer",
-    "stop inside": "stands inside the answer",
+    "nothing before": "nothing comes before the response",
+    "stop inside": "stands inside the response",
     "endless": "no end-of-turn token",
 }
 

@@ -209,7 +209,7 @@ FORMS = (
             "answers": [{"answer": "2.", "rank": 1.0}, {"answer": "5.", "rank": 2.0}],
             "turns": 1,
         },
-        refused=r"needs `chosen` and `rejected`.*several answers to one prompt: write `chosen` and `rejected`, "
+        refused=r"needs `chosen` and `rejected`.*several responses to one prompt: write `chosen` and `rejected`, "
         r"or `completion`, with data\.prepare",
         recipe="dpo",
     ),
@@ -245,7 +245,7 @@ FORMS = (
     Form(
         KTO,
         kto | {"label": False},
-        refused=r"`label` says that this answer is not to be imitated.*recipe rm.*\{label: null\}",
+        refused=r"`label` says that this response is not to be imitated.*recipe rm.*\{label: null\}",
     ),
     Form(
         KTO,
@@ -306,7 +306,7 @@ FORMS = (
     Form(
         ALPACA,
         alpaca,
-        refused=r"`input` is not read, though the answer may depend on it",
+        refused=r"`input` is not read, though the response may depend on it",
         columns={"prompt": "instruction", "completion": "output"},
     ),
     Form(

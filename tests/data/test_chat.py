@@ -357,5 +357,5 @@ def test_a_full_mask_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     )
     bare.rendering = Rendering(allow_unseen=True)
-    with pytest.raises(UserError, match="turn 1: nothing comes before the answer"):
+    with pytest.raises(UserError, match="turn 1: nothing comes before the response"):
         chat_samples([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], bare)

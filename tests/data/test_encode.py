@@ -40,7 +40,7 @@ def test_a_prompt_row_ends_where_the_model_speaks(characters: Tokenizer, row: di
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [USER, ASSISTANT]}, "must end before the answer"),
+        ({"messages": [USER, ASSISTANT]}, "must end before the response"),
         ({"question": "1+1="}, r"needs `messages` or a string `prompt`, this one has \['question'\]"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_scored_row_may_be_a_conversation() -> None:
             {"question": "1"},
             r"needs `messages`, `prompt` and `completion`, `text`, or `events`; this one has \['question'\]",
         ),
-        (encode_document, {"prompt": "1", "completion": 2}, "an answer must be a string or messages"),
+        (encode_document, {"prompt": "1", "completion": 2}, "a response must be a string or messages"),
         (
             encode_document,
             {"prompt": {"a": 1}, "completion": "2"},

@@ -103,7 +103,7 @@ def test_it_is_the_same_when_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "repeat", "said"),
     [
-        ([], 1, "no allowed answers"),
+        ([], 1, "no allowed responses"),
         ([(3,), ()], 1, "empty"),
         ([(3, 2, 4)], 1, "stop token"),
         ([(3,), (3, 4)], 2, "begins with another"),

@@ -66,8 +66,8 @@ PLACES = {"reward": [*ENDS, *REWARDS], "environment": [*ENDS, *REWARDS, *TURNS],
 SAID_OF_ENGINES = {
     "raise": "out of order",
     "out of memory": "no room",
-    "too few": "answers to",
-    "too many": "answers to",
+    "too few": "responses to",
+    "too many": "responses to",
     "None": "NoneType",
 }
 

@@ -156,7 +156,7 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
     }
     with pytest.raises(
         UserError,
-        match=r"step 1: in each of 24 groups all answers have the same reward, in 3 rounds .*The mean reward is 0\.5",
+        match=r"step 1: in each of 24 groups all responses have the same reward, in 3 rounds .*The mean reward is 0\.5",
     ):
         train(raw)
 
@@ -169,7 +169,7 @@ def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
         "max_resampling_rounds": 2,
     }
     rows = read_metrics(train(raw) / "metrics.jsonl")
-    assert "in each of 16 groups all answers have the same reward, in 2 rounds" in capsys.readouterr().out
+    assert "in each of 16 groups all responses have the same reward, in 2 rounds" in capsys.readouterr().out
     assert rows[0]["zero_variance_share"] < 1
     assert [row["zero_variance_share"] for row in rows[3:]] == [1.0] * 3
 
@@ -331,7 +331,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_or_dropped(raw, t
 
 def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
     raw["evaluate"]["reward"] = {"use": "tests.rl.plugs:often_crashes"}
-    with pytest.raises(UserError, match="held-out answers have no reward"):
+    with pytest.raises(UserError, match="held-out responses have no reward"):
         train(raw)
 
 
@@ -495,6 +495,6 @@ def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, chan
         said = "another tokenizer than the model's: they differ in their chat template"
     else:
         (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
-        said = r"answers ended with \[.*\], now with \[.*generation_config.json"
+        said = r"responses ended with \[.*\], now with \[.*generation_config.json"
     with pytest.raises(UserError, match=said):
         train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})

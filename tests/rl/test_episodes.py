@@ -228,7 +228,7 @@ def test_a_conversation_ends_when_there_is_no_more_room(tokenizer, environments)
 def test_an_environment_that_leaves_no_room_for_an_answer_has_no_result(tokenizer, environments):
     (found,) = played([{}], tokenizer, environments, length=3)
     assert isinstance(found.outcome, NoResult)
-    assert "leaves no room for an answer in data.seq_len (3)" in found.outcome.reason
+    assert "leaves no room for a response in data.seq_len (3)" in found.outcome.reason
     assert found.generations == ()
     assert samples_of(found) == []
 

@@ -114,7 +114,7 @@ def test_a_context_without_room_is_told_to_the_play(tokenizer):
         await policy.generate([user("a " * 500)])
 
     (t,) = asyncio.run(run_all(Scripted(tokenizer), episodes(long, tokenizer, length=300)))
-    assert "leaves no room for an answer in data.seq_len (300)" in t.outcome.reason
+    assert "leaves no room for a response in data.seq_len (300)" in t.outcome.reason
 
 
 def test_a_text_of_megabytes_is_refused_before_it_is_encoded(tokenizer, monkeypatch):

@@ -123,9 +123,9 @@ def test_a_nucleus_with_what_it_cannot_be_with_is_refused(raw, algo, said):
 
 
 def test_answers_that_are_too_long_or_not_there_are_refused(raw, tmp_path):
-    with pytest.raises(UserError, match=r"longest answer has 8 tokens.*rollout\.max_new_tokens is 6"):
+    with pytest.raises(UserError, match=r"longest response has 8 tokens.*rollout\.max_new_tokens is 6"):
         train(allowed(raw, tmp_path, ["1234567"]))
-    with pytest.raises(UserError, match="no allowed answers"):
+    with pytest.raises(UserError, match="no allowed responses"):
         train(allowed(raw, tmp_path, []))
 
 
@@ -157,7 +157,7 @@ def test_a_recipe_that_cannot_be_told_what_answers_are_drawn_from_is_refused(sho
 
 def test_answers_that_would_be_cut_in_evaluation_are_refused_before_training(short, tmp_path):
     short["evaluate"] |= {"max_new_tokens": 3}
-    with pytest.raises(UserError, match=r"longest answer has 4 tokens.*evaluate\.max_new_tokens is 3"):
+    with pytest.raises(UserError, match=r"longest response has 4 tokens.*evaluate\.max_new_tokens is 3"):
         train(allowed(short, tmp_path))
 
 

@@ -27,7 +27,7 @@ class Source(Section):
     `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: these two and a number `reward` (or a
     `label`), or `messages` in which some of the assistant's messages have a `reward`. `text`: `text`. `events`: a list
     of strings and of baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and
-    `rejected`. `prompt`: `messages` that end before the answer, or `prompt`; other columns go to the reward.
+    `rejected`. `prompt`: `messages` that end before the response, or `prompt`; other columns go to the reward.
     `tokenized`: written by the tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of
     its score."""
     columns: dict[str, str | None] = {}
@@ -97,17 +97,17 @@ class DataConfig(Section):
     """Which tokens of a chat are trained. `assistant`: all turns of the assistant; `last`: the last of them; `all`:
     every token; `field:NAME`: each turn of the assistant with the weight in its key NAME (true, false or a number)."""
     share_prefixes: bool = False
-    """Compute the common beginning of a conversation's samples once, as rollouts do for the answers to one prompt
+    """Compute the common beginning of a conversation's samples once, as rollouts do for the responses to one prompt
     (recipe sft). It saves computation with templates that make every turn a sample of its own, which `ptf inspect`
     reports as *expansion*; losses are the same except for rounding."""
     answer_rendering: Literal["template", "append"] = "template"
-    """How the trained text of an answer is built. `template`: as the chat template writes it; an answer is refused if
+    """How the trained text of a response is built. `template`: as the chat template writes it; a response is refused if
     that text does not continue the generation prompt, for example where the template drops the thinking of earlier
-    answers. `append`: in that case the thinking and the content are appended to the generation prompt, as a
+    responses. `append`: in that case the thinking and the content are appended to the generation prompt, as a
     served model would generate them (for templates like those of DeepSeek-R1 and QwQ)."""
     omitted_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
-    earlier answers."""
+    earlier responses."""
     date: Annotated[str, Field(pattern=DATE)] | None = None
     """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
     began."""

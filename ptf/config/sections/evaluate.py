@@ -29,16 +29,16 @@ class EvaluateConfig(Section):
     """Held-out prompts by name; the metrics are `greedy_pass_rate/NAME`, `greedy_reward/NAME` and so on. Offline
     recipes also measure the loss of `data.validation`, whether or not there are sources here."""
     reward: Plugin | None = changeable(None)
-    """Score of an answer; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
+    """Score of a response; 1 or more counts as a pass. Give a function with scores 0 and 1 here if `rollout.reward` has
     another scale; default: `rollout.reward`."""
     metrics: dict[str, Plugin] = changeable({})
-    """More metrics by name: a function of all greedy answers to a source, that returns a number. Each is a record with
+    """More metrics by name: a function of all greedy responses to a source that returns a number. Each is a record with
     `row`, `response`, `reward` and `no_result` (the reason where there is no reward, otherwise null)."""
     ranking: RankingConfig | None = changeable(None)
     """Rank a catalogue and compare it with what users did next."""
     engine: Literal["auto", "vllm", "native"] | Plugin = changeable("auto")
-    """What generates the answers; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a GPU,
-    vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
+    """What generates the responses; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a
+    GPU, vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
     `model.backend: hf`, `auto` is vllm."""
     measure_starting_model: bool = changeable(True)
     """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
@@ -46,10 +46,10 @@ class EvaluateConfig(Section):
     limit: Positive = changeable(512)
     """Largest number of prompts of each source; the first prompts are used."""
     samples_per_prompt: Positive = changeable(8)
-    """k of pass@k, the share of prompts for which any of k sampled answers passes; `greedy_pass_rate` is the share that
-    the one greedy answer passes."""
+    """k of pass@k, the share of prompts for which any of k sampled responses passes; `greedy_pass_rate` is the share
+    for which the one greedy response passes."""
     temperature: Temperature = changeable(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = changeable(256)
-    """Largest number of tokens of a held-out answer, in the evaluate stage and in validation. It is not taken from
-    `rollout.max_new_tokens`: set both, or longer answers are cut here."""
+    """Largest number of tokens of a held-out response, in the evaluate stage and in validation. It is not taken from
+    `rollout.max_new_tokens`: set both, or longer responses are cut here."""

@@ -18,7 +18,7 @@ class PublishConfig(Section):
     gate: Literal["starting_model", "off"] = changeable("starting_model")
     """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
     the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below
-    -`max_regression`). The comparison uses `metric` if it is set; otherwise greedy answers, rankings or held-out
+    -`max_regression`). The comparison uses `metric` if it is set; otherwise greedy responses, rankings or held-out
     losses, whichever of these the job has first. A metric that is not stored by row (`pass@k`, `accuracy`, `auc`, your
     own `evaluate.metrics`) has no interval: any change for the worse beyond `max_regression` is refused. `off`: publish
     without this comparison."""

@@ -1,4 +1,4 @@
-"""The section `rollout`: how the policy of an online recipe generates, and what its answers are worth."""
+"""The section `rollout`: how the policy of an online recipe generates, and what its responses are worth."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat,
 
 
 class RewardModelConfig(Section):
-    """A model that scores answers, such as one that recipe rm has trained; it uses its own tokenizer and chat
+    """A model that scores responses, such as one that recipe rm has trained; it uses its own tokenizer and chat
     template."""
 
     path: str
@@ -20,14 +20,14 @@ class RewardModelConfig(Section):
 
 
 class ConstrainedDecodingConfig(Section):
-    """The permitted answers: the policy can generate nothing else."""
+    """The permitted responses: the policy can generate nothing else."""
 
     path: str
-    """A text file with one permitted answer, or part of an answer, per line."""
+    """A text file with one permitted response, or part of a response, per line."""
     lines_per_answer: Positive = 1
-    """How many lines of the file make up one answer, directly one after the other."""
+    """How many lines of the file make up one response, directly one after the other."""
     distinct: bool = False
-    """An answer contains no line twice: lines that the answer already has are no longer allowed."""
+    """A response contains no line twice: lines that the response already has are no longer allowed."""
 
 
 class SourcePlugin(Plugin):
@@ -65,7 +65,7 @@ class HarnessConfig(Section):
     """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
     models: dict[str, Literal["policy", "policy:no_loss"]] = {}
     """Names of models that the agent asks for, and what serves them: `policy`, or `policy:no_loss`, which is the same
-    current weights, but its answers have no loss."""
+    current weights, but its responses have no loss."""
     tool_format: str | None = None
     """How the model writes tool calls, such as `hermes`. Default: what its chat template asks for."""
     max_generations: Positive = 1000
@@ -107,7 +107,7 @@ class RolloutConfig(Section):
     """Time limit of one call of `reward`, with all requests that it makes. Many calls are in flight in a process; each
     has its own limit."""
     reward_retries: Count = changeable(1)
-    """How often a call of `reward` that failed is repeated before the answer counts as having no result."""
+    """How often a call of `reward` that failed is repeated before the response counts as having no result."""
     environment_processes: Positive | None = changeable(None)
     """Number of processes with environments beside each engine replica. Default: `reward_processes`."""
     environment_timeout_s: PositiveFloat | None = changeable(None)
@@ -121,11 +121,11 @@ class RolloutConfig(Section):
     prompts_per_step: Positive = 64
     """Number of prompts that are answered in each step."""
     group_size: Positive = 8
-    """Answers sampled for each prompt. GRPO compares them, so it needs at least two."""
+    """Responses sampled for each prompt. GRPO compares them, so it needs at least two."""
     max_new_tokens: Positive = 256
-    """Maximum length of an answer in tokens, with its end-of-turn token."""
+    """Maximum length of a response in tokens, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
-    """What to do with groups whose answers all have the same reward, before length penalties and a KL reward; GRPO
+    """What to do with groups whose responses all have the same reward, before length penalties and a KL reward; GRPO
     learns nothing from such rewards. `replace`: draw other prompts in their place, in at most `max_resampling_rounds`
     rounds."""
     max_resampling_rounds: Positive = 8
@@ -139,11 +139,11 @@ class RolloutConfig(Section):
     `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` and `algo.critic_warmup` are 0; with recipe
     `opd` and with `compute.mesh.tensor_parallel_size` above 1 they are always refused."""
     constrained_decoding: ConstrainedDecodingConfig | None = None
-    """Restrict answers to these, in training and in evaluation; log-probs are computed among the tokens that may
+    """Restrict responses to these, in training and in evaluation; log-probs are computed among the tokens that may
     follow."""
     replicas: Positive = changeable(1)
     """Number of rollout engines; each uses `tensor_parallel_size` devices. Other devices of their pool are idle while
-    answers are generated, so on GPUs that the policy shares give `compute.workers` / `tensor_parallel_size`."""
+    responses are generated, so on GPUs that the policy shares give `compute.workers` / `tensor_parallel_size`."""
     tensor_parallel_size: Positive = changeable(1)
     """Number of devices that hold one vLLM engine together, each a part of every layer. The rollout role takes
     `replicas` × `tensor_parallel_size` devices of its pool."""
@@ -170,7 +170,7 @@ class RolloutConfig(Section):
     before the update if the share is above it by more than three standard deviations of that count, which allows more
     for few tokens. Default: 0 in fp32, 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
-    """Largest permitted share of answers without a reward in a step; above it the run stops."""
+    """Largest permitted share of responses without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
     fit beside the policy's, which is not offloaded then."""
@@ -180,12 +180,12 @@ class RolloutConfig(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Return whether an answer may have several turns."""
+        """Return whether a response may have several turns."""
         return bool(self.environment or self.environments or self.play or self.harness)
 
     @property
     def rewards_by_source(self) -> dict[str, SourcePlugin]:
-        """Return the rewards of answers by source; the one of all sources has the name ""."""
+        """Return the rewards of responses by source; the one of all sources has the name ""."""
         if self.reward is not None:
             return {"": SourcePlugin(use=self.reward.use, args=self.reward.args)}
         return self.rewards

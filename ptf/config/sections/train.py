@@ -26,7 +26,7 @@ class TrainConfig(Section):
 
     steps: Positive | None = None
     """Number of steps. In offline recipes a step is one optimizer step. In online recipes it generates
-    `rollout.prompts_per_step` × `rollout.group_size` answers and makes up to `algo.update_epochs` ×
+    `rollout.prompts_per_step` × `rollout.group_size` responses and makes up to `algo.update_epochs` ×
     `algo.num_minibatches` optimizer steps on them; schedule, checkpoints and validation count these steps."""
     epochs: Positive | None = None
     """Passes over the data, in place of `steps` (offline recipes). The number of steps is computed before training, in
@@ -39,7 +39,7 @@ class TrainConfig(Section):
     global_batch_sequences: Positive = 8
     """Packed sequences per optimizer step over all workers, in offline recipes. Online recipes do not use it: an
     optimizer step there trains on `rollout.prompts_per_step` × `rollout.group_size` / `algo.num_minibatches`
-    answers."""
+    responses."""
     micro_batch_sequences: Positive = changeable(8)
     """Packed sequences in one forward and backward pass of a worker."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -1,19 +1,19 @@
 """Tool calls in the text that a policy sampled: parsers by format, the format of a chat template, and streaming.
 
 A format is chosen by name with `parser`, or found in a tokenizer's chat template with `format_of`. `Format.parse` takes
-a whole answer; `StreamedAnswer` takes it in pieces and gives the same result. The text is the answer decoded with its
-special tokens (`[TOOL_CALLS]`, `<tool_call>`) and without the token that ends the turn.
+a whole response; `StreamedAnswer` takes it in pieces and gives the same result. The text is the response decoded with
+its special tokens (`[TOOL_CALLS]`, `<tool_call>`) and without the token that ends the turn.
 
 What holds for every format:
 
-* An answer in which no call is found is content, unchanged; nothing that was sampled is removed from it.
+* A response in which no call is found is content, unchanged; nothing that was sampled is removed from it.
 * Where there are calls, content is the text before the first of them. The text after it is dropped.
 * A call is complete. One that the end of the text cuts inside a name or an argument is not a call.
 * Names of tools are not checked; whether a tool exists is for the caller to decide.
 * Thinking is text like any other: a caller that shows it separately removes it first.
 * No text raises an error.
 
-Harmony (gpt-oss) divides the whole answer into messages; content is the text of those for the user.
+Harmony (gpt-oss) divides the whole response into messages; content is the text of those for the user.
 
 The other formats agree with the parsers of those names in vLLM 0.28, apart from its faults, which
 `benchmarks/results/tool_calls.md` lists one by one.

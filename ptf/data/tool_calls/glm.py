@@ -59,7 +59,7 @@ class Glm:
     """A name, and keys and values as tags."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; content is stripped where calls follow."""
+        """Split a response; content is stripped where calls follow."""
         calls, position = [], text.find(START)
         while position >= 0:
             body = _body(text, position + len(START))

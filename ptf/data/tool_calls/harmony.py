@@ -1,6 +1,6 @@
-"""Harmony, of gpt-oss: an answer is several messages, each with a channel and perhaps a recipient.
+"""Harmony, of gpt-oss: a response is several messages, each with a channel and perhaps a recipient.
 
-An answer begins after `<|start|>assistant`:
+A response begins after `<|start|>assistant`:
 
     <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>{…}<|call|>
@@ -30,7 +30,7 @@ FUNCTIONS, ASSISTANT = "functions.", "assistant"
 
 @dataclass(frozen=True, slots=True)
 class HarmonyMessage:
-    """One message of an answer; `closed` unless the answer's end cuts it."""
+    """One message of a response; `closed` unless the response's end cuts it."""
 
     channel: str
     recipient: str | None
@@ -39,7 +39,7 @@ class HarmonyMessage:
 
 
 def messages(text: str) -> Iterator[HarmonyMessage]:
-    """Yield the messages of an answer. Text without a header is a message of the channel `final`; a header that the
+    """Yield the messages of a response. Text without a header is a message of the channel `final`; a header that the
     end cuts is none."""
     position = 0
     if not BEGINS.match(text):
@@ -69,10 +69,10 @@ def messages(text: str) -> Iterator[HarmonyMessage]:
 
 
 def divide(text: str, *, ended: bool) -> tuple[str | None, str | None]:
-    """Return the thinking of an answer, None without any, and what else it says.
+    """Return the thinking of a response, None without any, and what else it says.
 
-    The second is None while nothing is known. Unless the answer has `ended`, the beginning of a mark at its end is left
-    out.
+    The second is None while nothing is known. Unless the response has `ended`, the beginning of a mark at its end is
+    left out.
     """
     if not ended:
         if _may_begin_header(text):
@@ -91,7 +91,7 @@ def divide(text: str, *, ended: bool) -> tuple[str | None, str | None]:
 
 
 def _may_begin_header(text: str) -> bool:
-    """Return whether the beginning of an answer may become a header or plain text."""
+    """Return whether the beginning of a response may become a header or plain text."""
     begun = text.lstrip()
     if CHANNEL.startswith(begun) or "to=".startswith(begun):
         return True
@@ -99,12 +99,12 @@ def _may_begin_header(text: str) -> bool:
 
 
 class Harmony:
-    """Messages for recipients. An answer without a call is its messages' text, without the headers."""
+    """Messages for recipients. A response without a call is its messages' text, without the headers."""
 
     divide = staticmethod(divide)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; its thinking is left out. A call whose arguments are not JSON makes the whole text
+        """Split a response; its thinking is left out. A call whose arguments are not JSON makes the whole text
         content."""
         content, calls = "", list[ToolCall]()
         try:

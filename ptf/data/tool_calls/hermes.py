@@ -1,6 +1,6 @@
 """Hermes, also of Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-All calls of an answer are read, or none: one that is not JSON makes the whole text content. The last may lack its end
+All calls of a response are read, or none: one that is not JSON makes the whole text content. The last may lack its end
 tag if its JSON is complete.
 """
 
@@ -27,7 +27,7 @@ class Hermes:
     """JSON objects between tags."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; content is not stripped."""
+        """Split a response; content is not stripped."""
         try:
             calls = [call_of(json_text.read(body)) for body in _bodies(text)]
         except MALFORMED:

@@ -1,6 +1,6 @@
 """Llama 3 (and 4 with JSON): objects `{"name": …, "parameters": {…}}` anywhere in the text, `arguments` also.
 
-All objects of an answer are calls, or none: any brace that does not begin one makes the whole text content. Separators
+All objects of a response are calls, or none: any brace that does not begin one makes the whole text content. Separators
 such as `; ` are passed over.
 """
 
@@ -27,7 +27,7 @@ class Llama3Json:
     """JSON objects without tags, or after `<|python_tag|>`."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; white space alone before a call is no content."""
+        """Split a response; white space alone before a call is no content."""
         try:
             calls = [call_of(value, ("arguments", "parameters")) for value in _objects(text)]
         except MALFORMED:

@@ -66,7 +66,7 @@ class Llama4Pythonic:
     """A list of Python calls."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; it has content or calls, never both."""
+        """Split a response; it has content or calls, never both."""
         if text.startswith(START):
             text = text.removeprefix(START).replace(END, "")
         try:

@@ -46,7 +46,7 @@ class Mistral:
     """A special token, then an array of calls or a name and its arguments."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; content is stripped before a name, and before an array only where it is white space."""
+        """Split a response; content is stripped before a name, and before an array only where it is white space."""
         content, *parts = text.split(MARK)
         calls: list[ToolCall] = []
         for part in map(str.strip, parts):

@@ -19,7 +19,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """An answer split into its content (None where there is none) and its tool calls, in the order of the text."""
+    """A response split into its content (None where there is none) and its tool calls, in the order of the text."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...]
@@ -29,7 +29,7 @@ class Format(Protocol):
     """A form in which models write tool calls. It has no state; one object serves any number of texts."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split the whole text of an answer.
+        """Split the whole text of a response.
 
         `tools` are those of the request, as in chat completions; formats that write arguments as plain text take the
         types of values from their schemas.

@@ -72,7 +72,7 @@ class Qwen3Coder:
     """Functions and parameters as tags."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split an answer; content is stripped where calls follow."""
+        """Split a response; content is stripped where calls follow."""
         calls, position = [], text.find(FUNCTION)
         while position >= 0:
             position += len(FUNCTION)

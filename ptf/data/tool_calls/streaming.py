@@ -1,4 +1,4 @@
-"""An answer that arrives in pieces: its content as soon as it is certain, its tool calls at the end."""
+"""A response that arrives in pieces: its content as soon as it is certain, its tool calls at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from ptf.data.tool_calls.protocol import Format, ToolCall
 
 
 class StreamedAnswer:
-    """The pieces of one answer. However a text is split, the result is that of `parse` on the whole.
+    """The pieces of one response. However a text is split, the result is that of `parse` on the whole.
 
     Content is given up to the first place where a tool call may begin, and the rest of it by `finish`.
     """

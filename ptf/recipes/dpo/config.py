@@ -22,7 +22,7 @@ class DPOConfig(AlgoConfig):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose preference may be wrong (`sigmoid`)."""
     length_normalised: bool = False
-    """Take means over the tokens of an answer instead of sums; `simpo` always does."""
+    """Take means over the tokens of a response instead of sums; `simpo` always does."""
     gamma: Annotated[float, Field(ge=0)] = 0.5
     """`simpo`: target reward margin γ of the loss −log σ(β·Δ − γ), where Δ is the difference of mean log-probs per
     token. The default of `beta` is DPO's; the SimPO paper has about 2, so set both."""

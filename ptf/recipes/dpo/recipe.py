@@ -1,6 +1,6 @@
 """Learning from preferences without a reward model; the reward is the policy's log-prob relative to a reference's.
 
-    Δ  = log π(y₊|x)/π_ref(y₊|x) − log π(y₋|x)/π_ref(y₋|x)    sums over the tokens of an answer
+    Δ  = log π(y₊|x)/π_ref(y₊|x) − log π(y₋|x)/π_ref(y₋|x)    sums over the tokens of a response
     sigmoid  −(1 − ε) log σ(β Δ) − ε log σ(−β Δ)
              DPO (Rafailov et al. 2023, eq. 7); ε: conservative DPO (Mitchell 2023, eq. 3)
     ipo      (Δ − 1/(2β))²
@@ -8,7 +8,7 @@
     simpo    −log σ(β (log π(y₊|x)/|y₊| − log π(y₋|x)/|y₋|) − γ)
              SimPO (Meng et al. 2024, eq. 6); no reference
 
-With `length_normalised`, the first two take means over the tokens of an answer instead of sums. The loss is a mean
+With `length_normalised`, the first two take means over the tokens of a response instead of sums. The loss is a mean
 over pairs.
 """
 
@@ -35,7 +35,7 @@ from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 @dataclass(frozen=True)
 class DPO:
-    """The family of losses on pairs of a chosen and a rejected answer; see the module's docstring."""
+    """The family of losses on pairs of a chosen and a rejected response; see the module's docstring."""
 
     loss_type: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     beta: float = 0.1
@@ -102,13 +102,13 @@ class DPO:
     def precomputed_columns(
         self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
     ) -> dict[str, Tensor]:
-        """Return `reference_logprobs` of the answers' tokens: [B, T]."""
+        """Return `reference_logprobs` of the responses' tokens: [B, T]."""
         reference = frozen_models["reference"]
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
     def reference_logprobs(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
-        """Return the reference's log-prob of each answer, [documents]; None without a reference."""
+        """Return the reference's log-prob of each response, [documents]; None without a reference."""
         if self.loss_type == "simpo":
             return None
         token_columns = (
@@ -117,14 +117,14 @@ class DPO:
         return self.of_answers(token_columns["reference_logprobs"], batch)
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return the log-probs of the answers' tokens, 0 elsewhere: [B, T]."""
+        """Return the log-probs of the responses' tokens, 0 elsewhere: [B, T]."""
         head_fn = partial(
             token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
         )
         return model(batch.tokens, batch.positions, batch.segments, head_fn)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """Return the log-prob of each answer, or its mean over tokens: [documents]."""
+        """Return the log-prob of each response, or its mean over tokens: [documents]."""
         total = sums(logprobs, batch)
         if not (self.length_normalised or self.loss_type == "simpo"):
             return total

@@ -37,7 +37,7 @@ class GRPOConfig(RewardedConfig):
         errors = super().config_errors(job)
         if job.rollout.group_size < 2:
             errors.append(
-                "rollout.group_size must be at least 2: GRPO compares the answers to one prompt with each other"
+                "rollout.group_size must be at least 2: GRPO compares the responses to one prompt with each other"
             )
         if self.baseline == "leave_one_out" and self.scale_by_std:
             errors.append(

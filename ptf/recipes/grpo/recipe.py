@@ -2,7 +2,7 @@
 without a critic.
 
     Â  = (r − b) / std(r of the group)
-         for every token of an answer; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
+         for every token of a response; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl_coef · K,     ρ = π / π_old
     ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
@@ -20,7 +20,7 @@ continues the context of the one before.
 
 With `credit_level: turn` the advantage of a token is that of its turn (ptf/recipes/turns.py). If b leaves the episode
 itself out and nothing is divided by a standard deviation, the gradient is that of the expected reward, up to what the
-mean divides by: `constant_length` divides by the number of episodes, which does not depend on the answers, and the
+mean divides by: `constant_length` divides by the number of episodes, which does not depend on the responses, and the
 others by numbers of tokens, which do (Dr.GRPO, section 3.1). With the mean over a whole group of n, the gradient is
 (n − 1)/n times as large. Dividing by the group's own deviation changes its direction: groups whose rewards differ
 little count more.
@@ -71,8 +71,8 @@ class GRPO:
     turn_discount: float = 1.0
     update_epochs: int = 1
     num_minibatches: int = 1
-    processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that answers were drawn from
-    max_new_tokens: int = 1  # the largest number of tokens of an answer
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING  # the distribution that responses were drawn from
+    max_new_tokens: int = 1  # the largest number of tokens of a response
     # tokens whose log-probs in engine and trainer differ by more are counted
     logprob_diff_threshold: float = LOGPROB_LIMITS["fp32"].threshold
     online: ClassVar[bool] = GRPOConfig.online
@@ -93,9 +93,9 @@ class GRPO:
         raise NotImplementedError("GRPO trains on rollouts; rows become prompts (ptf.data.encode.encode_prompt)")
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Return the sampled answers with their advantages.
+        """Return the sampled responses with their advantages.
 
-        Answers without a result enter no baseline and are not trained on; a group with fewer than two results is left
+        Responses without a result enter no baseline and are not trained on; a group with fewer than two results is left
         out. With `overlong_filter`, episodes that were cut off enter the baseline and are not trained on.
         """
         units: list[PackUnit] = []
@@ -127,7 +127,7 @@ class GRPO:
         return trajectory.complete or not self.overlong_filter
 
     def reward(self, trajectory: Trajectory) -> float:
-        """Return the reward, less the penalties for the answer's length and its distance from the reference."""
+        """Return the reward, less the penalties for the response's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
         value = trajectory.outcome.value + self.length_penalty(trajectory)
         if self.kl_coef and self.kl_in == "reward":

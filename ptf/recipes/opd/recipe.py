@@ -44,7 +44,7 @@ class OPD(GRPO):
         return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.loss_weights).sum()}
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Return every answer with its advantages, whether it has a reward or not."""
+        """Return every response with its advantages, whether it has a reward or not."""
         return [
             (sample,)
             for group in groups

@@ -25,7 +25,7 @@ class PPOConfig(RewardedConfig):
     critic_warmup: Count = 0
     """Steps at the start in which only the critic is trained."""
     bootstrap_cut_off: bool = False
-    """Where an answer or episode was cut off at a limit, count the critic's value of the state after its last token as
+    """Where a response or episode was cut off at a limit, count the critic's value of the state after its last token as
     what would have followed; otherwise nothing follows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
@@ -41,7 +41,7 @@ class PPOConfig(RewardedConfig):
             )
         if self.bootstrap_cut_off and self.overlong_filter:
             errors.append(
-                "algo.bootstrap_cut_off has no effect with algo.overlong_filter, which trains on no answer that was "
+                "algo.bootstrap_cut_off has no effect with algo.overlong_filter, which trains on no response that was "
                 "cut off; set one of them to false"
             )
         return errors

@@ -94,7 +94,7 @@ class PPO(GRPO):
         return Critic(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_cut_off)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Return the answers that have a result, with generalised advantages and returns.
+        """Return the responses that have a result, with generalised advantages and returns.
 
         With `overlong_filter`, those that were cut off are left out.
         """
@@ -119,7 +119,7 @@ class PPO(GRPO):
         ]
 
     def rewards(self, trajectory: Trajectory) -> np.ndarray:
-        """Return the reward of each token of an answer: [n]."""
+        """Return the reward of each token of a response: [n]."""
         assert isinstance(trajectory.outcome, Reward)
         rewards = np.zeros(trajectory.num_sampled_tokens)
         if self.kl_coef and self.kl_in == "reward":

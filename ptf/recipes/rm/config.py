@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class RMConfig(AlgoConfig):
-    """Reward models: a scalar head scores answers."""
+    """Reward models: a scalar head scores responses."""
 
     loss: Literal["pair", "binary", "regression"] = "pair"
     """`pair`: Bradley–Terry, on rows with `chosen` and `rejected`. `binary`, `regression`: on rows with `prompt`,
     `completion` and `reward`."""
     margin: bool = False
-    """Use the number `margin` of each pair's row: the chosen answer's score should be higher by that margin."""
+    """Use the number `margin` of each pair's row: the chosen response's score should be higher by that margin."""
     center_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared sum of a pair's scores, which keeps them near 0."""
 

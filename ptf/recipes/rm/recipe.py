@@ -1,14 +1,14 @@
-"""Reward models: a scalar head gives an answer one score, at its last token; it is trained on preferences or on scores
+"""Reward models: a scalar head gives a response one score, at its last token; it is trained on preferences or on scores
 that people gave. In a conversation whose turns were judged, each score is read where its turn ends, so the
 conversation needs one forward pass.
 
     pair        −log σ(r₊ − r₋ − m) + c (r₊ + r₋)²
                 Bradley and Terry 1952, as in Ouyang et al. 2022, eq. 1; m: the row's `margin` (Touvron et al. 2023,
                 eq. 2); c keeps the scores near 0 (Eisenstein et al. 2023, eq. 6)
-    binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the answer's `reward`
+    binary      −y log σ(r) − (1 − y) log σ(−r)        y in [0, 1], the response's `reward`
     regression  (r − y)²
 
-The loss is a mean over pairs, or over scored answers.
+The loss is a mean over pairs, or over scored responses.
 """
 
 from collections.abc import Mapping
@@ -69,12 +69,12 @@ class RM:
         ]
 
     def denominator(self, batch: Batch) -> Tensor:
-        """Count the pairs or scored answers, by their weights."""
+        """Count the pairs or scored responses, by their weights."""
         counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.loss_weights
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return the loss summed over pairs or answers, with the predicted score and accuracy."""
+        """Return the loss summed over pairs or responses, with the predicted score and accuracy."""
         scores = self.scores(model, batch)
         if self.loss_type == "pair":
             chosen, rejected = pairs(batch)
@@ -104,30 +104,30 @@ class RM:
         return self.loss_type == "binary"
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return predicted scores, labels and lengths of the scored answers: [3, answers]."""
+        """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
         return torch.stack([self.scores(model, batch), self.labels(batch), self.answer_lengths(batch)])
 
     def labels(self, batch: Batch) -> Tensor:
-        """Return the `reward` of the row for each scored answer, which the column `score` of the data holds:
-        [answers]."""
+        """Return the `reward` of the row for each scored response, which the column `score` of the data holds:
+        [responses]."""
         return self._of_answers(batch, "score")
 
     def answer_lengths(self, batch: Batch) -> Tensor:
-        """Return the number of tokens of each scored answer: [answers]."""
+        """Return the number of tokens of each scored response: [responses]."""
         return self._of_answers(batch, "answer_length")
 
     def _of_answers(self, batch: Batch, name: str) -> Tensor:
-        """Return the value of a column for each scored answer: [answers]."""
+        """Return the value of a column for each scored response: [responses]."""
         if len(batch.trained_positions) and "answer_length" not in batch.token_columns:
             raise UserError(
-                "this data was tokenized by an earlier version of ptf, with a score at every token of an answer: "
+                "this data was tokenized by an earlier version of ptf, with a score at every token of a response: "
                 "tokenize it again"
             )
         return batch.token_columns.get(name, batch.loss_weights).flatten()[batch.trained_positions]
 
     def scores(self, model: Decoder, batch: Batch) -> Tensor:
-        """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored answer,
-        [answers]."""
+        """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored
+        response, [responses]."""
         # weights are aligned with the targets
         positions = ends(batch) if self.loss_type == "pair" else batch.trained_positions + 1
 

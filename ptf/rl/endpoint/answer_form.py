@@ -23,11 +23,11 @@ class Form(Protocol):
         ...
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:
-        """Return the whole answer of an exchange that is done."""
+        """Return the whole reply to the request of an exchange that is done."""
         ...
 
     def events(self, exchange: Exchange, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the answer in pieces; `deliver` is called before the last of them is written. An engine that fails ends
+        """Yield the reply in pieces; `deliver` is called before the last of them is written. An engine that fails ends
         the stream with an error event."""
         ...
 
@@ -55,7 +55,7 @@ class ChatForm:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesForm:
-    """Responses. `conversations` keeps those that a later request may continue: id → messages up to the answer."""
+    """Responses. `conversations` keeps those that a later request may continue: id → messages up to the response."""
 
     request: ResponsesRequest
     conversations: MutableMapping[str, Sequence[Message]]

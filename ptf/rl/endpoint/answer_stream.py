@@ -1,6 +1,6 @@
-"""The text of an answer while it is sampled: its thinking, its content up to a stop string, and its tool calls.
+"""The text of a response while it is sampled: its thinking, its content up to a stop string, and its tool calls.
 
-However the tokens arrive, the pieces add up to what the whole answer gives.
+However the tokens arrive, the pieces add up to what the whole response gives.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ BEGINS, ENDS = "<think>", "</think>"
 
 
 class Divide(Protocol):
-    """Separates thinking from what else an answer says, as `harmony.divide`."""
+    """Separates thinking from what else a response says, as `harmony.divide`."""
 
     def __call__(self, text: str, *, ended: bool) -> tuple[str | None, str | None]:
         """Return the thinking and the rest of a text that has `ended`, or goes on."""
@@ -26,7 +26,7 @@ class Divide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
-    """An answer as a client gets it."""
+    """A response as a client gets it."""
 
     thinking: str | None
     content: str | None
@@ -34,7 +34,7 @@ class AnswerParts:
 
 
 class AnswerStream:
-    """Splits an answer into its parts, token by token.
+    """Splits a response into its parts, token by token.
 
     `form` is the format of tool calls; without tools it is None. `opened`: the context ends inside of thinking.
     `divide` separates the thinking of a format that has channels instead of `<think>`.
@@ -55,12 +55,12 @@ class AnswerStream:
         self.pieces = DecodeStream(skip_special_tokens=False)
         self.text = ""  # of the tokens so far, but for bytes of an incomplete character
         self.held: list[int] = []  # tokens whose text is not known yet
-        self.stopped = False  # whether a stop string has ended the answer
+        self.stopped = False  # whether a stop string has ended the response
         self.sent_thinking = self.sent_content = 0  # characters
 
     def feed(self, token: int) -> None:
         """Take the next sampled token; the token that completes a stop string is the last."""
-        if token in self.tokenizer.stop_ids:  # it ends the answer, and is not shown
+        if token in self.tokenizer.stop_ids:  # it ends the response, and is not shown
             return
         try:
             piece = self.pieces.step(self.backend, token)
@@ -94,11 +94,11 @@ class AnswerStream:
         return self._rest_of(thinking or "", self.form.certain(body) if self.form else body)
 
     def rest(self, parts: AnswerParts) -> tuple[str, str]:
-        """Return what of the whole answer's thinking and content was not returned before."""
+        """Return what of the whole response's thinking and content was not returned before."""
         return self._rest_of(parts.thinking or "", parts.content or "")
 
     def whole(self, generation: Generation) -> AnswerParts:
-        """Return the parts of a whole answer."""
+        """Return the parts of a whole response."""
         ids = generation.sampled_ids
         text = self.tokenizer.decode(ids[:-1] if generation.finished else ids)
         if not text.startswith(self.text):  # broken bytes, which decode otherwise together; clients have the pieces

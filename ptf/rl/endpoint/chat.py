@@ -1,4 +1,4 @@
-"""Chat completions: what a request may ask, and the form of its answer, whole or in pieces."""
+"""Chat completions: what a request may ask, and the form of the reply, whole or in pieces."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ MAX_MESSAGES, MAX_CHOICES, MAX_STOPS = 4096, 128, 16
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request for `n` answers to a conversation."""
+    """A request for `n` responses to a conversation."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
@@ -46,7 +46,7 @@ def parse(given: Mapping[str, Any]) -> ChatRequest:
     for name, harmless in REFUSED.items():
         if name in given and given[name] not in harmless:
             raise HttpError(
-                400, f"{name} is not supported here: answers are sampled from the policy's own distribution", name
+                400, f"{name} is not supported here: responses are sampled from the policy's own distribution", name
             )
     messages = given.get("messages")
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
@@ -109,7 +109,7 @@ def call_of(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def message_of(parts: AnswerParts, identifiers: Sequence[str]) -> dict[str, Any]:
-    """Return an answer as a message."""
+    """Return a response as a message."""
     message: dict[str, Any] = {"role": "assistant", "content": parts.content}
     if parts.thinking:
         message["reasoning_content"] = parts.thinking
@@ -122,7 +122,7 @@ def message_of(parts: AnswerParts, identifiers: Sequence[str]) -> dict[str, Any]
 
 
 def delta_of(thinking: str, content: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return what is new of an answer."""
+    """Return what is new of a response."""
     delta: dict[str, Any] = {}
     if thinking:
         delta["reasoning_content"] = thinking

@@ -1,4 +1,4 @@
-"""One request of an agent and its answers, which go on if the connection is cut: a repeated request takes them."""
+"""One request of an agent and its responses, which go on if the connection is cut: a repeated request takes them."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ from ptf.rl.policy.policy import Policy
 
 
 class Choice:
-    """One of the answers to a request. `context` is None if there is no room for an answer."""
+    """One of the responses to a request. `context` is None if there is no room for a response."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Choice:
         self.entries: list[dict[str, Any]] = []  # log-probs of the tokens, as in chat completions
 
     async def run(self, report: Callable[[dict[str, Any]], None]) -> None:
-        """Sample the answer; give what is new of it to `report`, in the form of a chunk's choice."""
+        """Sample the response; give what is new of it to `report`, in the form of a chunk's choice."""
         if self.context is None:
             report(self._chunk({}, 0, self.finish_reason))
             return
@@ -90,10 +90,10 @@ class Choice:
                     reported = len(ids)
         finally:
             await stream.aclose()
-        raise RuntimeError("the engine's answer has no end")
+        raise RuntimeError("the engine's response has no end")
 
     def _cut(self, context: np.ndarray, ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
-        """Return an answer that a stop string ended; its last token completes the string."""
+        """Return a response that a stop string ended; its last token completes the string."""
         versions = np.full(len(ids), self.policy.version, np.int32)
         finished = ids[-1] in self.policy.tokenizer.stop_ids
         return Generation(context, np.array(ids, np.int32), np.array(logprobs, np.float32), versions, finished)
@@ -113,7 +113,7 @@ class Choice:
         return hashlib.sha256(f"{self.policy.seed} {self.number} {position}".encode()).hexdigest()[:9]
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer as a choice of a chat completion."""
+        """Return the response as a choice of a chat completion."""
         logprobs = {"content": self.entries} if self.chat.logprobs else None
         return {
             "index": self.index,
@@ -137,17 +137,17 @@ class Exchange:
 
     @property
     def delivered(self) -> bool:
-        """Return whether a client has the answer."""
+        """Return whether a client has the reply."""
         return self.deliveries > 0 or any(call.received for call in self.calls)
 
     @property
     def waiting(self) -> int:
-        """Return how many clients are there that asked for the answer."""
+        """Return how many clients wait for the reply."""
         return sum(client.connected() for client in self.clients)
 
     @property
     def failed(self) -> bool:
-        """Return whether there is no answer and never will be."""
+        """Return whether there is no reply and never will be."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     @property
@@ -166,12 +166,12 @@ class Exchange:
             self._wake()
 
     async def finished(self) -> None:
-        """Wait for all answers; a waiter that is cancelled does not cancel them. Raises what sampling raised, and
+        """Wait for all responses; a waiter that is cancelled does not cancel them. Raises what sampling raised, and
         HttpError if the session was closed before.
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
-            raise HttpError(410, "the session was closed before the answer was complete", "session_closed")
+            raise HttpError(410, "the session was closed before the response was complete", "session_closed")
         self.task.result()
 
     def _report(self, chunk: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Exchange:
         self.changed = asyncio.Event()
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return what whole answers and chunks have in common."""
+        """Return what whole replies and chunks have in common."""
         return {
             "id": f"chatcmpl-{self.number}",
             "object": kind,
@@ -200,12 +200,12 @@ class Exchange:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def completion(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole reply, with all choices."""
         choices = [choice.whole() for choice in self.choices]
         return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
 
     async def news(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield what is new of the answers, as chunks' choices, from the beginning. Raises what sampling raised."""
+        """Yield what is new of the responses, as chunks' choices, from the beginning. Raises what sampling raised."""
         sent = 0
         while True:
             changed, done = self.changed, self.task.done()
@@ -218,7 +218,7 @@ class Exchange:
         await self.finished()
 
     async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the answer in pieces, from the beginning; `deliver` is called before the last of them is written."""
+        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
         head = self.head("chat.completion.chunk")
         for choice in self.choices:
             delta = {"role": "assistant", "content": ""}

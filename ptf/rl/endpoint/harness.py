@@ -100,7 +100,7 @@ class HarnessRollout:
             outcome = session.reward
         if not policy.calls and not isinstance(outcome, NoResult):
             refused = f"; its last request was refused: {session.refused}" if session.refused else ""
-            outcome = NoResult(f"the harness received no answer of the policy{refused}")
+            outcome = NoResult(f"the harness received no response from the policy{refused}")
         return policy.trajectory(outcome, text=result, counts=session.counts)
 
     async def _call(self, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float | None:

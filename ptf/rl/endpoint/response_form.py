@@ -1,4 +1,4 @@
-"""The answer to a request of the Responses API: whole, or as the events of a stream."""
+"""The reply to a request of the Responses API: whole, or as the events of a stream."""
 
 import bisect
 import contextlib
@@ -57,7 +57,7 @@ def usage(exchange: Exchange) -> dict[str, Any]:
 
 
 def thinking_tokens(choice: Choice) -> int:
-    """Return how many of an answer's tokens are thinking, with the token that ends it."""
+    """Return how many of a response's tokens are thinking, with the token that ends it."""
     if choice.call is None or not choice.message.get("reasoning_content"):
         return 0
     ids, decode = choice.call.generation.sampled_ids, choice.policy.tokenizer.decode
@@ -66,7 +66,7 @@ def thinking_tokens(choice: Choice) -> int:
 
 
 def output(exchange: Exchange) -> list[dict[str, Any]]:
-    """Return the items of an answer: its reasoning, its text and its function calls, as far as it has them."""
+    """Return the items of a response: its reasoning, its text and its function calls, as far as it has them."""
     choice = exchange.choices[0]
     message = choice.message
     status = "incomplete" if choice.finish_reason == "length" else "completed"
@@ -157,7 +157,7 @@ class ResponseEvents:
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _end(self) -> Iterator[bytes]:
-        """Yield what is left when the answer is whole: its open item, its function calls, and the response."""
+        """Yield what is left when sampling has ended: the open item, the function calls, and the response object."""
         whole = response(self.request, self.exchange)
         for index, item in enumerate(whole["output"]):
             kind = item["type"]

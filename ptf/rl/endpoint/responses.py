@@ -1,8 +1,9 @@
 """Requests of OpenAI's Responses API, read as requests for chat completions.
 
-Sessions, retries, splicing and delivery are those of chat completions: a request becomes a ChatRequest, and the answer
-is written as a response by ptf.rl.endpoint.response_form. Items become messages as follows: the items of one answer
-(reasoning, text, function calls) become one message of the assistant, and a function's output a message of the tool.
+Sessions, retries, splicing and delivery are those of chat completions: a request becomes a ChatRequest, and what the
+policy samples is written as a response object of this API by ptf.rl.endpoint.response_form. Items become messages as
+follows: the items of one response (reasoning, text, function calls) become one message of the assistant, and a
+function's output a message of the tool.
 """
 
 import json
@@ -88,7 +89,7 @@ def _longest(given: Any) -> int | None:
 def tools_of(given: Any) -> list[dict[str, Any]]:
     """Return the tools in the form of chat completions. Raises HttpError for tools that are not functions.
 
-    `strict` is not passed on: no answer is forced into the form of a tool's parameters.
+    `strict` is not passed on: no response is forced into the form of a tool's parameters.
     """
     if not isinstance(given, list | None):
         raise HttpError(400, "tools must be a list of objects", "tools")
@@ -123,11 +124,11 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
             messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
         if thinking and message["role"] != "assistant":
-            raise HttpError(400, f"input[{i}]: what follows reasoning must be the answer that it led to", "input")
+            raise HttpError(400, f"input[{i}]: what follows reasoning must be the response that it led to", "input")
         messages.append({**message, "reasoning_content": thinking} if thinking else message)
         thinking = ""
     if thinking:
-        raise HttpError(400, "input ends with reasoning: the answer that it led to must follow it", "input")
+        raise HttpError(400, "input ends with reasoning: the response that it led to must follow it", "input")
     return messages
 
 

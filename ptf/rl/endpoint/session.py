@@ -16,7 +16,7 @@ from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 
-MODELS = ("policy", "policy:no_loss")  # the answers of the first are trained
+MODELS = ("policy", "policy:no_loss")  # the responses of the first are trained
 RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was sent before
 
 
@@ -57,14 +57,14 @@ class Session:
     def exchange(self, request: HttpRequest, chat: ChatRequest) -> Exchange:
         """Return the exchange of a request: a new one, or that of the request which it repeats.
 
-        A request repeats one with the same body if the client declares so, or if that one's answer did not reach its
+        A request repeats one with the same body if the client declares so, or if that one's reply did not reach its
         client, which has gone. Raises HttpError.
         """
         digest = hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
         exchange = self._repeated(self.exchanges.get(digest, ()), request.headers.get(RETRY, ""))
         if exchange is not None:
             if exchange.waiting >= self.bounds.pending:
-                raise HttpError(429, f"{self.bounds.pending} clients wait for this answer", "too_many_pending")
+                raise HttpError(429, f"{self.bounds.pending} clients wait for this response", "too_many_pending")
             self.counts["retries"] += 1
         else:
             try:
@@ -124,7 +124,7 @@ class Session:
         return Exchange(next(self.numbers), chat, choices, self.policy)
 
     def deliver(self, exchange: Exchange) -> None:
-        """Note that an answer reaches a client: it is context of what follows, and trained.
+        """Note that a response reaches a client: it is context of what follows, and trained.
 
         Raises ConnectionAbortedError if the session is closed, so that nothing is delivered that is not trained.
         """
@@ -138,7 +138,7 @@ class Session:
         exchange.deliveries += 1
 
     def lose(self, exchange: Exchange) -> None:
-        """Note that an answer did not reach a client to which it was delivered.
+        """Note that a response did not reach a client to which it was delivered.
 
         If no other client has it, and no later request continues it, it is not trained.
         """
@@ -149,7 +149,7 @@ class Session:
             self.policy.history.lose(exchange.calls)
 
     async def close(self) -> None:
-        """End the session: further requests are refused, and pending answers are aborted."""
+        """End the session: further requests are refused, and pending responses are aborted."""
         if self.closed:
             return
         self.closed = True

@@ -1,1 +1,1 @@
-"""Engines that generate answers."""
+"""Engines that generate responses."""

@@ -16,9 +16,9 @@ Ask = Callable[[Request], Awaitable[Generation]]
 async def answered(
     engine: RolloutEngine, request: Request, vocabulary: int | None, ask: Ask | None = None
 ) -> Generation:
-    """Return an engine's answer to a request; `ask` asks it, by default its `generate`.
+    """Return an engine's response to a request; `ask` asks it, by default its `generate`.
 
-    Raises EngineFault if the answer breaks the protocol, UserError if the engine refuses the request.
+    Raises EngineFault if the response breaks the protocol, UserError if the engine refuses the request.
     """
     try:
         generation = await (ask or engine.generate)(request)
@@ -29,7 +29,7 @@ async def answered(
 
 
 async def streamed(engine: StreamingEngine, request: Request, vocabulary: int | None) -> AsyncGenerator[Progress]:
-    """Yield the tokens of an engine's answer as they are sampled. Raises as `answered`, before the last of them."""
+    """Yield the tokens of an engine's response as they are sampled. Raises as `answered`, before the last of them."""
     try:
         async with contextlib.aclosing(engine.stream(request)) as news:
             async for progress in news:
@@ -48,11 +48,11 @@ def refusal(error: ValueError, engine: RolloutEngine) -> Exception:
 
 
 class EngineFault(RuntimeError):
-    """An engine gave an answer that breaks the protocol."""
+    """An engine gave a response that breaks the protocol."""
 
 
 def follows_trie(generation: Generation, request: Request) -> bool:
-    """Return whether the request's trie allows the answer."""
+    """Return whether the request's trie allows the response."""
     try:
         if request.sampling.trie is not None:
             request.sampling.trie.walked(generation.sampled_ids)
@@ -62,7 +62,7 @@ def follows_trie(generation: Generation, request: Request) -> bool:
 
 
 def raise_if_garbage(generation: Generation, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
-    """Raise EngineFault unless the generation is an answer to the request.
+    """Raise EngineFault unless the generation is a response to the request.
 
     A generation must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of
     the engine's weights.

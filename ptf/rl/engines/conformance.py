@@ -90,7 +90,7 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
 
 def small_model(place: Path, seed: int) -> Path:
-    """Write a Hugging Face directory with random weights whose answers are far from uniform."""
+    """Write a Hugging Face directory with random weights whose responses are far from uniform."""
     source = place / f"config-{seed}"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
@@ -180,7 +180,7 @@ class ConformanceSuite:
         ]
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the engine's answers to requests that are submitted at once."""
+        """Return the engine's responses to requests that are submitted at once."""
         return generate_all(self.engine, requests, self.timeout_s)
 
     def declares(self) -> None:
@@ -205,7 +205,7 @@ class ConformanceSuite:
             )
 
     def answers(self) -> None:
-        """Check that an answer has its context, int32 ids, and a float32 log-prob and the version of each id."""
+        """Check that a response has its context, int32 ids, and a float32 log-prob and the version of each id."""
         for request, generation in zip(requests := self.ask(), self.generate(requests), strict=True):
             kinds = {"context": np.int32, "sampled_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
             if wrong := [name for name, kind in kinds.items() if getattr(generation, name).dtype != kind]:
@@ -213,7 +213,7 @@ class ConformanceSuite:
                     f"{wrong[0]} is of type {getattr(generation, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}"
                 )
             if not np.array_equal(generation.context, request.context):
-                raise Violation("an answer has another request's context")
+                raise Violation("a response has another request's context")
             if not 1 <= len(generation.sampled_ids) == len(generation.logprobs) == len(generation.versions):
                 raise Violation(
                     f"{len(generation.sampled_ids)} ids with {len(generation.logprobs)} log-probs "
@@ -237,7 +237,7 @@ class ConformanceSuite:
             self.compare(requests)
 
     def allowed(self) -> None:
-        """Check that with a trie only its answers are generated, sampled or greedy, with log-probs among the allowed
+        """Check that with a trie only its responses are generated, sampled or greedy, with log-probs among the allowed
         tokens, or that such a request is refused."""
         answers = [[7, 8], [7, 9, 10], [11], [12, 13, 14, 15], [12, 16]]
         trie, twice = Trie.of(answers, (STOP,)), Trie.of(answers, (STOP,), 2, distinct=True)
@@ -267,7 +267,7 @@ class ConformanceSuite:
         return True
 
     def compare(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the answers. Raises Violation if their log-probs differ from the reference's."""
+        """Return the responses. Raises Violation if their log-probs differ from the reference's."""
         generations = self.generate(requests)
         for request, generation in zip(requests, generations, strict=True):
             sampling = request.sampling
@@ -315,15 +315,15 @@ class ConformanceSuite:
                 raise Violation("a log-prob of `prompt_logprobs` differs from that of ptf's decoder")
 
     def seeds(self) -> None:
-        """Check that the same seed gives the same answer, and another seed another answer."""
+        """Check that the same seed gives the same response, and another seed another response."""
         first, second, other = (self.generate(self.ask(seed=seed)) for seed in (100, 100, 900))
         if any(not np.array_equal(a.sampled_ids, b.sampled_ids) for a, b in zip(first, second, strict=True)):
             raise Violation("the same request was answered in two ways")
         if all(np.array_equal(a.sampled_ids, b.sampled_ids) for a, b in zip(first, other, strict=True)):
-            raise Violation("other seeds gave the same answers")
+            raise Violation("other seeds gave the same responses")
 
     def batch_independence(self) -> None:
-        """Check that an answer does not depend on what else is in the batch."""
+        """Check that a response does not depend on what else is in the batch."""
         together = self.generate(self.ask())
         for request, generation in zip(self.ask()[::3], together[::3], strict=True):
             (single,) = self.generate([request])
@@ -341,26 +341,26 @@ class ConformanceSuite:
                 raise Violation(f"it took a token that is {gap:.3g} less likely than the likeliest")
 
     def stops(self) -> None:
-        """Check that a stop token ends an answer and is part of it, and that nothing else ends one early."""
+        """Check that a stop token ends a response and is part of it, and that nothing else ends one early."""
         generations = self.generate(self.ask(24, stop=(STOP, 9, 10, 11, 12)))
         for generation in generations:
             is_stop = np.isin(generation.sampled_ids, (STOP, 9, 10, 11, 12))
             if is_stop[:-1].any() or generation.finished != bool(is_stop[-1]):
-                raise Violation("an answer continues after a stop token, or `finished` is wrong")
+                raise Violation("a response continues after a stop token, or `finished` is wrong")
             if not generation.finished and len(generation.sampled_ids) != LONGEST:
                 raise Violation(
-                    f"an answer of {len(generation.sampled_ids)} tokens ended without a stop token; "
+                    f"a response of {len(generation.sampled_ids)} tokens ended without a stop token; "
                     f"the limit was {LONGEST}"
                 )
         if not any(generation.finished for generation in generations):
-            raise Violation("none of 24 answers ended with one of five stop tokens")
+            raise Violation("none of 24 responses ended with one of five stop tokens")
 
     def limits(self) -> None:
         """Check that each request of a batch has its own `max_new_tokens`."""
         requests = [Request(r.context, Sampling(1 + i, 1.0, ()), r.seed) for i, r in enumerate(self.ask())]
         for request, generation in zip(requests, self.generate(requests), strict=True):
             if len(generation.sampled_ids) != request.sampling.max_new_tokens:
-                raise Violation("an answer is longer or shorter than its limit")
+                raise Violation("a response is longer or shorter than its limit")
 
     def refuses(self) -> None:
         """Check that weights that are stale, missing, garbled, swapped, duplicate or not announced are refused, and

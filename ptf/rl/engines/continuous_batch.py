@@ -1,6 +1,6 @@
-"""Answers that are generated together by ptf's own Decoder, each from its own beginning to its own end.
+"""Responses that are generated together by ptf's own Decoder, each from its own beginning to its own end.
 
-Requests enter between two steps, and leave when they end, so none waits for another. What an answer's batch holds
+Requests enter between two steps, and leave when they end, so none waits for another. What a response's batch holds
 depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.answer` repeats to the bit.
 """
 
@@ -21,12 +21,12 @@ from ptf.rl.engines.slot_cache import SlotCache
 
 @dataclass(eq=False)
 class Answer:
-    """One answer that is being generated."""
+    """One response that is being generated."""
 
     number: int
     request: Request
     streamed: bool
-    numbers: np.ndarray = field(init=False)  # random, [longest answer] float64
+    numbers: np.ndarray = field(init=False)  # random, [longest response] float64
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Return whether the last token ends the answer."""
+        """Return whether the last token ends the response."""
         return bool(self.sampled) and self.sampled[-1] in self.request.sampling.stop
 
     @property
@@ -44,7 +44,7 @@ class Answer:
         return self.finished or len(self.sampled) == self.request.sampling.max_new_tokens
 
     def generation(self, version: int) -> Generation:
-        """Return the whole answer."""
+        """Return the whole response."""
         return Generation(
             self.request.context,
             np.array(self.sampled, np.int32),
@@ -55,11 +55,11 @@ class Answer:
 
 
 class ContinuousBatch:
-    """The answers of a model that are generated at the moment, at most `most`; others wait.
+    """The responses of a model that are generated at the moment, at most `most`; others wait.
 
     `prefill(contexts, attend_of)` computes contexts and returns the logits after each, [contexts, V]; `attend_of` is
     called with their segments and positions. `decode(tokens, positions, attend)` returns the logits after one token
-    of each answer.
+    of each response.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class ContinuousBatch:
 
     def _empty(self) -> None:
         self.cache = SlotCache(self.config, self.device, self.dtype)
-        self.logits: Tensor | None = None  # of each answer's next token, [answers, V]
+        self.logits: Tensor | None = None  # of each response's next token, [responses, V]
         self._arrange()
 
     def add(self, answer: Answer) -> None:
-        """Begin an answer with the next step."""
+        """Begin a response with the next step."""
         self.waiting.append(answer)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Drop answers."""
+        """Drop responses."""
         self.waiting = [answer for answer in self.waiting if answer.number not in numbers]
         self._free([slot for slot, answer in enumerate(self.answers) if answer.number in numbers])
 
     def step(self, version: int) -> list[Progress]:
-        """Sample one token of each answer; return those of streamed answers, and the answers that end."""
+        """Sample one token of each response; return those of streamed responses, and the responses that end."""
         self._admit()
         if self.logits is None:
             return []
@@ -147,7 +147,7 @@ class ContinuousBatch:
         self._arrange()
 
     def _free(self, slots: Sequence[int]) -> None:
-        """End the answers in these slots; the last answers take their places."""
+        """End the responses in these slots; the last responses take their places."""
         rows = list(range(len(self.answers)))
         for slot in sorted(slots, reverse=True):
             self.cache.free(slot)
@@ -162,7 +162,7 @@ class ContinuousBatch:
                 self._empty()
 
     def _arrange(self) -> None:
-        """Set the tensors that say how each answer is sampled."""
+        """Set the tensors that say how each response is sampled."""
         requests = [answer.request for answer in self.answers]
         self.temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
         self.top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)

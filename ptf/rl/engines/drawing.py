@@ -12,9 +12,9 @@ from ptf.rl.engines.protocol import Request, edges_of
 
 
 def random_numbers(request: Request) -> Tensor:
-    """Return the uniform random numbers in [0, 1) of a request's tokens, float64 [longest answer], from its seed."""
-    generator = torch.Generator().manual_seed(request.seed)
-    return torch.rand(request.sampling.max_new_tokens, dtype=torch.float64, generator=generator)
+    """Return the uniform random numbers in [0, 1) of a request's tokens, float64 [longest response], from its seed."""
+    generator, first = torch.Generator().manual_seed(request.seed), request.offset
+    return torch.rand(first + request.sampling.max_new_tokens, dtype=torch.float64, generator=generator)[first:]
 
 
 def nucleus_size(request: Request) -> float:

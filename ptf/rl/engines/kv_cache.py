@@ -1,7 +1,7 @@
-"""The key-value cache of answers that are being generated.
+"""The key-value cache of responses that are being generated.
 
-A context that several answers share is stored, and read, once. Contexts have keys and values of their
-own, an answer only those of its new tokens, and one softmax is over both (Athiwaratkun et al. 2024, bifurcated
+A context that several responses share is stored, and read, once. Contexts have keys and values of their
+own, a response only those of its new tokens, and one softmax is over both (Athiwaratkun et al. 2024, bifurcated
 attention).
 """
 
@@ -15,7 +15,7 @@ from ptf.model.config import DecoderConfig
 
 
 class Cache:
-    """Keys and values of contexts with these lengths, and of `new` tokens of each answer (`map_contexts`)."""
+    """Keys and values of contexts with these lengths, and of `new` tokens of each response (`map_contexts`)."""
 
     def __init__(
         self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype
@@ -41,12 +41,12 @@ class Cache:
         return attend
 
     def map_contexts(self, which: Tensor) -> None:
-        """Begin n answers to the contexts with these indices, [n]."""
+        """Begin n responses to the contexts with these indices, [n]."""
         self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
         self._arrange(which)
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with these answers only."""
+        """Continue with these responses only."""
         self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
         needed, self.owner = self.owner[rows].unique(return_inverse=True)
         self._of_contexts(needed)
@@ -54,15 +54,15 @@ class Cache:
             self._arrange(self.owner)
 
     def branch(self, rows: Tensor) -> None:
-        """Continue with these answers; one of them may be continued several times."""
+        """Continue with these responses; one of them may be continued several times."""
         self.answers = self.answers[:, :, rows]
         self._arrange(self.owner[rows])
 
     def _arrange(self, which: Tensor) -> None:
-        """Group the queries of `width` answers of one context.
+        """Group the queries of `width` responses of one context.
 
-        A context with more answers is copied, so that however the answers are distributed, at most three times as many
-        queries are computed as there are answers.
+        A context with more responses is copied, so that however the responses are distributed, at most three times as
+        many queries are computed as there are responses.
         """
         n, contexts = len(which), len(self.lengths)
         self.width = -(-n // contexts)
@@ -78,10 +78,10 @@ class Cache:
         if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
             self.lengths = self.lengths[needed]
             self.context = self.context[:, :, needed, :, : int(self.lengths.max())]
-        self.index = self.owner * self.width + self.slot  # of each answer, among `width` for each context
+        self.index = self.owner * self.width + self.slot  # of each response, among `width` for each context
 
     def step(self, turn: int) -> Attend:
-        """Attend from new token `turn` of every answer to all tokens before it."""
+        """Attend from new token `turn` of every response to all tokens before it."""
         at = torch.arange(self.context.shape[4], device=self.context.device)
         after = at >= self.lengths[:, None]  # [contexts, longest]
         ragged = bool(after.any())
@@ -111,9 +111,9 @@ class Cache:
         return attend
 
     def _together(self, x: Tensor) -> Tensor:
-        """Group the answers by context: [n, kv_heads, g, E] → [contexts, kv_heads, width·g, E].
+        """Group the responses by context: [n, kv_heads, g, E] → [contexts, kv_heads, width·g, E].
 
-        The places of answers that have ended are 0.
+        The places of responses that have ended are 0.
         """
         grouped = x.new_zeros(len(self.lengths) * self.width, *x.shape[1:]).index_copy_(0, self.index, x)
         return grouped.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)

@@ -36,7 +36,8 @@ class Request:
 
     context: np.ndarray  # [c] int32
     sampling: Sampling
-    seed: int  # the response is a function of weights, context, sampling and seed
+    seed: int  # the response is a function of weights, context, sampling, seed and offset
+    offset: int = 0  # tokens of the response that are the end of the context already, so their random numbers are used
 
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))  # no tokens, no log-probs

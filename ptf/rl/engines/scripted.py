@@ -1,4 +1,4 @@
-"""An engine without a model, whose answers are texts of a script: for trials of environments and rewards."""
+"""An engine without a model, whose responses are texts of a script: for trials of environments and rewards."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,10 +13,10 @@ from ptf.rl.weights.verification import Buckets, Manifest, Receipt
 
 
 class ScriptedEngine:
-    """StreamingEngine whose answers are texts, each with the token that ends a turn.
+    """StreamingEngine whose responses are texts, each with the token that ends a turn.
 
-    `answer` is called with the seed of a request, which identifies the call, and with the text of its context. An
-    answer that is longer than the request allows is cut off, as a model's would be. All log-probs are 0.
+    `answer` is called with the seed of a request, which identifies the call, and with the text of its context. A
+    response that is longer than the request allows is cut off, as a model's would be. All log-probs are 0.
     """
 
     name = "scripted"
@@ -26,7 +26,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, answer: Callable[[int, str], str]) -> None:
         if not tokenizer.stop_ids:
             raise UserError(
-                f"the tokenizer {tokenizer.template_name} has no token that ends an answer, so no answer can be given"
+                f"the tokenizer {tokenizer.template_name} has no token that ends a response, so none can be given"
             )
         self.tokenizer, self.answer = tokenizer, answer
 
@@ -46,7 +46,7 @@ class ScriptedEngine:
         )
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """See StreamingEngine. The whole answer comes at once."""
+        """See StreamingEngine. The whole response comes at once."""
         generation = await self.generate(request)
         yield Progress(0, generation.sampled_ids, generation.logprobs, generation)
 

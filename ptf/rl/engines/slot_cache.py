@@ -1,4 +1,4 @@
-"""The key-value cache of answers that begin and end at different times: a slot for each answer, with its context."""
+"""The key-value cache of responses that begin and end at different times: a slot for each, with its context."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A thread that steps an engine while it has requests, and the coroutines that wait for its answers.
+"""A thread that steps an engine while it has requests, and the coroutines that wait for its responses.
 
 Between two steps, and only there, requests are added or aborted. The event loop is never blocked: it takes new requests
 while the engine computes, and gets tokens as they are sampled. The thread ends when no request is left, so that an
@@ -27,7 +27,7 @@ class SteppingEngine(Protocol):
     def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
         """Accept requests, and return a number for each. Raises ValueError for requests that cannot be served.
 
-        Tokens of requests that are not `streamed` need not be reported before their answers end.
+        Tokens of requests that are not `streamed` need not be reported before their responses end.
         """
         ...
 
@@ -36,13 +36,13 @@ class SteppingEngine(Protocol):
         ...
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Drop requests whose answers nobody waits for."""
+        """Drop requests whose responses nobody waits for."""
         ...
 
 
 @dataclass(eq=False)
 class Submission:
-    """Requests that were submitted together, and the function that gets what their answers become."""
+    """Requests that were submitted together, and the function that gets what their responses become."""
 
     requests: Sequence[Request]
     streamed: bool
@@ -64,7 +64,7 @@ class Stepper:
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the answers to requests that are submitted together. Raises what the engine raises."""
+        """Return the responses to requests that are submitted together. Raises what the engine raises."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Generation]] = [loop.create_future() for _ in requests]
 
@@ -88,11 +88,11 @@ class Stepper:
             self._abort(submission)
 
     async def generate(self, request: Request) -> Generation:
-        """Return the answer to one request."""
+        """Return the response to one request."""
         return (await self.generate_all([request]))[0]
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """Yield the tokens of an answer as they are sampled; the last item has the whole generation.
+        """Yield the tokens of a response as they are sampled; the last item has the whole generation.
 
         Closing the generator aborts the request.
         """
@@ -185,7 +185,7 @@ class Stepper:
             self.running |= {number: (submission, place) for place, number in enumerate(submission.numbers)}
 
     def _deliver(self, number: int, news: Progress | BaseException) -> None:
-        """Give the caller what is new; a request whose answer is whole, or that failed, is served no longer."""
+        """Give the caller what is new; a request whose response is whole, or that failed, is served no longer."""
         with self.changed:
             submission, place = self.running[number]
             if isinstance(news, Progress) and news.error is not None:

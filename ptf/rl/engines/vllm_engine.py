@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, inside this process and stepped in a thread of its own: each call of `generate` or `stream`
 is one request, and the requests of all callers are batched continuously.
 
-Every sampled request has its own seed, so an answer depends on what else is in the batch only through rounding. Greedy
+Every sampled request has its own seed, so a response depends on what else is in the batch only through rounding. Greedy
 requests never share a batch with sampled ones (vLLM on a CPU ignores all seeds of a mixed batch).
 """
 

@@ -1,4 +1,4 @@
-"""Tools of an MCP server as an environment, and a reward function for the answer.
+"""Tools of an MCP server as an environment, and a reward function for the response.
 
 `environment: {use: ptf.rl.environments.mcp:Mcp, args: {command: [my-server], reward: {use: ptf.rl.rewards:exact}}}`.
 """
@@ -19,13 +19,13 @@ raise_if_missing("mcp", "mcp")
 
 
 class Mcp:
-    """An episode in which the agent calls tools, and ends with an answer that calls none.
+    """An episode in which the agent calls tools, and ends with a response that calls none.
 
     The server is a `command`, started for each episode, with `env` as its environment variables besides PATH and HOME;
     or a `url` (streamable HTTP, with `headers`). Tool calls are read in the `format` of `ptf.data.tool_calls`. `reward`
-    scores the text of the last answer with the row. A result of more than `max_result_characters` is cut. A server that
-    ends, fails, or gives no result within `timeout_s` is an error of the environment. The same calls must have the same
-    results when an episode is replayed.
+    scores the text of the last response with the row. A result of more than `max_result_characters` is cut. A server
+    that ends, fails, or gives no result within `timeout_s` is an error of the environment. The same calls must have the
+    same results when an episode is replayed.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Mcp:
         return text if left <= 0 else f"{text[: self.most]}\n[{left} more characters]"
 
     async def score(self, text: str) -> float:
-        """Return the reward of the last answer; functions that do not overlap run in the event loop."""
+        """Return the reward of the last response; functions that do not overlap run in the event loop."""
         if concurrent.is_asynchronous(self.reward):
             return await self.reward(self.row, text)
         if concurrent.in_flight(self.reward) == 1:

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym: rows that the library makes from seeds, and its own score as the reward.
 
 `data.prepare: {use: ptf.rl.environments.reasoning_gym:prepare, args: {tasks: {chain_sum: {level: 1}}}}` writes the
-rows, and `rollout.reward: {use: ptf.rl.environments.reasoning_gym:score}` scores the answers to them.
+rows, and `rollout.reward: {use: ptf.rl.environments.reasoning_gym:score}` scores the responses to them.
 """
 
 import functools
@@ -34,7 +34,7 @@ def prepare(
 
     `tasks` maps the names of tasks to their options: the library's own, and `level`, from 0, the level of all of the
     task's attributes in the library's curriculum. `system` is a system prompt, or the name of one of the library's; it
-    asks for the answer between `<answer>` and `</answer>`, where `score` reads it. Tasks whose scores run answers as
+    asks for the answer between `<answer>` and `</answer>`, where `score` reads it. Tasks whose scores run responses as
     code need `allow_unsandboxed_eval`.
     """
     from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
@@ -90,8 +90,8 @@ def dataset(task: str, options: str, seed: int = 0, size: int = 1) -> Any:
 
 @one_by_one
 def score(row: Mapping[str, Any], text: str, *, tag: str | None = "answer") -> float:
-    """Return the library's score of an answer, 0 to 1: of what stands between `<answer>` and `</answer>`, the last such
-    part of the text, or with `tag: null` of the whole text. A text without the tags has the score 0."""
+    """Return the library's score of a response, 0 to 1: of what stands between `<answer>` and `</answer>`, the last
+    such part of the text, or with `tag: null` of the whole text. A text without the tags has the score 0."""
     from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
     answer = text.strip() if tag is None else extract_answer(text, tag)

@@ -16,7 +16,7 @@ from ptf.rl.policy.policy import NoRoom, Policy
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """Plays episodes with environments, of at most `max_turns` answers each.
+    """Plays episodes with environments, of at most `max_turns` responses each.
 
     The outcome is the sum of the turns' rewards. An episode that ends at a limit keeps the rewards of its turns so far;
     one whose environment fails has no result.
@@ -75,7 +75,7 @@ class EnvironmentRollout:
 def transcript(generations: Sequence[Generation], tokenizer: Tokenizer) -> str:
     """Return all text after the first context, of both sides.
 
-    If the template rewrites an answer later, the rewritten form is included too.
+    If the template rewrites a response later, the rewritten form is included too.
     """
     ids = list[int]()
     for generation, later in itertools.pairwise([*generations, None]):

@@ -24,7 +24,7 @@ def prepare(directory: str, *, train: int = 1000, test: int = 100, first: int = 
 
 
 def seed_of_row(row: Mapping[str, Any], seed: int) -> int:
-    """Return the row's `seed`, so that all answers to a row play the same game; without one, the episode's seed."""
+    """Return the row's `seed`, so that all responses to a row play the same game; without one, the episode's seed."""
     own = row.get("seed")
     if own is not None and (isinstance(own, bool) or not isinstance(own, int) or own < 0):
         raise UserError(f"the column `seed` must hold whole numbers of at least 0, not {own!r}")

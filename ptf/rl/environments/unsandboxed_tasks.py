@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym whose scores evaluate the answer as Python, found with answers that are programs (version
+"""Tasks of reasoning-gym whose scores evaluate the response as Python, found with responses that are programs (version
 0.1.25): text of a policy would run in the reward's process, outside of any sandbox."""
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ UNSANDBOXED = (
 
 
 def raise_if_unsandboxed(tasks: Iterable[str]) -> None:
-    """Raise UserError if one of the tasks runs answers as code."""
+    """Raise UserError if one of the tasks runs responses as code."""
     if refused := sorted(set(tasks).intersection(UNSANDBOXED)):
         raise UserError(
-            f"the library scores answers to {', '.join(refused)} by running them as Python, without a sandbox; where "
+            f"the library scores responses to {', '.join(refused)} by running them as Python, without a sandbox; where "
             "that is acceptable, allow it with `allow_unsandboxed_eval: true`"
         )

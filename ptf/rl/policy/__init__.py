@@ -1,1 +1,1 @@
-"""What an episode may ask of the policy: contexts, answers, and the calls that become training data."""
+"""What an episode may ask of the policy: contexts, responses, and the calls that become training data."""

@@ -1,18 +1,18 @@
 """Calls of an episode to the policy, and the ids of the next context.
 
 A context is the text that a server would send: the conversation, rendered by the chat template. Among all calls of the
-episode, the longest whose text (context and answer) begins that text is continued: the ids are its context, the ids
+episode, the longest whose text (context and response) begins that text is continued: the ids are its context, the ids
 that the policy sampled, and the ids of the new text. So what was sampled is never tokenized again, whether calls follow
 each other, branch, or belong to several conversations. Where no call begins the text, it is encoded anew, and a new
 training sample begins.
 
-An answer often comes back changed by the client: its tool calls written in another form, its thinking removed. Its
-messages are recognised by their content, and if the template shows an answer unchanged at that place, its text as
-sampled takes the place of what the client sent (`history_restored`). Answers that cannot be continued for another
+A response often comes back changed by the client: its tool calls written in another form, its thinking removed. Its
+messages are recognised by their content, and if the template shows a response unchanged at that place, its text as
+sampled takes the place of what the client sent (`history_restored`). Responses that cannot be continued for another
 reason are counted (`history_reencoded`).
 
-Whether a client has an answer is not always certain: a connection may break after the last byte. A call whose answer
-counts as lost is continued by no other, until a conversation holds its answer after all.
+Whether a client has a response is not always certain: a connection may break after the last byte. A call whose response
+counts as lost is continued by no other, until a conversation holds its response after all.
 """
 
 import contextlib
@@ -52,26 +52,26 @@ class Call:
     number: int  # in the episode, from 0
     context: Context
     generation: Generation
-    text: str  # the answer as it is shown: without its end-of-turn token, and up to a stop string
+    text: str  # the response as it is shown: without its end-of-turn token, and up to a stop string
     raw: str  # the text of all sampled ids
     complete: bool = True  # it ended by itself, not at the token limit
-    trained: bool = True  # whether its tokens are trained: an answer that never reached the client is not
+    trained: bool = True  # whether its tokens are trained: a response that never reached the client is not
     message: Message = field(default_factory=dict)  # as it was returned to the client
-    received: bool = False  # the client has the answer
-    continued: bool = False  # a later context holds the answer, and that of no other call
+    received: bool = False  # the client has the response
+    continued: bool = False  # a later context holds the response, and that of no other call
 
     @property
     def served(self) -> str:
-        """Return the text of context and answer."""
+        """Return the text of context and response."""
         return self.context.text + self.raw
 
     @property
     def length(self) -> int:
-        """Return the number of characters of context and answer."""
+        """Return the number of characters of context and response."""
         return len(self.context.text) + len(self.raw)
 
     def begins(self, text: str) -> bool:
-        """Return whether a text begins with the context and the answer."""
+        """Return whether a text begins with the context and the response."""
         return text.startswith(self.context.text) and text.startswith(self.raw, len(self.context.text))
 
 
@@ -101,7 +101,7 @@ def path_keys(messages: Sequence[Message], tools: Any) -> list[bytes]:
 
 
 class NoRoom(UserError):
-    """A context leaves no room for an answer."""
+    """A context leaves no room for a response."""
 
 
 class CallHistory:
@@ -113,11 +113,11 @@ class CallHistory:
         self.most_characters = max(MANY_CHARACTERS, max_length * tokenizer.longest_token)
         self.calls: list[Call] = []
         self.lost: list[tuple[Call, ...]] = []  # which may have been received after all, each with those of its request
-        self.by_path: dict[bytes, list[Call]] = {}  # the conversation up to an answer → the calls that gave it
+        self.by_path: dict[bytes, list[Call]] = {}  # the conversation up to a response → the calls that gave it
         self.history_restored = self.history_reencoded = 0
 
     def add(self, call: Call) -> None:
-        """Add a call whose answer the client has."""
+        """Add a call whose response the client has."""
         if any(call in calls for calls in self.lost):
             self._regain(call)
         if call.received:
@@ -129,9 +129,9 @@ class CallHistory:
             self.by_path.setdefault(path, []).append(call)
 
     def lose(self, calls: Sequence[Call]) -> bool:
-        """Take back the calls of one request whose answer the client does not have, so far as is known.
+        """Take back the calls of one request whose response the client does not have, so far as is known.
 
-        Return False, and keep them, if a later context holds one of the answers.
+        Return False, and keep them, if a later context holds one of the responses.
         """
         if any(call.continued for call in calls):
             return False
@@ -142,7 +142,7 @@ class CallHistory:
         return True
 
     def _regain(self, call: Call) -> None:
-        """Count a lost answer as received, because the client has sent it back."""
+        """Count a lost response as received, because the client has sent it back."""
         together = next(calls for calls in self.lost if call in calls)
         self.lost.remove(together)
         for one in together:
@@ -150,7 +150,7 @@ class CallHistory:
             self.calls.append(one)
 
     def context(self, messages: Sequence[Message], tools: Any = None) -> Context:
-        """Return the context of the next answer to a conversation.
+        """Return the context of the next response to a conversation.
 
         Raises NoRoom if it is far too long, UserError if the template refuses the messages, or omits one of them.
         """
@@ -158,7 +158,7 @@ class CallHistory:
         known = self._known(messages, tools)
         call = self.longest(text)
         last = known[max(known)] if known else None
-        if last is not None and not _is_same(call, last):  # the last known answer is shown in another form
+        if last is not None and not _is_same(call, last):  # the last known response is shown in another form
             other = self._spliced(messages, tools, known)
             continued = self.longest(other) if other is not None else None
             if other is not None and _is_same(continued, last):
@@ -190,7 +190,7 @@ class CallHistory:
         return self.tokenizer.render_text(list(messages), True, tools, self.arguments)
 
     def _known(self, messages: Sequence[Message], tools: Any) -> dict[int, Call]:
-        """Return the calls that gave the answers of a conversation, by the answers' places."""
+        """Return the calls that gave the responses of a conversation, by the responses' places."""
         if not self.by_path:
             return {}
         known = dict[int, Call]()
@@ -205,7 +205,7 @@ class CallHistory:
         return known
 
     def _spliced(self, messages: Sequence[Message], tools: Any, known: Mapping[int, Call]) -> str | None:
-        """Return the conversation's text with the known answers as they were sampled; None if the template would not
+        """Return the conversation's text with the known responses as they were sampled; None if the template would not
         show them so: it drops their thinking, changes what stands around them, or refuses them."""
         try:
             return self._shown_as_sampled(messages, tools, known)
@@ -236,11 +236,11 @@ def _is_same(call: Call | None, other: Call) -> bool:
 
 
 def _says_something(call: Call) -> bool:
-    """Return whether an answer is one that a client would not have written itself."""
+    """Return whether a response is one that a client would not have written itself."""
     return bool(call.text.strip() or call.message.get("tool_calls"))
 
 
 def shown(call: Call, tokenizer: Tokenizer) -> str:
-    """Return an answer's text as sampled, without its end-of-turn token."""
+    """Return a response's text as sampled, without its end-of-turn token."""
     ids = call.generation.sampled_ids
     return tokenizer.decode(ids[:-1] if call.generation.finished else ids)

@@ -26,10 +26,10 @@ Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings for sampling answers, and the limits of an episode."""
+    """Settings for sampling responses, and the limits of an episode."""
 
     sampling: Sampling  # for one generation
-    max_length: int  # tokens of a context with its answer
+    max_length: int  # tokens of a context with its response
     vocabulary: int | None = None  # number of the model's token ids
 
 
@@ -74,16 +74,16 @@ class Policy:
     async def generate(
         self, context: "Context | Messages", *, tools: Tools = None, max_tokens: int | None = None
     ) -> Call:
-        """Return the policy's answer to messages, or to token ids.
+        """Return the policy's response to messages, or to token ids.
 
-        `max_tokens` can lower the limit of the job. Raises NoRoom if the context leaves no room for an answer, and
+        `max_tokens` can lower the limit of the job. Raises NoRoom if the context leaves no room for a response, and
         UserError if the chat template refuses the messages.
         """
         made = context if isinstance(context, Context) else self.context(context, tools)
         return await self.answer(made, next(self.numbers), max_tokens)
 
     def context(self, context: "Messages", tools: Tools = None) -> Context:
-        """Return the context of the next answer. Raises as `generate`."""
+        """Return the context of the next response. Raises as `generate`."""
         if len(context) and isinstance(context[0], Mapping):
             messages = cast("Sequence[Message]", context)
             made = self.history.context(clean(list(messages)), list(tools) if tools else None)
@@ -93,7 +93,7 @@ class Policy:
         trie = self.limits.sampling.trie
         if len(made.tokens) + (1 if trie is None else trie.longest) > self.limits.max_length:
             raise NoRoom(
-                f"the context has {len(made.tokens)} tokens, which leaves no room for an answer in data.seq_len "
+                f"the context has {len(made.tokens)} tokens, which leaves no room for a response in data.seq_len "
                 f"({self.limits.max_length})"
             )
         return made
@@ -107,7 +107,7 @@ class Policy:
         return Request(context.tokens, replace(sampling, max_new_tokens=longest), self.seed_of(number))
 
     async def answer(self, context: Context, number: int, max_tokens: int | None = None) -> Call:
-        """Return the answer to a context as call `number`, and record it."""
+        """Return the response to a context as call `number`, and record it."""
         try:
             generation = await self._generate(self.request(context, number, max_tokens))
         except asyncio.CancelledError:
@@ -120,7 +120,7 @@ class Policy:
         return call
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """Yield the tokens of an answer as they are sampled, or all at once if the engine gives whole answers only.
+        """Yield the tokens of a response as they are sampled, or all at once if the engine gives whole responses only.
 
         The call is not recorded.
         """
@@ -139,7 +139,7 @@ class Policy:
             raise
 
     def call_of(self, context: Context, number: int, generation: Generation) -> Call:
-        """Return a call that is not recorded yet; its message is the answer's text."""
+        """Return a call that is not recorded yet; its message is the response's text."""
         ids = generation.sampled_ids
         text = self.tokenizer.decode(ids[:-1] if generation.finished else ids)
         message = {"role": "assistant", "content": text}
@@ -158,10 +158,10 @@ class Policy:
     ) -> Trajectory:
         """Return the episode as a trajectory.
 
-        `outcome` is its reward; with None, `rollout.reward` scores `text`, by default the last answer. `turn_rewards`
+        `outcome` is its reward; with None, `rollout.reward` scores `text`, by default the last response. `turn_rewards`
         has the reward of each trained call, in the order of the calls; their sum is the outcome, which may then be left
         out. `calls` are those that are trained, by default all. `complete`: whether the episode ended by itself, not at
-        a limit; by default, whether the last answer did. The means of `counts` over all episodes are metrics,
+        a limit; by default, whether the last response did. The means of `counts` over all episodes are metrics,
         `episode/NAME`. Raises UserError if `turn_rewards` do not fit the calls or the outcome.
         """
         if isinstance(outcome, float | int | np.floating | np.integer):

@@ -21,11 +21,11 @@ class Rewards:
 
     @property
     def score_whole_groups(self) -> bool:
-        """Return whether one of the rewards scores all answers to a prompt together."""
+        """Return whether one of the rewards scores all responses to a prompt together."""
         return any(workers.signature.scores == "group" for workers, _ in self.by_source.values())
 
     def take_retries(self) -> int:
-        """Return how many answers were scored once more since the last call."""
+        """Return how many responses were scored once more since the last call."""
         return sum(workers.take_retries() for workers, _ in self.by_source.values())
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class GroupScoring:
     """Groups that are scored while others are still generated.
 
     `add` is called with each group as soon as it is there, from any thread; `finish` returns all of them with their
-    outcomes: those that their rollout functions gave, otherwise those of their sources' rewards. Answers of a source
+    outcomes: those that their rollout functions gave, otherwise those of their sources' rewards. Responses of a source
     without a reward stay as they are.
     """
 

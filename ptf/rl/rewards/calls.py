@@ -1,4 +1,4 @@
-"""A call of a reward: the answers that it is about, its arguments, and its result as numbers."""
+"""A call of a reward: the responses that it is about, its arguments, and its result as numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ptf.rl.worker_messages import Fault
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is scored."""
+    """A response that is scored."""
 
     row: Mapping[str, Any]  # the data row of its prompt
     text: str
@@ -20,7 +20,7 @@ class Answer:
 
 
 def call_arguments(signature: RewardSignature, answers: Sequence[Answer]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and the keyword arguments of a call about these answers."""
+    """Return the positional and the keyword arguments of a call about these responses."""
     episodes = [answer.episode for answer in answers]
     if signature.scores == "answer":
         (answer,) = answers
@@ -33,9 +33,9 @@ def call_arguments(signature: RewardSignature, answers: Sequence[Answer]) -> tup
 
 
 def checked_rewards(signature: RewardSignature, value: Any, count: int) -> list[float | Fault] | Fault:
-    """Return the result of a call about `count` answers: a number or a Fault for each, or a Fault for all of them.
+    """Return the result of a call about `count` responses: a number or a Fault for each, or a Fault for all of them.
 
-    Each answer of a batch has its own Fault. A group has one: no answer has a result if one of them has none.
+    Each response of a batch has its own Fault. A group has one: no response has a result if one of them has none.
     """
     if signature.scores == "answer":
         return [checked_reward(value)]
@@ -43,7 +43,7 @@ def checked_rewards(signature: RewardSignature, value: Any, count: int) -> list[
         return Fault(f"the reward returned {type(value).__name__} {str(value)[:60]!r}, not a list of {count} numbers")
     values = list(value)
     if len(values) != count:
-        return Fault(f"the reward returned {len(values)} numbers for {count} answers")
+        return Fault(f"the reward returned {len(values)} numbers for {count} responses")
     rewards = [checked_reward(one) for one in values]
     faults = [reward for reward in rewards if isinstance(reward, Fault)]
     return faults[0] if faults and signature.scores == "group" else rewards

@@ -1,6 +1,6 @@
-"""Declarations of what a reward is called with: all answers to one prompt, or a batch of answers to any prompts.
+"""Declarations of what a reward is called with: all responses to one prompt, or a batch of responses to any prompts.
 
-A reward without a declaration is called with one answer. The attributes are read by ptf.config.reward_signature.
+A reward without a declaration is called with one response. The attributes are read by ptf.config.reward_signature.
 """
 
 import inspect
@@ -15,23 +15,23 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 def scores_groups(reward: Target) -> Target:
     """Declare that the reward is `(row, texts, **args) -> list[float]`: it is called once for each prompt, with all
-    answers to it, and returns one number for each, in their order.
+    responses to it, and returns one number for each, in their order.
 
-    If a call fails, no answer to the prompt has a result.
+    If a call fails, no response to the prompt has a result.
     """
     return _declared(reward, "group", 1)
 
 
 def batched(max_size: int | Callable[..., int]) -> Callable[[Target], Target]:
-    """Declare that the reward is `(items, **args) -> list[float]`: it is called with up to `max_size` answers to any
+    """Declare that the reward is `(items, **args) -> list[float]`: it is called with up to `max_size` responses to any
     prompts, each `(row, text)`, and returns one number for each, in their order.
 
-    `max_size` may be a function of the reward's arguments. If a call fails, its answers are scored again one by one.
+    `max_size` may be a function of the reward's arguments. If a call fails, its responses are scored again one by one.
     Calls of a plain function, or of an object with a plain `__call__`, are made one after the other, unless its
     attribute `in_flight` says how many may overlap: it computes, with a model that is used by one thread at a time.
     """
     if isinstance(max_size, int) and max_size < 1:
-        raise ValueError(f"a batch has at least one answer, so max_size cannot be {max_size}")
+        raise ValueError(f"a batch has at least one response, so max_size cannot be {max_size}")
 
     def declare(reward: Target) -> Target:
         if not (hasattr(reward, "in_flight") or inspect.iscoroutinefunction(called(reward))):

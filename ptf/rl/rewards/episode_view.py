@@ -13,13 +13,13 @@ from ptf.data.trajectory import Trajectory
 class EpisodeView:
     """One episode, for the parameter `episode` of a reward."""
 
-    # those of the row's prompt, and the answer as the assistant's message; of several turns, those of the prompt alone
+    # those of the row's prompt, and the response as the assistant's message; of several turns, only those of the prompt
     messages: tuple[Mapping[str, Any], ...]
     prompt_tokens: np.ndarray  # [c] int32, token ids of the prompt
-    sampled_ids: np.ndarray  # [n] int32, token ids of the answer as the engine returned them, end-of-turn included
+    sampled_ids: np.ndarray  # [n] int32, token ids of the response as the engine returned them, end-of-turn included
     logprobs: np.ndarray  # [n] float32, under the distribution that they were sampled from
     versions: np.ndarray  # [n] int32, the policy step that produced each token
-    complete: bool  # the answer ended by itself, and was not cut off at a limit
+    complete: bool  # the response ended by itself, and was not cut off at a limit
     source: str  # name of the data source
 
     @classmethod

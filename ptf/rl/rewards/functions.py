@@ -73,19 +73,19 @@ async def code_async(
 def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     """Return 1.0 if the response's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
 
-    The tests are a string or a list of strings. Rows whose tests are empty, assert nothing, never call the answer, or
-    cannot run are errors, hence answers without a result.
+    The tests are a string or a list of strings. Rows whose tests are empty, assert nothing, never call the response's
+    code, or cannot run are errors, hence responses without a result.
 
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
     `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses the mode `subreaper`,
-    which isolates least. Tests and answer are two processes, separate from each other and from this one
+    which isolates least. Tests and response are two processes, separate from each other and from this one
     (ptf.rl.rewards.sandbox). A coroutine awaits `code_async` instead.
     """
     return asyncio.run(code_async(row, text, **args))
 
 
 def last_block(text: str) -> str:
-    """Return the code of an answer.
+    """Return the code of a response.
 
     It is the last fenced block that is marked as Python (python, py, python3, in any case); without one, the last block
     without a mark; without one, the whole text. A block that the end of the text cuts off counts.

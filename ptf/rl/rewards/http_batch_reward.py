@@ -1,4 +1,4 @@
-"""A reward that a server computes for several answers in one request."""
+"""A reward that a server computes for several responses in one request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ class HttpBatchReward(HttpReward):
     """Send `{"items": [{"row": …, "text": …}, …]}` to `url` by POST and return the numbers `rewards` of the JSON object
     that it answers, one for each item, in their order.
 
-    `batch` is the largest number of answers in a request. A value that is no number, such as null, concerns its own
-    answer. After a request that fails, its answers are sent again one by one. The other arguments are those of
+    `batch` is the largest number of responses in a request. A value that is no number, such as null, concerns its own
+    response. After a request that fails, its responses are sent again one by one. The other arguments are those of
     HttpReward; the field `episode` is added to each item.
     """
 
@@ -55,5 +55,5 @@ class HttpBatchReward(HttpReward):
         reply = await self.endpoint.post({"items": bodies})
         rewards = reply.get("rewards") if isinstance(reply, dict) else None
         if not isinstance(rewards, list):
-            raise RequestFault(f'the answer is not {{"rewards": [NUMBER, …]}}: {self.endpoint.shown(str(reply))}')
+            raise RequestFault(f'the reply is not {{"rewards": [NUMBER, …]}}: {self.endpoint.shown(str(reply))}')
         return [f"{one}" if isinstance(one, bool) else one for one in rewards]  # true is no number

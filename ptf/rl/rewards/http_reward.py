@@ -1,4 +1,4 @@
-"""A reward that a server computes: one request for each answer, many at once."""
+"""A reward that a server computes: one request for each response, many at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ class HttpReward:
     """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
 
     `headers_from_env` maps headers to the environment variables that hold their values, `timeout_s` limits one request,
-    and `in_flight` is how many are made at once in a process. Connections that fail and answers with status 408, 429
+    and `in_flight` is how many are made at once in a process. Connections that fail and replies with status 408, 429
     or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after `Retry-After`; at
     most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the object, the fields of
     EpisodeView.
@@ -49,11 +49,11 @@ class HttpReward:
         reply = await self.endpoint.post(self.body(row, text, episode))
         reward = reply.get("reward") if isinstance(reply, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise RequestFault(f'the answer is not {{"reward": NUMBER}}: {self.endpoint.shown(str(reply))}')
+            raise RequestFault(f'the reply is not {{"reward": NUMBER}}: {self.endpoint.shown(str(reply))}')
         return reward
 
     def body(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> dict[str, Any]:
-        """Return what is sent of an answer."""
+        """Return what is sent of a response."""
         sent = {"episode": episode.as_json()} if self.send_episode and episode is not None else {}
         return {"row": dict(row), "text": text, **sent}
 
@@ -67,7 +67,7 @@ class HttpReward:
         """Return the first line that a run prints about the reward. Raises UserError if it cannot be used here."""
         reward = cls(**args)
         reward.endpoint.raise_if_unusable()
-        return [f"reward: rows and answers are sent to {reward.endpoint.address}, up to {reward.in_flight} at once"]
+        return [f"reward: rows and responses are sent to {reward.endpoint.address}, up to {reward.in_flight} at once"]
 
     @staticmethod
     def sees_episodes(*, send_episode: bool = False, **_: Any) -> bool:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import httpx
 
 LONGEST_WAIT_S = 30.0  # before a retry, whatever the server asks for
-SHOWN = 300  # characters of an answer in a message
+SHOWN = 300  # characters of a reply in a message
 ERROR_BYTES = 4096  # of the body of an error that are read
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
 class RequestFault(Exception):
-    """A request was refused, or failed with all its retries, or its answer is no JSON."""
+    """A request was refused, or failed with all its retries, or its reply is no JSON."""
 
 
 class _PassingFault(Exception):
@@ -48,10 +48,10 @@ class JsonEndpoint:
 
     url: str
     headers_from_env: Mapping[str, str] = field(default_factory=dict)  # header → environment variable with its value
-    timeout_s: float | None = None  # of one request with its answer; None: only the caller's limit
-    retries: int = 3  # after errors of the connection, and answers 408, 429 and 5xx
+    timeout_s: float | None = None  # of one request with its reply; None: only the caller's limit
+    retries: int = 3  # after errors of the connection, and replies with status 408, 429 and 5xx
     wait_s: float = 0.5  # before the first retry, at most; twice as long before each further one
-    max_bytes: int = 1 << 20  # of an answer
+    max_bytes: int = 1 << 20  # of a reply
     bearer_from_env: str | None = None  # environment variable with the token of the header `Authorization`
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class JsonEndpoint:
             async with asyncio.timeout(self.timeout_s):
                 status, headers, data = await self._exchange(content)
         except TimeoutError:
-            raise _PassingFault(f"no answer within {self.timeout_s} s") from None
+            raise _PassingFault(f"no reply within {self.timeout_s} s") from None
         except httpx.TransportError as error:
             raise _PassingFault(self.shown(f"{type(error).__name__}: {error}")) from None
         if 300 <= status < 400:
@@ -131,21 +131,21 @@ class JsonEndpoint:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise RequestFault(f"the answer is no JSON: {self._beginning(data)}") from None
+            raise RequestFault(f"the reply is no JSON: {self._beginning(data)}") from None
 
     async def _exchange(self, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Return the status, the headers and the body of one answer; of an error, the beginning of its body."""
+        """Return the status, the headers and the body of one reply; of an error, the beginning of its body."""
         async with self._client.stream("POST", self.url, content=content) as response:
             is_error = not 200 <= response.status_code < 300
             if response.headers.get("Content-Encoding", "identity") != "identity":
-                raise RequestFault("the answer is compressed, which the request did not allow")
+                raise RequestFault("the reply is compressed, which the request did not allow")
             data = bytearray()
             async for chunk in response.aiter_raw():
                 data += chunk
                 if is_error and len(data) >= ERROR_BYTES:
                     break
                 if len(data) > self.max_bytes:
-                    raise RequestFault(f"the answer is longer than {self.max_bytes} bytes")
+                    raise RequestFault(f"the reply is longer than {self.max_bytes} bytes")
             return response.status_code, response.headers, bytes(data[:ERROR_BYTES] if is_error else data)
 
     @cached_property

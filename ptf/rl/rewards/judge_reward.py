@@ -20,7 +20,7 @@ class UnreadableReply(Exception):
 
 
 class JudgeReward:
-    """Ask the model `model` of a server for the score of an answer, and return it scaled from `scale` to 0 … 1.
+    """Ask the model `model` of a server for the score of a response, and return it scaled from `scale` to 0 … 1.
 
     `url` is the base of the API (`https://host/v1`), and `prompt` a template (JudgePrompt). The last match of `score`,
     a regular expression with one group, in the judge's reply is the score; the default is a number in `\\boxed{…}`, and
@@ -104,10 +104,10 @@ class JudgeReward:
         raise AssertionError("unreachable")
 
     def score_of(self, reply: Any) -> float:
-        """Return the scaled score of a server's answer. Raises UnreadableReply."""
+        """Return the scaled score of a server's reply. Raises UnreadableReply."""
         content = content_of(reply)
         if content is None:
-            raise UnreadableReply(f"the answer is no chat completion: {self.endpoint.shown(str(reply))}")
+            raise UnreadableReply(f"the reply is no chat completion: {self.endpoint.shown(str(reply))}")
         if reply["choices"][0].get("finish_reason") == "length":
             raise UnreadableReply(f"the judge's reply was cut off at max_tokens: {self._end(content)}")
         found = self.pattern.findall(content)
@@ -137,7 +137,7 @@ class JudgeReward:
         judge = cls(**args)
         judge.endpoint.raise_if_unusable()
         name = judge.fields["model"]
-        return [f"reward: answers are judged by {name} at {judge.endpoint.address}, up to {judge.in_flight} at once"]
+        return [f"reward: responses are judged by {name} at {judge.endpoint.address}, up to {judge.in_flight} at once"]
 
 
 def completions_url(url: Any) -> str:
@@ -149,7 +149,7 @@ def completions_url(url: Any) -> str:
 
 
 def content_of(reply: Any) -> str | None:
-    """Return the text of a chat completion; None if the answer is none."""
+    """Return the text of a chat completion; None if the reply is none."""
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

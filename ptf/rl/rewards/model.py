@@ -1,4 +1,4 @@
-"""A reward model as a role: its score of each answer is the answer's reward, or part of it.
+"""A reward model as a role: its score of each response is the response's reward, or part of it.
 
 The conversation is rendered and tokenized by the reward model's own template and tokenizer, as in its
 training; the policy's ids are not used.
@@ -54,7 +54,7 @@ class RewardModel(FrozenModelRole):
 
 
 class RewardModelClient:
-    """Converts answers to samples for the reward model, and its scores to outcomes.
+    """Converts responses to samples for the reward model, and its scores to outcomes.
 
     `longest` is the most tokens of a conversation that the model may read.
     """
@@ -63,9 +63,9 @@ class RewardModelClient:
         self.role, self.tokenizer, self.longest, self.weight = role, tokenizer, longest, weight
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with `weight` times the score as reward, added to the reward that an answer has already.
+        """Return the groups with `weight` times the score as reward, added to the reward that a response has already.
 
-        An answer without a result still has none.
+        A response without a result still has none.
         """
         samples = [[self._sample(t) for t in group] for group in groups]
         scores = iter(self.role.call("scores", [one for of in samples for one in of if isinstance(one, Sample)]))
@@ -85,7 +85,7 @@ class RewardModelClient:
             return NoResult(f"the reward model cannot read it: {error}")
         if len(sample) > self.longest:
             return NoResult(
-                f"the reward model reads {self.longest} tokens at most, this answer with its prompt has {len(sample)}"
+                f"the reward model reads {self.longest} tokens at most, this response with its prompt has {len(sample)}"
             )
         return sample
 

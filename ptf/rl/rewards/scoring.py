@@ -1,4 +1,4 @@
-"""Scoring answers with a reward, in worker processes that may crash or hang without harm.
+"""Scoring responses with a reward, in worker processes that may crash or hang without harm.
 
 A call that raises, returns no number, or takes too long is retried; if it fails again the outcome is `NoResult` with
 the reason, never 0.0.
@@ -40,28 +40,28 @@ class RewardWorkers:
             print(line, flush=True)
         self.calls = CallQueue()
         self.workers = [WorkerProcess("reward", reward, timeout_s, self.calls) for _ in range(processes)]
-        self.retried = 0  # answers that were scored once more
-        self.reported = False  # whether a fault of these answers was printed; the others are only counted
+        self.retried = 0  # responses that were scored once more
+        self.reported = False  # whether a fault of these responses was printed; the others are only counted
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
-        """Return the outcomes of answers to different prompts, each a row and a text, in order."""
+        """Return the outcomes of responses to different prompts, each a row and a text, in order."""
         return [outcome for (outcome,) in self.score_groups([[Answer(dict(row), text)] for row, text in items])]
 
     def score_groups(self, groups: Sequence[Sequence[Answer]]) -> list[list[Outcome]]:
-        """Return the outcomes of the answers of each group, in order."""
+        """Return the outcomes of the responses of each group, in order."""
         with Scoring(self) as scoring:
             for group in groups:
                 scoring.add(group)
             return scoring.finish()
 
     def calls_again(self, failed: list[int]) -> list[list[int]]:
-        """Return the numbers of the answers of the calls with which those of one call are scored again."""
+        """Return the numbers of the responses of the calls with which those of one call are scored again."""
         if self.signature.scores == "group":
             return [failed] if failed else []
         return [[i] for i in failed]
 
     def is_tried_again(self, outcome: Outcome, attempts: int) -> bool:
-        """Return whether an answer is scored once more, after so many further attempts; also report and count it."""
+        """Return whether a response is scored once more, after so many further attempts; also report and count it."""
         if isinstance(outcome, Reward):
             return False
         self._report(outcome.reason)
@@ -73,10 +73,10 @@ class RewardWorkers:
         if not self.reported:
             self.reported = True
             again = "; it is called again" if self.retries else ""
-            print(f"the reward {self.reward.use} failed for an answer{again}: {reason}", flush=True)
+            print(f"the reward {self.reward.use} failed for a response{again}: {reason}", flush=True)
 
     def take_retries(self) -> int:
-        """Return how many answers were scored once more since the last call."""
+        """Return how many responses were scored once more since the last call."""
         retried, self.retried = self.retried, 0
         return retried
 
@@ -87,18 +87,18 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Answers that are scored as they come, in groups; `finish` returns their outcomes.
+    """Responses that are scored as they come, in groups; `finish` returns their outcomes.
 
-    An answer without a result is scored up to `retries` times more: of a group all are scored again, of a batch those
+    A response without a result is scored up to `retries` times more: of a group all are scored again, of a batch those
     without a result, one by one. `workers.within_s` seconds after `finish` was called, none is scored. `add` may be
     called from any thread.
     """
 
     def __init__(self, workers: RewardWorkers) -> None:
         self.workers, self.lock = workers, threading.Lock()
-        self.groups: list[list[int]] = []  # the numbers of the answers of each group
+        self.groups: list[list[int]] = []  # the numbers of the responses of each group
         self.answers: list[Answer] = []
-        self.batch: list[int] = []  # that waits for further answers
+        self.batch: list[int] = []  # that waits for further responses
         self.ended = SimpleQueue[Future[Any]]()
         self.waiting: dict[Future[Any], list[int]] = {}
         workers.reported = False
@@ -111,7 +111,7 @@ class Scoring:
             future.cancel()
 
     def add(self, group: Sequence[Answer]) -> None:
-        """Begin to score the answers of a group."""
+        """Begin to score the responses of a group."""
         with self.lock:
             numbers = list(range(len(self.answers), len(self.answers) + len(group)))
             self.answers += group
@@ -132,7 +132,7 @@ class Scoring:
         self.workers.calls.put(call)
 
     def finish(self) -> list[list[Outcome]]:
-        """Return the outcomes of the answers of each group, in the order in which the groups were added."""
+        """Return the outcomes of the responses of each group, in the order in which the groups were added."""
         until = time.monotonic() + self.workers.within_s
         if self.batch:
             self._ask(self.batch)
@@ -154,14 +154,14 @@ class Scoring:
 
 
 def outcomes_of(reply: Any, count: int) -> list[Outcome]:
-    """Return a reply of a reward's process as the outcomes of `count` answers: a Fault has no result."""
+    """Return a reply of a reward's process as the outcomes of `count` responses: a Fault has no result."""
     if isinstance(reply, Fault):
         return [NoResult(reply.reason)] * count
     return [NoResult(one.reason) if isinstance(one, Fault) else Reward(one) for one in reply]
 
 
 def answers_to(workers: RewardWorkers, group: Group) -> list[Answer]:
-    """Return the answers of a group that its rollout function left to the reward."""
+    """Return the responses of a group that its rollout function left to the reward."""
     row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
     sees_episodes = workers.signature.sees_episodes
     return [Answer(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]

@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards, each of which scores one answer at a time."""
+"""The weighted sum of several rewards, each of which scores one response at a time."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -62,7 +62,7 @@ class WeightedSum:
     def __call__(
         self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None
     ) -> float | Coroutine[Any, Any, float]:
-        """Return the sum for one answer."""
+        """Return the sum for one response."""
         if self.is_coroutine:
             return self._sum_concurrently(row, text, episode)
         return sum((part.weighed(part.call(row, text, episode)) for part in self.parts), 0.0)
@@ -92,7 +92,7 @@ class WeightedSum:
 
     @staticmethod
     def check_arguments(*, parts: Parts) -> None:
-        """Raise UserError unless each part is a reward of one answer, with a weight."""
+        """Raise UserError unless each part is a reward of one response, with a weight."""
         if not isinstance(parts, Sequence) or isinstance(parts, str) or not parts:
             raise UserError("parts: it must be a list of rewards, each {use, args, weight}")
         for number, part in enumerate(parts):
@@ -110,6 +110,6 @@ class WeightedSum:
                 raise UserError(f"{where}: {fault}")
             if RewardSignature.of(target, what.args).scores != "answer":
                 raise UserError(
-                    f"{where}.use: {what.use} scores several answers at once, and this sum scores one at a time; call "
-                    "the parts in a reward of your own that is declared with `scores_groups` or `batched`"
+                    f"{where}.use: {what.use} scores several responses at once, and this sum scores one at a time; "
+                    "call the parts in a reward of your own that is declared with `scores_groups` or `batched`"
                 )

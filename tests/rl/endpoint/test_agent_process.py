@@ -144,7 +144,7 @@ def test_an_agent_that_fails_has_no_result(harness, tokenizer):
         assert isinstance(outcome, NoResult)
         assert reason in outcome.reason
     (outcome,) = outcomes(harness("idle"), tokenizer, ["reward"])
-    assert "received no answer" in outcome.reason
+    assert "received no response" in outcome.reason
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ ENDS = {  # program: the reason of no result
     "ask(); sys.exit(3)": "status 3",
     "ask(); raise KeyError('price')": "KeyError: 'price'",
     "ask(); os.kill(os.getpid(), signal.SIGSEGV)": "status 139",
-    "pass": "received no answer of the policy",
+    "pass": "received no response from the policy",
     "ask(); result('x' * (1 << 21))": "more than 1048576 bytes",
     "ask(); os.symlink('/etc/hostname', os.environ['PTF_RESULT'])": "cannot be read",
     "ask(); os.mkfifo(os.environ['PTF_RESULT'])": "no regular file",

@@ -76,5 +76,5 @@ def test_a_play_that_asks_nothing_has_no_result(tokenizer):
 
     (made,) = episodes([{}], tokenizer, None)
     (t,) = asyncio.run(run_all(Scripted(tokenizer), [Episode(made.prompt, made.limits, tokenizer, made.seed_of, idle)]))
-    assert t.outcome == NoResult("the rollout function received no answer of the policy")
+    assert t.outcome == NoResult("the rollout function received no response from the policy")
     assert t.counts == {"looked": 1}

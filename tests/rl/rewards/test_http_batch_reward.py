@@ -62,7 +62,7 @@ def test_after_a_request_that_fails_its_answers_are_sent_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ({"rewards": [1.0]}, "returned 1 numbers for 2 answers"),
+        ({"rewards": [1.0]}, "returned 1 numbers for 2 responses"),
         ({"rewards": 1.0}, r'not \{"rewards": \[NUMBER, …\]\}'),
         ({"reward": 1.0}, r'not \{"rewards": \[NUMBER, …\]\}'),
         ([1.0, 2.0], r'not \{"rewards": \[NUMBER, …\]\}'),

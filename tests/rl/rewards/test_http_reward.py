@@ -130,7 +130,7 @@ def test_one_request_has_its_own_limit() -> None:
     with serving(hang) as server:
         assert score(server, timeout_s=0.2) == 2
         server.requests.clear()
-        with pytest.raises(RequestFault, match=r"no answer within 0.2 s"):
+        with pytest.raises(RequestFault, match=r"no reply within 0.2 s"):
             score(server, timeout_s=0.2, retries=0)
         release.set()
 

@@ -91,7 +91,7 @@ def test_scores_are_transformers_and_are_added_to_what_there_is(taste, liked):
 def test_what_it_cannot_read_has_no_result(taste):
     long, empty = said("1" * 60), replace(said("1"), prompt=Prompt(np.zeros(0, np.int32), {"prompt": 7}, "p", 0))
     ((far, wrong, fine),) = taste.score([(long, empty, said("1"))])
-    assert "reads 64 tokens at most, this answer with its prompt has" in far.outcome.reason
+    assert "reads 64 tokens at most, this response with its prompt has" in far.outcome.reason
     assert "the reward model cannot read it: a prompt must be a string or a list" in wrong.outcome.reason
     assert isinstance(fine.outcome, Reward)
 

@@ -400,7 +400,7 @@ def test_the_filter_of_system_calls_refuses_what_it_names_and_nothing_else(
 def test_an_answer_that_ends_its_process_is_told_so_and_not_that_it_was_slow():
     """A copy of its socket, in the process of another cell, would hide its end until the time is over."""
     verdict = asyncio.run(run_tests("import os\ndef f(x): os._exit(0)", "assert f(3) == 9", seconds=15.0))
-    assert (verdict.value, verdict.why) == (0.0, "the answer's process ended")
+    assert (verdict.value, verdict.why) == (0.0, "the response's process ended")
 
 
 def test_what_the_tests_await_is_computed_by_the_answer(monkeypatch):

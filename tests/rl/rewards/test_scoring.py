@@ -91,8 +91,8 @@ def test_a_list_of_another_length_is_no_result_of_a_group() -> None:
     with scored_by("malformed") as rewards:
         found = dict(zip(names, values(score_with(rewards, [group(n, ["a", "b", "c"]) for n in names])), strict=True))
     assert found.pop("tuple") == found.pop("numbers") == [1.0] * 3
-    assert found["short"] == [NoResult("the reward returned 2 numbers for 3 answers")] * 3
-    assert found["long"] == [NoResult("the reward returned 4 numbers for 3 answers")] * 3
+    assert found["short"] == [NoResult("the reward returned 2 numbers for 3 responses")] * 3
+    assert found["long"] == [NoResult("the reward returned 4 numbers for 3 responses")] * 3
     assert found["number"] == [NoResult("the reward returned float '1.0', not a list of 3 numbers")] * 3
     assert all(len(set(outcomes)) == 1 and isinstance(outcomes[0], NoResult) for outcomes in found.values())
 
@@ -125,7 +125,7 @@ def test_batches_of_a_plain_reward_do_not_overlap_and_a_declaration_is_made_once
     assert (Sizes.in_flight, in_flight(lengths)) == (1, IN_FLIGHT)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="declared twice"):
         scores_groups(lengths)
-    with pytest.raises(ValueError, match="at least one answer"):
+    with pytest.raises(ValueError, match="at least one response"):
         batched(max_size=0)
 
 

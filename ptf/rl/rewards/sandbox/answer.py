@@ -1,4 +1,4 @@
-"""The answer's side: run its code as a module, then serve the requests of the tests, one after the other.
+"""The response's side: run its code as a module, then serve the requests of the tests, one after the other.
 
 Nothing in this process is trusted. The tests' side accepts plain data as a reply and nothing else; this side never sees
 the tests, only the arguments of calls.
@@ -46,14 +46,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {  # what may be asked of an object 
 
 
 class Answer:
-    """The module of an answer, and the objects of it that the tests hold, by number."""
+    """The module of a response, and the objects of it that the tests hold, by number."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.objects, self.numbers = link, list[Any](), dict[int, int]()
         self.module = types.ModuleType(ANSWER)
 
     def load(self, source: str) -> None:
-        """Run the answer's source as the module `solution`."""
+        """Run the response's source as the module `solution`."""
         sys.modules[ANSWER] = self.module
         sys.argv = [ANSWER]
         exec(compile(source, ANSWER, "exec"), self.module.__dict__)
@@ -128,7 +128,7 @@ class Answer:
             return ["value", None]
         if kind == "names":
             found = {name: self.module.__dict__[name] for name in rest[0] if name in self.module.__dict__}
-            # modules that the answer imported are not given out: the tests import their own
+            # modules that the response imported are not given out: the tests import their own
             return [
                 "value",
                 [

@@ -1,5 +1,5 @@
-"""One judgement: a process that starts two cells, one for the tests and one for the answer, waits for the verdict, and
-ends all processes that either has started.
+"""One judgement: a process that starts two cells, one for the tests and one for the response, waits for the verdict,
+and ends all processes that either has started.
 
 It runs as long as its standard input is open, so when the process that started it ends, for whatever reason, it and its
 cells end too. It is run as `python -c 'from ptf.rl.rewards.sandbox.harness import main; main()' JSON`, reads a line of
@@ -30,7 +30,7 @@ class Gone(Exception):
 
 
 def main() -> None:
-    """Judge one answer, which is read from standard input, and write the verdict to standard output."""
+    """Judge one response, which is read from standard input, and write the verdict to standard output."""
     given = json.loads(sys.argv[1])
     place, wall_s = given.pop("place"), given.pop("wall_s")
     cell = Cell(**given)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
-    """Judge one answer in two new cells."""
+    """Judge one response in two new cells."""
     link, theirs = socket.socketpair()
     control, tests_end = socket.socketpair()
     troubled, trouble = os.pipe()
@@ -124,11 +124,11 @@ def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_
                     if isinstance(message, dict):
                         return message
                     turn = message
-        why = f"the answer, or what it returned, took longer than its limits (at most {wall_s:g} s by the clock)"
+        why = f"the response, or what it returned, took longer than its limits (at most {wall_s:g} s by the clock)"
         return (
             {"value": 0.0, "why": why}
             if turn == "answer"
-            else {"none": "the tests did not end before they asked the answer for anything"}
+            else {"none": "the tests did not end before they asked the response for anything"}
         )
     finally:
         os.close(ended)

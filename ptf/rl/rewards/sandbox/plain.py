@@ -1,4 +1,4 @@
-"""Python values as JSON and back: the only form in which anything crosses between the answer and its tests.
+"""Python values as JSON and back: the only form in which anything crosses between the response and its tests.
 
 Decoding builds values of Python's own types and nothing else, whatever was sent. An object of any other class stays in
 its process, and a number that identifies it is sent instead. Types that JSON does not have are sent as lists of a tag
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ANSWER = "solution"  # the module in which an answer's code runs
+ANSWER = "solution"  # the module in which a response's code runs
 LONGEST = 16 << 20  # bytes of a message
 ARITHMETIC = (
     "add",
@@ -51,7 +51,7 @@ class Malformed(Exception):
 def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:  # noqa: C901  one branch for each type
     """Return the value as JSON's types; what is not plain data is what `other` makes of it.
 
-    A subclass that the answer defines is not plain, for it may have methods and state of its own, unless `base` asks
+    A subclass that the response defines is not plain, for it may have methods and state of its own, unless `base` asks
     for the data of its built-in base.
     """
 
@@ -168,7 +168,7 @@ def send(to: socket.socket, message: Any) -> None:
     data = json.dumps(message).encode()
     if len(data) > LONGEST:
         raise ValueError(
-            f"a value of {len(data) >> 20} MiB is too large to cross between an answer and its tests ({LONGEST >> 20} "
+            f"a value of {len(data) >> 20} MiB is too large to cross between a response and its tests ({LONGEST >> 20} "
             "MiB)"
         )
     to.sendall(struct.pack("!I", len(data)) + data)

@@ -1,8 +1,8 @@
-"""The tests' side of an answer: `Link` sends requests to it, and a `Remote` represents an object of the answer that is
-not plain data: a function, a class, an instance.
+"""The tests' side of a response: `Link` sends requests to it, and a `Remote` represents an object of the response that
+is not plain data: a function, a class, an instance.
 
-Operations on a Remote are computed by the answer, but comparisons are not. They are computed here, on plain values; the
-answer never receives the value that it is compared with, and an object without a plain value equals only itself.
+Operations on a Remote are computed by the response, but comparisons are not. They are computed here, on plain values;
+the response never receives the value that it is compared with, and an object without a plain value equals only itself.
 """
 
 import builtins
@@ -15,33 +15,33 @@ from .plain import ARITHMETIC, Malformed, decode, encode, receive, send
 
 
 class AnswerFault(BaseException):
-    """The answer did what no right answer does.
+    """The response did what no correct response does.
 
     It is no subclass of Exception, so that an `except` in the tests does not catch it as a result.
     """
 
 
 class TestsFault(BaseException):
-    """The tests request something that cannot be requested of any answer."""
+    """The tests request something that cannot be requested of any response."""
 
 
 class Link:
-    """The connection to one answer."""
+    """The connection to one response."""
 
     def __init__(self, pipe: socket.socket) -> None:
         self.pipe = pipe
         self.asked = 0  # how many values or calls were requested
         self.first: Callable[[], None] = lambda: None  # called before the first of them
         self.fault: str | None = None  # after which nothing of it counts
-        self.raised: BaseException | None = None  # the last exception that came from the answer
+        self.raised: BaseException | None = None  # the last exception that came from the response
         self.remotes: dict[int, Any] = {}
         self.functions: list[Callable] = []
-        self.kinds: dict[str, type[Exception]] = {}  # the answer's own classes of exceptions, by name
+        self.kinds: dict[str, type[Exception]] = {}  # the response's own classes of exceptions, by name
 
     def ask(self, kind: str, *rest: Any) -> list:
         """Return the reply after "value".
 
-        Raise what the answer raised, as an exception of Python's own or of those in `kinds`.
+        Raise what the response raised, as an exception of Python's own or of those in `kinds`.
         """
         if self.fault:
             raise AnswerFault(self.fault)
@@ -63,26 +63,26 @@ class Link:
             names, given = reply[1:]
             self.raised = self.exception(names, [decode(a, self.received) for a in given])
         except (Malformed, TypeError, ValueError, KeyError, IndexError, RecursionError, MemoryError) as error:
-            self.failed(f"what the answer sent cannot be read: {error}")
+            self.failed(f"what the response sent cannot be read: {error}")
         except (EOFError, OSError):
-            self.failed("the answer's process ended")
+            self.failed("the response's process ended")
         assert self.raised is not None
         raise self.raised
 
     def value(self, kind: str, *rest: Any) -> Any:
-        """Return the value that the answer replies to a request."""
+        """Return the value that the response replies to a request."""
         try:
             return decode(self.ask(kind, *rest)[0], self.received)
         except (Malformed, RecursionError, MemoryError) as error:
-            self.failed(f"what the answer sent cannot be read: {error}")
+            self.failed(f"what the response sent cannot be read: {error}")
 
     def failed(self, why: str) -> NoReturn:
-        """Remember the first fault of the answer and raise AnswerFault."""
+        """Remember the first fault of the response and raise AnswerFault."""
         self.fault = self.fault or why
         raise AnswerFault(self.fault)
 
     def received(self, data: list) -> Any:
-        """Return the object that stands for one of the answer's. Raise Malformed for anything else."""
+        """Return the object that stands for one of the response's. Raise Malformed for anything else."""
         tag, number, kind, names = data
         if tag != "o" or type(number) is not int:
             raise Malformed(f"{str(data)[:60]} is no value")
@@ -107,7 +107,7 @@ class Link:
             self.functions.append(thing)
             return ["k", len(self.functions) - 1]
         raise TestsFault(
-            f"the tests give the answer an object of type {type(thing).__name__}, "
+            f"the tests give the response an object of type {type(thing).__name__}, "
             "which is neither plain data nor a function"
         )
 
@@ -117,7 +117,7 @@ class Link:
         return next((e for e in found if isinstance(e, type) and issubclass(e, Exception)), Exception)
 
     def exception(self, names: list[str], arguments: list) -> Exception:
-        """Return an exception of the answer's kind, or of the nearest that Python has."""
+        """Return an exception of the response's kind, or of the nearest that Python has."""
         kind = next((self.kinds[name] for name in names if name in self.kinds), None) or self.builtin(names)
         try:
             return kind(*arguments)
@@ -125,7 +125,7 @@ class Link:
             return next(e for e in kind.__mro__ if e in (ValueError, LookupError, OSError, Exception))(*arguments)
 
     def _called_back(self, number: int, positional: Any, by_name: Any) -> None:
-        """Call a function that the tests gave the answer, and send its result."""
+        """Call a function that the tests gave the response, and send its result."""
         args, named = decode(positional, self.received), decode(by_name, self.received)
         try:
             result = ["called", "value", encode(self.functions[number](*args, **named), self.sent)]
@@ -142,7 +142,7 @@ class Link:
         send(self.pipe, result)
 
     def call(self, thing: "Remote", args: tuple, named: dict[str, Any]) -> Any:
-        """Call an object of the answer and return its result; arguments that it changed are changed here too."""
+        """Call an object of the response and return its result; arguments that it changed are changed here too."""
         given, by_name = [encode(a, self.sent) for a in args], {k: encode(v, self.sent) for k, v in named.items()}
         result, *more = self.ask("call", _number(thing), None, given, by_name)
         try:
@@ -151,7 +151,7 @@ class Link:
                     _refill(original, decode(after, self.received))
             return decode(result, self.received)
         except (Malformed, TypeError, ValueError, RecursionError, MemoryError) as error:
-            self.failed(f"what the answer sent cannot be read: {error}")
+            self.failed(f"what the response sent cannot be read: {error}")
 
 
 def _refill(original: Any, now: Any) -> None:
@@ -184,11 +184,11 @@ def _plain(thing: Any) -> Any:
     try:
         return link.value("plain", _number(thing))
     except Exception:
-        link.failed("the answer gave an object of its own where a plain value is compared")
+        link.failed("the response gave an object of its own where a plain value is compared")
 
 
 class Remote:
-    """An object in the answer's process."""
+    """An object in the response's process."""
 
     __slots__ = ("_ptf_coroutine", "_ptf_link", "_ptf_number")
 
@@ -204,7 +204,7 @@ class Remote:
         link.value("set", _number(self), name, [encode(value, link.sent)])
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the answer's object."""
+        """Call the response's object."""
         made = _link(self).call(self, args, named)
         if isinstance(made, Remote) and object.__getattribute__(made, "_ptf_coroutine"):
             return _later(made)
@@ -227,7 +227,7 @@ class Remote:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, AnswerFault | TestsFault | AssertionError):
-            return False  # no manager of the answer's keeps back what fails it
+            return False  # no manager of the response's keeps back what fails it
         names = [c.__name__ for c in type(error).__mro__]
         link = _link(self)
         return bool(link.value("operate", _number(self), "exit", [["e", names, [str(error)]] if error else None]))
@@ -245,8 +245,8 @@ def _unary(name: str) -> Callable:
 
 
 def _arithmetic(name: str, reflected: bool) -> Callable:
-    """Between two of the answer's objects it is the answer's; with a value of the tests' it is done here, so that the
-    answer does not see that value."""
+    """Between two of the response's objects it is the response's; with a value of the tests' it is done here, so that
+    the response does not see that value."""
     compute = getattr(operator, name)
 
     def operation(self: Remote, value: Any) -> Any:

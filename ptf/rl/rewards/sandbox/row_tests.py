@@ -1,8 +1,8 @@
-"""The tests' side: run the tests of one data row against an answer in another process, and return the verdict.
+"""The tests' side: run the tests of one data row against a response in another process, and return the verdict.
 
-The tests are a program of their own, in which the names that they do not define are the answer's. They pass if they run
-to their end and have used the answer. An error counts as the answer's (0) if the answer was used before it, and as the
-tests' own (no result) otherwise.
+The tests are a program of their own, in which the names that they do not define are the response's. They pass if they
+run to their end and have used the response. An error counts as the response's (0) if the response was used before it,
+and as the tests' own (no result) otherwise.
 """
 
 import ast
@@ -33,11 +33,11 @@ JUDGES = re.compile(r"assert|raises|fail|exit|main", re.IGNORECASE)  # functions
 
 
 class Unjudged(Exception):
-    """These tests can judge no answer; the message is the reason."""
+    """These tests can judge no response; the message is the reason."""
 
 
 def programs(tests: Any, judging: bool = True) -> list[ast.Module]:
-    """Return the tests, a string or a list of strings, as programs. Raises Unjudged if they can judge no answer."""
+    """Return the tests, a string or a list of strings, as programs. Raises Unjudged if they can judge no response."""
     if isinstance(tests, str):
         tests = [tests]
     if not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
@@ -84,11 +84,11 @@ def names_used(trees: Sequence[ast.AST]) -> tuple[set[str], set[str], set[str]]:
 
 
 def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[str, Any]]:
-    """Return the names that the answer must define, and the names that are Python's.
+    """Return the names that the response must define, and the names that are Python's.
 
-    A name that Python has too (`sum`, `isclose`) is the answer's only if it is the `entry`, or the only name that the
-    tests use; otherwise an answer could replace `set` and so decide its own tests. Raises Unjudged if the tests use no
-    name that an answer could define, or several of Python's own and there is no `entry`.
+    A name that Python has too (`sum`, `isclose`) is the response's only if it is the `entry`, or the only name that the
+    tests use; otherwise a response could replace `set` and so decide its own tests. Raises Unjudged if the tests use no
+    name that a response could define, or several of Python's own and there is no `entry`.
     """
     loaded, owners, _ = names_used(trees)
     ours = {
@@ -116,9 +116,10 @@ def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[
     if len(either) == 1:
         return either, ours
     if not either:
-        raise Unjudged("the tests use no name that an answer could define")
+        raise Unjudged("the tests use no name that a response could define")
     raise Unjudged(
-        f"the tests use no names but Python's own ({', '.join(sorted(either))}): say with `entry` which is the answer's"
+        f"the tests use no names but Python's own ({', '.join(sorted(either))}): say with `entry` which is the "
+        "response's"
     )
 
 
@@ -150,7 +151,7 @@ def run_tests(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -
         if not isinstance(every, dict):
             link.failed("its names cannot be read")
     except (AnswerFault, Exception) as error:
-        return {"value": 0.0, "why": f"the answer does not run: {type(error).__name__}: {error}"[:300]}
+        return {"value": 0.0, "why": f"the response does not run: {type(error).__name__}: {error}"[:300]}
     reached("tests")
     link.first = partial(reached, "answer")
     return run(codes, link, {k: v for k, v in every.items() if k in names}, every, ours, job["entry"])
@@ -169,7 +170,7 @@ def run(
 ) -> dict[str, Any]:
     """Run the tests and return their verdict.
 
-    `named` are the answer's names that the tests use, and `every` are those that they can import from the module
+    `named` are the response's names that the tests use, and `every` are those that they can import from the module
     `solution`.
     """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -194,7 +195,7 @@ def run(
     ):
         return {"none": f"the tests cannot be run: {error}"}
     if error is None:
-        return {"value": 1.0, "why": ""} if asked else {"none": "the tests ask the answer for nothing"}
+        return {"value": 1.0, "why": ""} if asked else {"none": "the tests ask the response for nothing"}
     why = f"{type(error).__name__}: {error}"[:300]
     missing = isinstance(error, NameError | ImportError) or (
         isinstance(error, AttributeError) and error.obj is solution
@@ -202,7 +203,7 @@ def run(
     return (
         {"value": 0.0, "why": why}
         if asked or missing
-        else {"none": f"the tests failed before they asked the answer for anything: {why}"}
+        else {"none": f"the tests failed before they asked the response for anything: {why}"}
     )
 
 

@@ -44,7 +44,7 @@ class Verdict:
 
 
 class SandboxFault(Exception):
-    """The sandbox itself failed; nothing is known of the answer."""
+    """The sandbox itself failed; nothing is known of the response."""
 
 
 def directories() -> tuple[list[str], list[str]]:
@@ -89,7 +89,7 @@ async def run_tests(
     mode: str | None = None,
     **more: Any,
 ) -> Verdict:
-    """Return what the tests say of the answer's code.
+    """Return what the tests say of the response's code.
 
     `seconds` is the CPU time limit of each process; the two together have 2 × `seconds` of wall time.
 
@@ -163,7 +163,7 @@ def find_mode() -> str:
 
 
 def try_mode(mode: str) -> Verdict:
-    """Judge an answer for the first time in a mode. Raise SandboxFault where the mode does not work."""
+    """Judge a response for the first time in a mode. Raise SandboxFault where the mode does not work."""
     job = json.dumps(
         {"answer": "def f(x):\n    return x + 1", "tests": "assert f(1) == 2", "setup": None, "entry": None}
     )
@@ -195,7 +195,7 @@ def sandbox_line(sandbox: str) -> str:
     if mode != "subreaper":
         return f"code sandbox: {MODES[mode]}"
     weak = (
-        f"code sandbox: {MODES[mode]} (this kernel allows no namespaces): an answer can see this user's processes, "
+        f"code sandbox: {MODES[mode]} (this kernel allows no namespaces): a response can see this user's processes, "
         "and files where Landlock is missing"
     )
     if sandbox == "strict":
