@@ -1,0 +1,178 @@
+"""What the virtual clock gains: steps of a simulated engine at several `max_staleness`. Write results/in_flight.md.
+
+    python benchmarks/in_flight.py [--steps 60]
+
+The scheduler is ptf's own (ptf/rl/in_flight.py); engine and update are simulated, so the figures are of the schedule
+and of no machine. 64 prompts × 8 responses, log-normal lengths (σ = 1, mean 1,000 tokens, at most 8,000). A decoding
+step of the engine costs 10 ms and 20 µs for each response that is generated, a context 10 µs a token, also that of a
+response which is continued; an update takes 15 % of a synchronous step. In the second case a token costs the same
+whoever else is generated (a CPU). Ends with status 1 if a bar is missed.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.flow_runs import commit, results_page  # noqa: E402
+from benchmarks.pages import write_page  # noqa: E402
+from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory  # noqa: E402
+from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
+from ptf.rl.in_flight import Clock, InFlight, ages  # noqa: E402
+
+PAGE = results_page("in_flight.md")
+PROMPTS, GROUP, MEAN, MOST = 64, 8, 1000, 8000
+UPDATE = 0.15  # of a synchronous step
+BARS = {1: 1.5, 2: 2.0, 4: 3.0}  # steps a second, of those of the synchronous loop
+WAITS = 0.05  # largest share of the time that the engine waits
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a decoding step, of each response in it, and of a token of a context."""
+
+    step: float
+    response: float
+    context: float
+
+
+GPU, CPU = Costs(10e-3, 20e-6, 10e-6), Costs(0.0, 20e-6, 2e-6)
+
+
+@functools.cache
+def length_of(seed: int) -> int:
+    """Return the length of a response."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - 0.5, 1.0)
+    return int(np.clip(drawn, 1, MOST))
+
+
+class Engine:
+    """Counts the seconds that its batches would take."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.seconds, self.version = costs, 0.0, 0
+        self.busy = self.places = 0  # decoded tokens; decoding steps × responses at the beginning of a slice
+
+    def __call__(self, batches: list[list[Request]]) -> list[list[Generation]]:
+        return [self.batch(requests) for requests in batches]
+
+    def batch(self, requests: list[Request]) -> list[Generation]:
+        left = [min(length_of(r.seed) - r.offset, r.sampling.max_new_tokens) for r in requests]
+        live = np.array(sorted(left))
+        steps = int(live[-1])
+        self.busy, self.places = self.busy + int(live.sum()), self.places + steps * PROMPTS * GROUP
+        contexts = sum(r.offset for r in requests)
+        self.seconds += steps * self.costs.step + live.sum() * self.costs.response + contexts * self.costs.context
+        return [
+            Generation(
+                r.context,
+                np.zeros(n, np.int32),
+                np.zeros(n, np.float32),
+                np.full(n, self.version, np.int32),
+                r.offset + n == length_of(r.seed),
+            )
+            for r, n in zip(requests, left, strict=True)
+        ]
+
+
+async def play(prompt: Prompt, _: int, i: int, ask: Callable[[Request], Any]) -> Trajectory:
+    """Play an episode of one response."""
+    whole = await ask(Request(np.zeros(0, np.int32), Sampling(MOST, 1.0, ()), prompt.index * GROUP + i))
+    return Trajectory(prompt, (whole,), "", Reward(0.0))
+
+
+def measured(
+    costs: Costs, k: int, steps: int, slice_tokens: int, update: float, update_slices: int
+) -> dict[str, float]:
+    """Return seconds a step, and what happened in the steps after the first `steps // 4`."""
+    engine = Engine(costs)
+    prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
+    in_flight = PROMPTS + PROMPTS * k // 2
+    flight = InFlight(Clock(PROMPTS, GROUP, k, slice_tokens, in_flight, 1), engine, play, 60.0)
+    now = waited = start = busy = places = 0.0
+    found: list[int] = []
+    for step in range(steps):
+        if step == steps // 4:  # the first steps begin with nothing in flight
+            start, waited, found, busy, places = now, 0.0, [], engine.busy, engine.places
+        engine.version, engine.seconds = step, 0.0
+        groups = flight.batch(step, lambda: next(prompts))
+        now += engine.seconds
+        found += ages(groups, step)
+        engine.seconds = 0.0
+        for _ in range(update_slices if k else 0):
+            flight.advance(step, lambda: next(prompts))
+        wait = max(0.0, update - engine.seconds)  # the engine waits for the weights, or they for the engine
+        now += engine.seconds + wait
+        waited += wait
+    flight.close()
+    seconds = now - start
+    return {
+        "seconds": seconds / (steps - steps // 4),
+        "waits": waited / seconds,
+        "occupancy": (engine.busy - busy) / (engine.places - places),
+        "mean age": float(np.mean(found)),
+        "largest age": max(found),
+    }
+
+
+def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
+    """Return the lines of a table, and what missed its bar."""
+    synchronous = measured(costs, 0, steps, MOST, 0.0, 0)["seconds"]
+    update = UPDATE * synchronous / (1 - UPDATE)
+    base = measured(costs, 0, steps, MOST, update, 0)
+    lines = [
+        "| k | tokens of a slice | seconds a step | steps a second, of k = 0 | engine waits | occupancy | mean age | "
+        "largest age |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    missed = []
+    for k in (0, 1, 2, 4, 8):
+        best = base if k == 0 else None
+        chosen = MOST
+        for tokens in (128, 256, 512, 1024) if k else ():
+            found = measured(costs, k, steps, tokens, update, 1 if tokens * costs.step >= update else 2)
+            if best is None or found["seconds"] < best["seconds"]:
+                best, chosen = found, tokens
+        assert best is not None
+        gain = base["seconds"] / best["seconds"]
+        lines.append(
+            f"| {k} | {chosen if k else '–'} | {best['seconds']:.1f} | {gain:.2f} | {best['waits']:.1%} | "
+            f"{best['occupancy']:.0%} | {best['mean age']:.2f} | {best['largest age']:.0f} |"
+        )
+        if bars and k in BARS and gain < BARS[k]:
+            missed.append(f"k = {k}: {gain:.2f} times, bar {BARS[k]}")
+        if bars and k and best["waits"] >= WAITS:
+            missed.append(f"k = {k}: the engine waits {best['waits']:.1%} of the time, bar {WAITS:.0%}")
+    return lines, missed
+
+
+def main() -> int:
+    """Measure both cases and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    gpu, missed = table(GPU, options.steps, True)
+    cpu, _ = table(CPU, options.steps, False)
+    about = (
+        "# Rollouts in flight: the schedule, simulated\n\n"
+        "Command: `python benchmarks/in_flight.py`  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}; no machine is measured\n\n"
+        + "\n".join((__doc__ or "").splitlines()[4:-1])
+        + "\n"
+    )
+    lines = ["", "## An engine that computes its responses together (a GPU)", "", *gpu]
+    lines += ["", "## An engine whose cost is proportional to its responses (a CPU)", "", *cpu]
+    return write_page(PAGE, about, lines, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Rollouts in flight on the virtual clock: ages, batches, and the same tokens however long anything takes."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.in_flight import Clock, FlyingGroup, InFlight, ages
+
+STEPS = 12
+
+
+def clock(k: int, **changes) -> Clock:
+    usual = {
+        "prompts": 4,
+        "group_size": 2,
+        "max_staleness": k,
+        "slice_tokens": 5,
+        "in_flight": 4 + 2 * k,
+        "batches": 2,
+    }
+    return Clock(**usual | changes)
+
+
+class Engine:
+    """Samples a response whose length and tokens its seed determines, under the version of the weights."""
+
+    def __init__(self) -> None:
+        self.version, self.served = 0, list[list[tuple[int, int, int]]]()
+
+    def __call__(self, batches: list[list[Request]]) -> list[list[Generation]]:
+        self.served += [[(r.seed, r.offset, len(r.context)) for r in batch] for batch in batches]
+        return [[self.part(request) for request in batch] for batch in batches]
+
+    def part(self, request: Request) -> Generation:
+        rng = np.random.default_rng(request.seed)
+        ids = rng.integers(10, 99, 1 + int(rng.lognormal(1.5, 1.0)), np.int32)
+        mine = ids[request.offset : request.offset + request.sampling.max_new_tokens]
+        whole = request.offset + len(mine) == len(ids)
+        return Generation(
+            request.context,
+            mine,
+            np.full(len(mine), -0.5, np.float32),
+            np.full(len(mine), self.version, np.int32),
+            whole,
+        )
+
+
+def player(turns: int = 1, pause: bool = False, most: int = 40):
+    """An episode of some requests; with `pause`, it waits for a while of random length before each."""
+
+    async def play(prompt: Prompt, version: int, i: int, ask) -> Trajectory:
+        found = []
+        for turn in range(turns):
+            if pause:
+                await asyncio.sleep(random.random() * 0.004)
+            seed = prompt.index * 1000 + i * 10 + turn
+            request = Request(np.array([1, 2, turn], np.int32), Sampling(most, 1.0, (9,)), seed)
+            found.append(await ask(request))
+        return Trajectory(prompt, tuple(found), "", Reward(0.0))
+
+    return play
+
+
+def run(settings: Clock, play, steps: int = STEPS):
+    """Return, of each step, the taken groups and their ages; and what the engine was asked."""
+    engine = Engine()
+    prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
+    flight = InFlight(settings, engine, play, 10.0)
+    taken: list[list[FlyingGroup]] = []
+    try:
+        for step in range(steps):
+            engine.version = step
+            taken.append(flight.batch(step, lambda: next(prompts)))
+    finally:
+        flight.close()
+    return taken, engine.served
+
+
+def told(taken):
+    return [
+        [
+            (
+                group.number,
+                [(g.sampled_ids.tolist(), g.versions.tolist()) for t in group.trajectories for g in t.generations],
+            )
+            for group in of
+        ]
+        for of in taken
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("full", [False, True])
+def test_every_group_is_trained_once_and_at_most_k_versions_old(k, full):
+    taken, _ = run(clock(k, in_flight=4 * (1 + k) if full else 4 + 2 * k), player(), 30)
+    assert all(len(of) == 4 for of in taken)
+    numbers = [group.number for of in taken for group in of]
+    assert len(set(numbers)) == len(numbers) == 120
+    assert max(numbers) < 120 + 4 * (1 + k), "no group waits for ever while later ones are taken"
+    found = [age for step, of in enumerate(taken) for age in ages(of, step)]
+    assert 0 <= min(found) <= max(found) <= k
+    assert max(found) > 0
+    several = [
+        len(set(g.versions.tolist())) for of in taken for group in of for t in group.trajectories for g in t.generations
+    ]
+    assert max(several) > 1, "responses go on under newer weights"
+
+
+def test_nothing_depends_on_how_long_an_episode_thinks():
+    first = run(clock(2), player(2))
+    assert told(first[0]) == told(run(clock(2), player(2, pause=True))[0])
+    assert first[1] == run(clock(2), player(2, pause=True))[1], "nor do the batches that the engine computes"
+    assert told(first[0]) != told(run(clock(2, slice_tokens=6), player(2))[0])  # negative control
+
+
+def test_a_response_is_continued_with_its_context_and_its_random_numbers():
+    taken, served = run(clock(2), player())
+    whole = Engine()
+    for of in taken:
+        for group in of:
+            for i, t in enumerate(group.trajectories):
+                (generation,) = t.generations
+                seed = group.prompt.index * 1000 + i * 10
+                alone = whole.part(Request(generation.context, Sampling(40, 1.0, (9,)), seed))
+                assert generation.sampled_ids.tolist() == alone.sampled_ids.tolist()
+                assert generation.finished == alone.finished
+                assert np.all(np.diff(generation.versions) >= 0)
+    assert all(context == 3 + offset for batch in served for _, offset, context in batch)
+    assert any(offset for batch in served for _, offset, _ in batch)
+
+
+def test_the_limit_of_a_response_is_not_that_of_a_slice():
+    taken, _ = run(clock(1), player(most=7))
+    lengths = [len(g.sampled_ids) for of in taken for group in of for t in group.trajectories for g in t.generations]
+    assert max(lengths) == 7
+
+
+def test_an_episode_that_never_asks_ends_the_run():
+    async def hangs(prompt, version, i, ask):
+        await asyncio.sleep(100)
+
+    engine = Engine()
+    flight = InFlight(clock(1), engine, hangs, 0.1)
+    with pytest.raises(TimeoutError, match="12 episodes neither ended nor asked"):
+        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+    flight.close()
+
+
+def test_a_fault_of_an_episode_is_raised():
+    async def fails(prompt, version, i, ask):
+        raise RuntimeError("a fault")
+
+    flight = InFlight(clock(1), Engine(), fails, 10.0)
+    with pytest.raises(RuntimeError, match="a fault"):
+        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+    flight.close()
