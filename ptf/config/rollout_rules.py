@@ -8,7 +8,7 @@ def rollouts(job: Job) -> list[str]:
     rollout_config = job.rollout
     if rollout_config is None:
         return []
-    errors = rewarded(job)
+    errors = rewarded(job) + asynchronous(job)
     if rollout_config.environment and job.evaluate.reward:
         errors.append(
             "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
@@ -57,6 +57,40 @@ def rollouts(job: Job) -> list[str]:
             f"({job.data.seq_len})"
         )
     return errors
+
+
+def asynchronous(job: Job) -> list[str]:
+    """Return the problems of `rollout.max_staleness` and its keys with the rest of the job."""
+    config = job.rollout
+    assert config is not None
+    k, fields = config.max_staleness, type(config).model_fields
+    if not k:
+        unused = [
+            name for name in ("slice_tokens", "in_flight", "batches") if getattr(config, name) != fields[name].default
+        ]
+        return [f"rollout.{name} has no effect without rollout.max_staleness" for name in unused]
+    fewest, most = config.prompts_per_step, config.prompts_per_step * (1 + k)
+    problems = {
+        "recipe: rollout.max_staleness is there for grpo alone": job.recipe != "grpo",
+        "algo.tis_cap: with rollout.max_staleness responses have tokens of earlier weights, and the loss must be "
+        "corrected for it; give a cap (2 is usual)": getattr(job.algo, "tis_cap", None) is None,
+        "rollout.top_p must be 1 with rollout.max_staleness": config.top_p != 1,
+        "rollout.constrained_decoding cannot be used with rollout.max_staleness yet": config.constrained_decoding
+        is not None,
+        "rollout.zero_variance_groups: replace cannot be used with rollout.max_staleness yet": (
+            config.zero_variance_groups != "keep"
+        ),
+        "rollout.harness cannot be used with rollout.max_staleness yet": config.harness is not None,
+        "rollout.episode_timeout_s cannot be used with rollout.max_staleness yet": config.episode_timeout_s is not None,
+        "rollout.reward_model cannot be used with rollout.max_staleness yet": config.reward_model is not None,
+        f"rollout.in_flight must be from {fewest} (prompts_per_step) to {most} (× (1 + max_staleness))": (
+            config.in_flight is not None and not fewest <= config.in_flight <= most
+        ),
+        "rollout.batches must be at least rollout.replicas, each of which needs a batch": (
+            config.batches < config.replicas
+        ),
+    }
+    return [problem for problem, present in problems.items() if present]
 
 
 def rewarded(job: Job) -> list[str]:

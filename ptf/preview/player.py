@@ -59,7 +59,11 @@ class Player:
 
     def take_retries(self) -> dict[str, float]:
         """Return how often environments and rewards were asked once more since the last call."""
-        retries = {"environment_retries": float(self.sampler.take_retries())} if self.sampler.environments else {}
+        retries = (
+            {"environment_retries": float(self.sampler.take_retries())}
+            if self.sampler.rollout_functions.environments
+            else {}
+        )
         if self.rewards is not None:
             retries["reward_retries"] = float(self.rewards.take_retries())
         return retries
@@ -104,7 +108,7 @@ class Player:
             prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
             seeds = clock.begin(partial(seed_of, sampler.seed, KEY, prompt.index, i))
             return Episode(
-                prompt, limits, sampler.tokenizer, seeds, sampler.rollout_function_of(prompt.source), self.timeout_s
+                prompt, limits, sampler.tokenizer, seeds, sampler.rollout_functions.of(prompt.source), self.timeout_s
             )
 
         async def report() -> None:

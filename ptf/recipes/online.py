@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `tis_cap: auto` is; 2 as in Yao et al. 2025
+STALE = 2.0  # and with `rollout.max_staleness`
 
 
 class OnlineConfig(AlgoConfig):
@@ -23,7 +24,7 @@ class OnlineConfig(AlgoConfig):
     tis_cap: PositiveFloat | Literal["auto"] | None = "auto"
     """Truncated importance sampling (TIS): multiply each token's policy loss by min(π_old / π_engine, `tis_cap`), where
     π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
-    probabilities differ by rounding, and null in fp32."""
+    probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1
@@ -37,7 +38,8 @@ class OnlineConfig(AlgoConfig):
         """Return these keys with the value of `tis_cap` at the job's precision."""
         if self.tis_cap != "auto":
             return self
-        return self.model_copy(update={"tis_cap": IMPORTANCE[job.train.precision]})
+        stale = job.rollout is not None and job.rollout.max_staleness
+        return self.model_copy(update={"tis_cap": STALE if stale else IMPORTANCE[job.train.precision]})
 
     def config_errors(self, job: "Job") -> list[str]:
         """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled

@@ -5,8 +5,9 @@ from role to role.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,31 @@ from ptf.config.logprob_limits import logprob_limits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of, token_column
+from ptf.data.trajectory import (
+    Generation,
+    Group,
+    NoResult,
+    Prompt,
+    Reward,
+    Trajectory,
+    last_sample_of,
+    samples_of,
+    token_column,
+)
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe, bootstraps_cut_off
 from ptf.rl.answer_log import AnswerLog
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.episodes import Episode, play_episode
+from ptf.rl.flight_state import restore, state_of
+from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.rewards.by_source import GroupScoring, Rewards, with_result
+from ptf.rl.policy.policy import Limits
+from ptf.rl.rewards.by_source import GroupScoring, Rewards, score_groups, with_result
 from ptf.rl.rewards.model import RewardModelClient
+from ptf.rl.rollout_functions import RolloutFunctions
+from ptf.rl.sampler import seed_of
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
 from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
@@ -63,6 +81,7 @@ class Controller:
         rewards: Rewards | None,
         reward_model: RewardModelClient | None,
         validation_rewards: Rewards | None,
+        functions: RolloutFunctions | None = None,
         made_with: Mapping[str, Any],
         tokenizer: Tokenizer,
         run: Path,
@@ -85,8 +104,11 @@ class Controller:
         self.saves = Checkpoints.of(job, run, lease)
         self.stop_signal = StopSignal(run)
         # whether the trainer computes the log-probs of the sampled tokens before the update
-        self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0
+        stale = job.rollout.max_staleness > 0  # then only tokens of the newest weights can be compared
+        self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0 or stale
         self.canary: list[np.ndarray] = []
+        self.functions = functions
+        self.flight = self._in_flight() if job.rollout.max_staleness else None
         self.step, manifest = self._restore()
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
@@ -123,6 +145,45 @@ class Controller:
             if leaving and self.step < self.steps:
                 raise Stopped(self.step, self.steps, self.saves.path(self.step))
 
+    def _in_flight(self) -> InFlight:
+        """Return the rollouts of several steps (`rollout.max_staleness`); nothing is admitted yet."""
+        config, functions = self.rollout_config, self.functions
+        assert functions is not None
+        prompts, k = config.prompts_per_step, config.max_staleness
+        clock = Clock(
+            prompts,
+            config.group_size,
+            k,
+            config.slice_tokens,
+            config.in_flight or prompts + prompts * k // 2,
+            config.batches,
+        )
+        sampling = Sampling(config.max_new_tokens, config.temperature, self.tokenizer.stop_ids)
+        limits = Limits(sampling, self.job.data.seq_len)
+
+        def play(prompt: Prompt, admitted: int, i: int, ask: Ask) -> Coroutine[Any, Any, Trajectory]:
+            seeds = partial(seed_of, self.job.seed, f"step {admitted}", prompt.index, i)
+            episode = Episode(prompt, limits, self.tokenizer, seeds, functions.of(prompt.source))
+            return play_episode(episode, ask, admitted)
+
+        def serve(batches: list[list[Request]]) -> list[list[Generation]]:
+            return self.rollout.call("sample_parts", batches, self.step)
+
+        return InFlight(clock, serve, play, self.job.compute.timeout_s)
+
+    def rollouts_in_flight(self, flight: InFlight) -> tuple[list[Group], dict[str, float], float]:
+        """Return what `rollouts` returns, of the groups of this step's batch; others stay in flight."""
+        with self.cluster.phase(self.rollout, "rollout"):
+            taken = flight.batch(self.step, lambda: next(self.prompts))
+            self.rollout.call("expect_weights")
+        began = time.perf_counter()
+        groups = score_groups(self.rewards, [group.trajectories for group in taken])
+        groups = [tuple(map(with_result, group)) for group in groups]
+        reward_s = time.perf_counter() - began
+        metrics = self.outcome_metrics(groups) | {"rewards_retried": self.take_retries()}
+        metrics |= {"staleness_max": float(max(ages(taken, self.step))), **flight.take_metrics()}
+        return groups, metrics, reward_s
+
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
         """Sample responses and score them.
 
@@ -131,6 +192,8 @@ class Controller:
         prompts are drawn until `rollout.prompts_per_step` groups have different rewards, at most
         `rollout.max_resampling_rounds` times.
         """
+        if self.flight:
+            return self.rollouts_in_flight(self.flight)
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
         rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
@@ -182,7 +245,7 @@ class Controller:
         retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
         if self.rollout_config.environments_by_source:
             retried += float(self.rollout.call("take_retries"))
-        return retried
+        return retried + (self.functions.take_retries() if self.functions else 0)
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics over the rewards of all responses. Raises UserError if too many responses have no reward."""
@@ -266,10 +329,12 @@ class Controller:
         if self.needs_old_logprobs:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, differences = self.add_token_column(groups, self.policy, "old_logprobs")
-            difference = LogprobDifference.of(differences, self.limits.threshold)
-            what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
-            difference.raise_if_beyond(self.limits, what)
-            metrics = difference.metrics()
+            versions = np.concatenate([one.versions for g in groups for t in g for one in t.generations])
+            if len(of_these := differences[versions == self.step]):  # those of earlier weights differ by the updates
+                difference = LogprobDifference.of(of_these, self.limits.threshold)
+                what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
+                difference.raise_if_beyond(self.limits, what)
+                metrics = difference.metrics()
         for name, model in self.logprob_models.items():
             with self.cluster.phase(model, name):
                 # with LoRA, the policy without its adapters is its own reference
@@ -426,6 +491,8 @@ class Controller:
                 written = self.critic.call("save", f"{path}/{CRITIC}")
             entries |= {f"{CRITIC}/{name}": entry for name, entry in written.items()}
         state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
+        if self.flight:
+            state["in_flight"] = state_of(self.flight)
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
         if self.samples.lines:
@@ -451,12 +518,18 @@ class Controller:
         self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
+        if self.flight:
+            restore(self.flight, state["in_flight"])
         self.saves.prune(step)
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
         return step, manifest
 
     def close(self) -> None:
-        """Close the logs and end the processes of the rewards."""
+        """Close the logs, end what is in flight, and the processes of rewards and environments."""
+        if self.flight:
+            self.flight.close()
+        if self.functions:
+            self.functions.close()
         self.track.close()
         self.samples.close()
         for rewards in (self.rewards, self.validation_rewards):

@@ -18,7 +18,7 @@ from ptf.rl.engines.answers import answered, streamed
 from ptf.rl.engines.protocol import Progress, Request, RolloutEngine, StreamingEngine
 from ptf.rl.lockstep_batches import LockstepBatches
 from ptf.rl.policy.calls import Context
-from ptf.rl.policy.policy import Limits, Policy
+from ptf.rl.policy.policy import Generate, Limits, Policy, Stream
 
 RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
@@ -82,15 +82,17 @@ async def _run_one(
         assert isinstance(engine, StreamingEngine)
         return streamed(engine, request, episode.limits.vocabulary)
 
-    policy = Policy(
-        episode.prompt,
-        episode.limits,
-        episode.tokenizer,
-        episode.seed_of,
-        generate,
-        engine.version,
-        stream if lockstep is None and isinstance(engine, StreamingEngine) else None,
-    )
+    streams = lockstep is None and isinstance(engine, StreamingEngine)
+    try:
+        return number, await play_episode(episode, generate, engine.version, stream if streams else None)
+    finally:
+        if lockstep is not None:
+            lockstep.end()
+
+
+async def play_episode(episode: Episode, generate: Generate, version: int, stream: Stream | None = None) -> Trajectory:
+    """Play one episode, whose requests `generate` answers. Raises what it raised."""
+    policy = Policy(episode.prompt, episode.limits, episode.tokenizer, episode.seed_of, generate, version, stream)
     deadline = asyncio.timeout(episode.timeout_s)
     try:
         async with deadline:
@@ -99,9 +101,6 @@ async def _run_one(
         if policy.failure is not None:
             raise policy.failure from None
         trajectory = policy.trajectory(NoResult(_reason(error, deadline.expired(), episode)), complete=False)
-    finally:
-        if lockstep is not None:
-            lockstep.end()
     if policy.failure is not None:
         raise policy.failure
     if not isinstance(trajectory, Trajectory):
@@ -111,7 +110,7 @@ async def _run_one(
         trajectory = policy.trajectory(NoResult(reason), complete=False)
     elif not policy.calls and not isinstance(trajectory.outcome, NoResult):
         trajectory = replace(trajectory, outcome=NoResult("the rollout function received no response from the policy"))
-    return number, trajectory
+    return trajectory
 
 
 def _reason(error: Exception, late: bool, episode: Episode) -> str:

@@ -113,7 +113,17 @@ class InFlight:
         self.admissions = self.next_step = 0
         self.runner = asyncio.Runner()
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
-        self.tokens = self.slots = 0  # sampled since the last take, and the places of the slices for them
+        self.tokens = self.slots = self.slices = 0  # since the metrics were taken: sampled, places for them, slices
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of the slices since the last call."""
+        tokens, slots, slices = self.tokens, self.slots, self.slices
+        self.tokens = self.slots = self.slices = 0
+        return {
+            "groups_in_flight": float(len(self.groups)),
+            "slices": float(slices),
+            "slice_occupancy": tokens / slots if slots else 0.0,
+        }
 
     def close(self) -> None:
         """Cancel the episodes that have not ended."""
@@ -161,18 +171,16 @@ class InFlight:
         return chosen
 
     def advance(self, version: int, prompts: Callable[[], Prompt]) -> None:
-        """Admit prompts and run one slice under a version: every response that is being generated gets its next part."""
+        """Admit prompts and run one slice under a version: every response that is generated gets its next part."""
         while len(self.groups) < self.room(version):
             self._admit(prompts(), version)
         assert any(group.ended is None for group in self.groups), "all have ended, and no batch can be formed of them"
-        self.runner.get_loop().run_until_complete(self._advance())  # Runner.run would ask for signals each time
-
-    async def _advance(self) -> None:
-        waiting = await self._when_none_is_thinking()
+        run = self.runner.get_loop().run_until_complete  # Runner.run would ask for signals each time
         dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.clock.batches)]
-        for group, member, one in waiting:
+        for group, member, one in run(self._when_none_is_thinking()):
             dealt[group.number % self.clock.batches].append((member, one))
         full = [batch for batch in dealt if batch]
+        # no episode runs meanwhile: all wait for the policy
         sampled = self.serve([[one.part(self.clock.slice_tokens) for _, one in batch] for batch in full])
         for batch, parts in zip(full, sampled, strict=True):
             for (member, one), part in zip(batch, parts, strict=True):
@@ -182,11 +190,12 @@ class InFlight:
                     member.heard[one.number] = whole
                     one.response.set_result(whole)
         self.slots += self.clock.slice_tokens * self.clock.in_flight * self.clock.group_size
-        await self._when_none_is_thinking()
+        run(self._when_none_is_thinking())
         for group in self.groups:
             if group.ended is None and all(member.trajectory is not None for member in group.members):
                 group.ended = self.slice
         self.slice += 1
+        self.slices += 1
 
     async def _when_none_is_thinking(self) -> list[tuple[FlyingGroup, Member, Pending]]:
         """Wait until every episode has ended or waits for the policy; return the requests that wait, in order."""

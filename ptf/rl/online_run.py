@@ -35,6 +35,7 @@ from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import (
     evaluation_rewards,
     raise_if_cut_answers,
+    rollout_functions,
     sampler_spec,
     training_rewards,
     trie_of,
@@ -138,6 +139,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             rewards=training_rewards(job),
             reward_model=_reward_model_client(job, run, plans, groups),
             validation_rewards=evaluation_rewards(job) if job.evaluate.reward else None,
+            functions=rollout_functions(job, tokenizer) if rollout_config.max_staleness else None,
             made_with=made_with,
             tokenizer=tokenizer,
             run=run,

@@ -19,7 +19,8 @@ from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
 from ptf.rl.rewards.by_source import Rewards
 from ptf.rl.rewards.scoring import RewardWorkers
-from ptf.rl.sampler import EnvironmentSpec, Sampler
+from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
+from ptf.rl.sampler import Sampler
 
 
 def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
@@ -137,6 +138,12 @@ def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
         raise_if_wrong_environment(what.plugin, f"rollout.environments.{source}" if source else "rollout.environment")
         environments[source] = EnvironmentSpec(what.plugin, what.weight, *limits)
     return {**options, "environments": environments}
+
+
+def rollout_functions(job: Job, tokenizer: Tokenizer) -> RolloutFunctions:
+    """Return what plays the episodes of a job beside its controller (`rollout.max_staleness`)."""
+    options = rollout_options(job, None)
+    return RolloutFunctions(tokenizer, options["environments"], options["play"], options["harness"])
 
 
 def raise_if_wrong_environment(what: Plugin, key: str = "rollout.environment") -> None:

@@ -7,7 +7,6 @@ response's number, not on the worker that generates it.
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,36 +20,19 @@ from ptf.config import Plugin, plugin
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Prompt, Trajectory
+from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
-from ptf.rl.endpoint.harness import HarnessRollout
-from ptf.rl.engines.protocol import RolloutEngine, Sampling
-from ptf.rl.environments.protocol import Environments
-from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.episodes import Episode, RolloutFunction, one_answer, run_episodes
+from ptf.rl.engines.answers import answered
+from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
+from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
+from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
 from ptf.train.components import layer_factory_of
-
-
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """The environment of a rollout role and its limits: picklable values that are sent to the workers."""
-
-    plugin: Plugin
-    weight: float
-    max_turns: int
-    processes: int
-    timeout_s: float
-    retries: int
-
-    def start(self) -> Environments:
-        """Return the environments; their processes start when they are first used."""
-        return Environments(self.plugin, processes=self.processes, timeout_s=self.timeout_s, retries=self.retries)
 
 
 class Sampler:
@@ -83,15 +65,7 @@ class Sampler:
         self.max_length, self.vocabulary = max_length, vocabulary
         self.top_p, self.trie = top_p, trie
         self.tokenizer = Tokenizer.load(tokenizer)
-        self.rollout_functions: dict[str, RolloutFunction] = {}  # by source; the one of all sources has the name ""
-        self.environments: list[Environments] = []
-        for source, spec in (environments or {}).items():
-            self.environments.append(spec.start())
-            self.rollout_functions[source] = EnvironmentRollout(self.environments[-1], spec.max_turns, spec.weight)
-        if play:
-            self.rollout_functions[""] = plugin.bind(play)
-        if harness:
-            self.rollout_functions[""] = HarnessRollout.of(harness, self.tokenizer)
+        self.rollout_functions = RolloutFunctions(self.tokenizer, environments, play, harness)
         self.episode_timeout_s = episode_timeout_s
         try:
             self.engine = make_engine(
@@ -118,16 +92,14 @@ class Sampler:
         response. Raises SyncError, before anything is generated, if the engine's weights do not have exactly this
         `version`.
         """
-        if self.engine.version != version:
-            raise SyncError(
-                f"the rollout engine has weights of version {self.engine.version}, the policy is at {version}: "
-                "a sync was lost; nothing was generated"
-            )
+        self._raise_if_other_version(version)
         limits = self.limits(max_new_tokens, temperature)
 
         def episode(p: Prompt, i: int) -> Episode:
             seeds = partial(seed_of, self.seed, key, p.index, i)
-            return Episode(p, limits, self.tokenizer, seeds, self.rollout_function_of(p.source), self.episode_timeout_s)
+            return Episode(
+                p, limits, self.tokenizer, seeds, self.rollout_functions.of(p.source), self.episode_timeout_s
+            )
 
         answers: list[dict[int, Trajectory]] = [{} for _ in prompts]
         for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
@@ -136,9 +108,27 @@ class Sampler:
             if len(answers[which]) == n:
                 yield which, tuple(answers[which][i] for i in range(n))
 
-    def rollout_function_of(self, source: str) -> RolloutFunction:
-        """Return what plays the episodes of a source."""
-        return self.rollout_functions.get(source, self.rollout_functions.get("", one_answer))
+    @split_over_workers(cost=len)
+    def sample_parts(self, batches: list[list[Request]], version: int) -> Iterator[tuple[int, list[Generation]]]:
+        """Yield (index of a batch, what was sampled for each of its requests); a batch is computed by itself.
+
+        Raises SyncError, before anything is generated, if the engine's weights do not have exactly this `version`.
+        """
+        self._raise_if_other_version(version)
+
+        async def sampled(requests: list[Request]) -> list[Generation]:
+            asked = (answered(self.engine, request, self.vocabulary) for request in requests)
+            return list(await asyncio.wait_for(asyncio.gather(*asked), self.timeout_s))
+
+        for number, requests in enumerate(batches):
+            yield number, asyncio.run(sampled(requests))
+
+    def _raise_if_other_version(self, version: int) -> None:
+        if self.engine.version != version:
+            raise SyncError(
+                f"the rollout engine has weights of version {self.engine.version}, the policy is at {version}: "
+                "a sync was lost; nothing was generated"
+            )
 
     def limits(self, max_new_tokens: int, temperature: float) -> Limits:
         """Return the limits of an episode, and how its responses are sampled."""
@@ -165,7 +155,7 @@ class Sampler:
 
     def _too_slow(self, left: int, episodes: int) -> str:
         """Return the error message for episodes of a step that do not end in time."""
-        environments = self.environments
+        environments = self.rollout_functions.environments
         count = sum(len(one.processes) for one in environments)
         processes = f" in {count} processes" if environments else ""
         return (
@@ -177,7 +167,7 @@ class Sampler:
     @broadcast
     def take_retries(self) -> int:
         """Return the number of requests to environments that this worker retried since the last call."""
-        return sum(environments.take_retries() for environments in self.environments)
+        return self.rollout_functions.take_retries()
 
     @replayed_broadcast
     def load(self, buckets: Buckets, manifest: Manifest) -> Receipt:
@@ -214,11 +204,7 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes of the environments and of the harness."""
-        for environments in self.environments:
-            environments.close()
-        for function in self.rollout_functions.values():
-            if isinstance(function, HarnessRollout):
-                function.close()
+        self.rollout_functions.close()
 
     @broadcast
     def offload(self) -> None:

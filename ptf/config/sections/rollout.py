@@ -115,6 +115,19 @@ class RolloutConfig(Section):
     environment_retries: Count | None = changeable(None)
     """How often an episode is replayed after a call of its environment failed, before it counts as having no result.
     Default: `reward_retries`."""
+    max_staleness: Count = 0
+    """Asynchronous rollouts: the most steps between the weights of a group's oldest token and those that are trained on
+    it. A step takes the groups that have ended; responses that have not go on under the next weights. 0: each step
+    waits for all its responses."""
+    slice_tokens: Positive = 256
+    """With `max_staleness`: tokens that each response may gain between two times at which weights may change. What is
+    not finished is prefilled again."""
+    in_flight: Positive | None = None
+    """With `max_staleness`: most groups that are generated or wait to be trained, from `prompts_per_step` to
+    `prompts_per_step` × (1 + `max_staleness`). Default: halfway; more makes groups older, and not faster."""
+    batches: Positive = 1
+    """With `max_staleness`: batches in which responses are generated, by the number of their group; at least
+    `replicas`. Their number belongs to the run, so that other replicas give the same bits."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""

@@ -510,10 +510,17 @@ def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "stop_token_ids": list(sampling.stop),
         "logprobs": 0,
-        "seed": request.seed if sampling.temperature else None,
+        "seed": _seed_of_part(request) if sampling.temperature else None,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.context)),
         "top_p": sampling.top_p if sampling.temperature else 1.0,
     }
+
+
+def _seed_of_part(request: Request) -> int:
+    """Return the seed of a request; the later parts of a response, which cannot go on with its draws, have others."""
+    if not request.offset:
+        return request.seed
+    return int(np.random.SeedSequence([request.seed, request.offset]).generate_state(1, np.uint32)[0])
 
 
 @dataclass(frozen=True)

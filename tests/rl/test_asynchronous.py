@@ -1,0 +1,137 @@
+"""Asynchronous rollouts in a whole run: ages, what is corrected, and the same bits after a resume."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ptf.compute.tracking import is_clock, read_metrics
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.rl.controller import Controller
+from ptf.run import run
+from tests.tiny import arithmetic
+
+STEPS = 6
+
+
+@pytest.fixture
+def raw(tmp_path):
+    raw = arithmetic(tmp_path) | {"recipe": "grpo"}
+    raw["rollout"] = {
+        "engine": "native",
+        "prompts_per_step": 6,
+        "group_size": 3,
+        "max_new_tokens": 8,
+        "reward": {"use": "tests.rl.plugs:by_length"},
+        "max_staleness": 2,
+        "slice_tokens": 2,
+        "batches": 2,
+    }
+    raw["data"] |= {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    raw["train"] |= {"steps": STEPS, "validate_every": 0, "lr": 3e-3}
+    raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": 6}
+    raw["checkpoint"] = {"every": 1, "keep": 99}
+    return raw
+
+
+def with_environment(raw, **rollout):
+    """The same job with conversations of two turns."""
+    more = {"reward": None, "environment": {"use": "tests.rl.environments:Echo"}, "max_turns": 2, **rollout}
+    return {**raw, "rollout": {k: v for k, v in {**raw["rollout"], **more}.items() if v is not None}}
+
+
+def train(raw, name: str) -> Path:
+    return run(loads(yaml.safe_dump(raw)), name)
+
+
+def found(directory: Path):
+    rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
+    return rows, read_metrics(directory / "samples.jsonl"), load_file(directory / "model" / "model.safetensors")
+
+
+def same(a, b) -> bool:
+    return a[:2] == b[:2] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
+
+
+def test_groups_are_at_most_k_versions_old_and_go_on_under_newer_weights(raw, monkeypatch):
+    seen = []
+    plain = Controller.outcome_metrics
+    monkeypatch.setattr(
+        Controller, "outcome_metrics", lambda self, groups: seen.append((self.step, groups)) or plain(self, groups)
+    )
+    raw["rollout"] |= {"group_size": 2, "max_new_tokens": 24, "slice_tokens": 4}  # of many lengths
+    rows, _, _ = found(train(raw, "a"))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    of_tokens = [(step, one.versions) for step, groups in seen for g in groups for t in g for one in t.generations]
+    assert all(0 <= step - versions.min() <= 2 for step, versions in of_tokens)
+    assert any(versions.min() < versions.max() for _, versions in of_tokens)
+    assert {len(groups) for _, groups in seen} == {6}
+    assert max(row["staleness_max"] for row in rows) >= 1
+    assert any(row["tis_capped_share"] >= 0 for row in rows), "truncated importance weights are on by default"
+    assert all(row["logprob_diff_max"] < 1e-4 for row in rows if "logprob_diff_max" in row), (
+        "of the newest tokens alone"
+    )
+
+
+@pytest.mark.parametrize("episodes", [False, True])
+def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes):
+    raw = with_environment(raw) if episodes else raw
+    whole = found(train(raw, "whole"))
+    update = Controller.update
+
+    def failing(self, units):
+        if self.step == 3:
+            raise RuntimeError("stopped in the fourth step")
+        return update(self, units)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "update", failing)
+        with pytest.raises(RuntimeError, match="in the fourth step"):
+            train(raw, "stopped")
+    assert same(whole, found(train(raw, "stopped")))
+    other = {**raw, "rollout": {**raw["rollout"], "slice_tokens": 3}}
+    assert not same(whole, found(train(other, "other"))), "negative control"
+
+
+def test_without_staleness_nothing_of_it_counts(raw):
+    plain = {k: v for k, v in raw["rollout"].items() if k not in ("max_staleness", "slice_tokens", "batches")}
+    rows, _, _ = found(train({**raw, "rollout": plain}, "plain"))
+    assert {row["staleness"] for row in rows} == {0.0}
+    assert "slices" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recipe": "ppo"}, "recipe .*is there for grpo alone"),
+        ({"algo": {"tis_cap": None}}, r"algo\.tis_cap .*must be corrected"),
+        ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p .*must be 1"),
+        ({"rollout": {"in_flight": 5}}, r"rollout\.in_flight .*from 6 .* to 18"),
+        ({"rollout": {"in_flight": 19}}, r"rollout\.in_flight .*from 6 .* to 18"),
+        ({"rollout": {"zero_variance_groups": "replace"}}, "cannot be used with rollout.max_staleness yet"),
+        ({"rollout": {"replicas": 3}}, r"rollout\.batches .*at least rollout\.replicas"),
+        ({"rollout": {"max_staleness": 0}}, r"rollout\.slice_tokens .*has no effect"),
+        ({"rollout": {"update_slices": 1}}, "update_slices"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(raw, change, words):
+    made = {**raw, **change, "rollout": {**raw["rollout"], **change.get("rollout", {})}}
+    with pytest.raises(UserError, match=words):
+        loads(yaml.safe_dump(made))
+
+
+def test_rewards_of_a_group_are_those_of_its_own_responses(raw, monkeypatch):
+    """Each reward is that of the text that was sampled, whichever versions sampled it."""
+    _, samples, _ = found(train(raw, "a"))
+    from tests.rl.plugs import by_length
+
+    assert len(samples) == STEPS * 18
+    assert all(
+        np.isclose(row["reward"], by_length(row["row"], row["response"]))
+        for row in samples
+        if row["reward"] is not None
+    )
