@@ -497,6 +497,10 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
         whole["algo"].pop(key, None)
     assert digest({"train": whole["train"]}) == FINGERPRINTS[stored.name]["train"]
     added = (
+        "batches",
+        "in_flight",
+        "max_staleness",
+        "slice_tokens",
         "environment_processes",
         "environment_timeout_s",
         "environment_retries",
