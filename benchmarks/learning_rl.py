@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,13 @@ class Flipped(GRPO):
         ]
 
 
+class Uncorrected(GRPO):
+    """GRPO without the importance weights of tokens that earlier weights sampled."""
+
+    def loss(self, model: Any, batch: Any, frozen_models: Any) -> Any:
+        return GRPO.loss(replace(self, tis_cap=None), model, batch, frozen_models)
+
+
 def shifted(samples: Callable[..., list[Sample]]) -> Callable[..., list[Sample]]:
     """Samples whose mask is one token too early."""
 
@@ -129,6 +136,11 @@ class Check:
     teacher: bool = False
     imitated: int | None = None  # steps of SFT that come first; None: STOPPED
     bar: str = "reward reaches 0.95"
+
+
+def stale(k: int) -> dict[str, Any]:
+    """Return the keys of `rollout` with which every group is trained k steps after it was sampled, at first."""
+    return {"max_staleness": k, "slice_tokens": 1, "in_flight": 32 * (1 + k)}
 
 
 TWICE = {"update_epochs": 2}
@@ -192,6 +204,37 @@ CHECKS = {
         algo=TWICE,
         steps=100,
         rollout={"environment": {"use": "ptf.tasks.calculator:Calculator"}, "max_new_tokens": 4},
+    ),
+    **{f"GRPO, k = {k}": Check("count", algo=EXPLORING, rollout=stale(k)) for k in (1, 2, 4, 8)},
+    **{
+        f"SFT, then GRPO, k = {k}": Check(
+            "reverse",
+            algo=TWICE,
+            steps=60,
+            lr=3e-4,
+            schedule="cosine",
+            imitated=80,
+            rollout=stale(k),
+            bar="greedy_pass_rate ≥ 0.99",
+        )
+        for k in (1, 2, 4, 8)
+    },
+    **{
+        f"SFT, then GRPO, calculator, k = {k}": Check(
+            "calculate",
+            algo=TWICE,
+            steps=100,
+            rollout={"environment": {"use": "ptf.tasks.calculator:Calculator"}, "max_new_tokens": 4, **stale(k)},
+        )
+        for k in (1, 2, 4, 8)
+    },
+    "control: k = 8, uncorrected": Check(
+        "count",
+        {"use": "benchmarks.learning_rl:Uncorrected", "args": {}},
+        EXPLORING | {"tis_cap": 2.0},
+        steps=170,
+        rollout=stale(8),
+        bar="reward < 0.75",
     ),
     "control: targets shuffled": Check("shuffled", algo=EXPLORING, steps=200, bar="reward < 0.15"),
     "control: advantages flipped": Check(

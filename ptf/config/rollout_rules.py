@@ -71,9 +71,13 @@ def asynchronous(job: Job) -> list[str]:
         return [f"rollout.{name} has no effect without rollout.max_staleness" for name in unused]
     fewest, most = config.prompts_per_step, config.prompts_per_step * (1 + k)
     problems = {
-        "recipe: rollout.max_staleness is there for grpo alone": job.recipe != "grpo",
+        "recipe: rollout.max_staleness is there for grpo, and for recipes of your own": (
+            isinstance(job.recipe, str) and job.recipe != "grpo"
+        ),
         "algo.tis_cap: with rollout.max_staleness responses have tokens of earlier weights, and the loss must be "
-        "corrected for it; give a cap (2 is usual)": getattr(job.algo, "tis_cap", None) is None,
+        "corrected for it; give a cap (2 is usual)": (
+            (job.algo.get("tis_cap") if isinstance(job.algo, dict) else getattr(job.algo, "tis_cap", None)) is None
+        ),
         "rollout.top_p must be 1 with rollout.max_staleness": config.top_p != 1,
         "rollout.constrained_decoding cannot be used with rollout.max_staleness yet": config.constrained_decoding
         is not None,

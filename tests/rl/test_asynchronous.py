@@ -107,7 +107,8 @@ def test_without_staleness_nothing_of_it_counts(raw):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"recipe": "ppo"}, "recipe .*is there for grpo alone"),
+        ({"recipe": "ppo"}, "recipe .*is there for grpo, and"),
+        ({"recipe": {"use": "ptf.recipes.grpo.recipe:GRPO"}}, r"algo\.tis_cap .*must be corrected"),
         ({"algo": {"tis_cap": None}}, r"algo\.tis_cap .*must be corrected"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p .*must be 1"),
         ({"rollout": {"in_flight": 5}}, r"rollout\.in_flight .*from 6 .* to 18"),
