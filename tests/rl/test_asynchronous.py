@@ -97,6 +97,18 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes):
     assert not same(whole, found(train(other, "other"))), "negative control"
 
 
+@pytest.mark.long
+def test_two_replicas_sample_what_one_does(raw):
+    """On Ray; batches are fixed, so a replica computes whole ones of them."""
+    raw["train"] |= {"steps": 3}
+    raw["compute"] = {"launcher": "ray", "workers": 1, "threads": 1}
+    one, two = (
+        found(train({**raw, "rollout": {**raw["rollout"], "replicas": replicas}}, f"of-{replicas}"))
+        for replicas in (1, 2)
+    )
+    assert same(one, two)
+
+
 def test_without_staleness_nothing_of_it_counts(raw):
     plain = {k: v for k, v in raw["rollout"].items() if k not in ("max_staleness", "slice_tokens", "batches")}
     rows, _, _ = found(train({**raw, "rollout": plain}, "plain"))
