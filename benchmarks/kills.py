@@ -45,6 +45,8 @@ SHARES = {
     "PPO": 105,
     "OPD": 105,
     "GRPO, harness": 105,
+    "GRPO, k = 1": 105,
+    "GRPO, k = 4, episodes": 105,
 }
 COMMANDS = {recipe: 5 if recipe.startswith(("DPO", "KD")) else 10 for recipe in JOBS}  # of each, as a user's run
 # shares of trials with one trap, two, …, one an attempt; trials of a recipe, one after the other

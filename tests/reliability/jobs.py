@@ -74,6 +74,21 @@ def harness(directory: Path) -> dict[str, Any]:
     return raw
 
 
+def asynchronous(k: int, episodes: bool = False) -> Callable[[Path], dict[str, Any]]:
+    """Return a job of GRPO whose groups are trained up to `k` steps after they were sampled, of single responses or of
+    conversations of two turns."""
+
+    def made(directory: Path) -> dict[str, Any]:
+        raw = online("grpo", {"num_minibatches": 2})(directory)
+        raw["rollout"] |= {"max_staleness": k, "slice_tokens": 4, "batches": 2, "max_new_tokens": 16, "group_size": 2}
+        if episodes:
+            del raw["rollout"]["reward"]
+            raw["rollout"] |= {"environment": {"use": "tests.rl.environments:Echo"}, "max_turns": 2}
+        return raw
+
+    return made
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "SFT": job,
     "DPO": preference("dpo"),
@@ -85,5 +100,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "PPO": online("ppo", {"num_minibatches": 2, "critic_lr": 3e-3, "kl_coef": 0.01}),
     "OPD": online("opd", {"num_minibatches": 2}),
     "GRPO, harness": harness,
+    "GRPO, k = 1": asynchronous(1),
+    "GRPO, k = 4, episodes": asynchronous(4, episodes=True),
 }
-ON_POLICY = ("GRPO", "PPO", "OPD", "GRPO, harness")
+ON_POLICY = ("GRPO", "PPO", "OPD", "GRPO, harness", "GRPO, k = 1", "GRPO, k = 4, episodes")
