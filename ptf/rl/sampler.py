@@ -29,7 +29,7 @@ from ptf.rl.endpoint.harness import HarnessRollout
 from ptf.rl.engines.protocol import RolloutEngine, Sampling
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.episodes import Episode, RolloutFunction, one_answer, run_episodes
+from ptf.rl.episodes import Episode, RolloutFunction, one_response, run_episodes
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
 from ptf.rl.weights.streamed import Transfer
@@ -138,7 +138,7 @@ class Sampler:
 
     def rollout_function_of(self, source: str) -> RolloutFunction:
         """Return what plays the episodes of a source."""
-        return self.rollout_functions.get(source, self.rollout_functions.get("", one_answer))
+        return self.rollout_functions.get(source, self.rollout_functions.get("", one_response))
 
     def limits(self, max_new_tokens: int, temperature: float) -> Limits:
         """Return the limits of an episode, and how its responses are sampled."""
