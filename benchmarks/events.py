@@ -425,7 +425,7 @@ def slates(model: Path, made: Path, allowed: ConstrainedDecodingConfig, temperat
     tokenizer = Tokenizer.load(str(model))
     catalogue = str(made / "catalogue.json")
     items = Catalogue.load(catalogue)
-    trie = items.trie(tokenizer, allowed.lines_per_answer, allowed.distinct)
+    trie = items.trie(tokenizer, allowed.lines_per_response, allowed.distinct)
     sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
     rows = lines_of(made / "held_out.jsonl")
     contexts = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]

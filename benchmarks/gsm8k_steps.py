@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gsm8k_steps.md"
 
 def passes(run: Path, name: str) -> list[int]:
     """1 for each greedy answer that passed, in the order of the questions."""
-    rows = [json.loads(line) for line in (run / "answers" / f"{name}.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "responses" / f"{name}.jsonl").read_text().splitlines()]
     return [int(row["reward"] is not None and row["reward"] >= 1) for row in rows]
 
 

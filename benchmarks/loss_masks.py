@@ -314,7 +314,7 @@ calls, thoughts, what is said beside a call); *unseen context*, it does not show
 a later system, an earlier answer; *stop inside*,
 an end-of-turn token stands within what is said; *speaks first*, the first answer answers nothing; *no tags*, \
 *thinking closed*, *call not served*:
-`data.answer_rendering: append` cannot put the turn together. In fuzzed conversations most rows have one of
+`data.response_rendering: append` cannot put the turn together. In fuzzed conversations most rows have one of
 these on purpose.
 """
 

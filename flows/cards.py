@@ -1,6 +1,6 @@
 """Training, evaluation and publication as Metaflow cards.
 
-Cards only read the run's files (metrics.jsonl, samples.jsonl, checkpoints, answers/). So training does not depend on
+Cards only read the run's files (metrics.jsonl, samples.jsonl, checkpoints, responses/). So training does not depend on
 cards, and the card of a run that continues an earlier one shows both.
 """
 
@@ -19,7 +19,7 @@ from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
 from flows.charts import Row, charts, json_lines, read
 from ptf.config import shown
-from ptf.config.renames import current_record
+from ptf.config.renames import current_record, responses_of
 from ptf.config.schema import Job
 from ptf.credentials import redacted
 
@@ -182,14 +182,14 @@ def duration(seconds: float) -> str:
 def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
     """Return one table per source with the greedy responses to held-out prompts, of the model that training started
     from and of the trained model."""
-    parts = []
+    parts, place = [], responses_of(run)
     for name in sources:
         then = {
             json.dumps(row["row"], sort_keys=True): row
-            for row in map(current_record, json_lines(run / "answers" / "start" / f"{name}.jsonl"))
+            for row in map(current_record, json_lines(place / "start" / f"{name}.jsonl"))
         }
         rows = []
-        for row in map(current_record, json_lines(run / "answers" / f"{name}.jsonl")[:SAMPLES]):
+        for row in map(current_record, json_lines(place / f"{name}.jsonl")[:SAMPLES]):
             before = then.get(json.dumps(row["row"], sort_keys=True))
             rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
             rows.append(

@@ -17,12 +17,12 @@ import numpy as np
 
 from ptf import storage, verified
 from ptf.config import Job
-from ptf.config.renames import current_record
+from ptf.config.renames import RESPONSES, current_record, responses_of
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
-ANSWERS, RANKED = "answers", "ranked"  # written by ptf.measurement: one line per prompt, one line per user
+RANKED = "ranked"  # written by ptf.measurement: one line per prompt, one line per user
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # with fewer rows there is no interval
 LEVEL = 0.975  # quantile at each end of a 95 % interval
@@ -88,7 +88,7 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
 
 def commit_rows(run: Path) -> None:
     """Commit the directories of rows; called after the evaluation has written all of them."""
-    for place in (run / name for name in (LOSSES, ANSWERS, RANKED)):
+    for place in (run / name for name in (LOSSES, RESPONSES, RANKED)):
         if place.is_dir():
             storage.commit(place, verified.of_run(place))
 
@@ -132,7 +132,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
         )
     measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
-        then, now = _read(run / ANSWERS, source)
+        then, now = _read(responses_of(run), source)
         value = float if measure == "greedy_reward" else lambda reward: float(reward >= 1)
         then, now = ([current_record(record) for record in of] for of in (then, now))
         pairs = [(a["reward"], b["reward"]) for a, b in _both(then, now, run, "row")]

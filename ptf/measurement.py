@@ -276,7 +276,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.measure_starting_model`, also those of the model that training started from.
 
-    The greedy responses are written to `run/answers/` and `run/answers/start/`.
+    The greedy responses are written to `run/responses/` and `run/responses/start/`.
     """
     evaluate_config = job.evaluate
     rewards = evaluation_rewards(job)
@@ -318,7 +318,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                 group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
-                        file = run / "answers" / f"{prefix}{name}.jsonl"
+                        file = run / gate.RESPONSES / f"{prefix}{name}.jsonl"
                         found = measure_answers_to(job, name, source_prompts, group, rewards, file)
                         metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in found.items()}
     finally:

@@ -77,7 +77,7 @@ def test_an_environment_is_played_by_echo_without_a_published_model(
         asked = episode["row"]["messages"][-1]["content"]
         assert [piece["text"] for piece in document if piece["sampled"]] == [f"{asked}<|im_end|>"] * 2
         assert len(episode["turns"]) == 2
-    assert found["counts"]["answers"] == 6
+    assert found["counts"]["responses"] == 6
     assert 0 < found["turn_seconds"]["median"] <= found["turn_seconds"]["max"]
 
 

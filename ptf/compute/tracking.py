@@ -192,7 +192,7 @@ class Tracker:
         shown = " ".join(
             f"{name} {value:<9.4g}"
             for name, value in metrics.items()
-            if not name.startswith(("seconds/", "peak_memory_gib/", "denominator"))
+            if not name.startswith(("seconds/", "peak_memory_gib/", "loss_denominator"))
         )
         return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 

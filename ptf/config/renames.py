@@ -9,11 +9,13 @@ so that they do not depend on the version of ptf.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # old key → new key, dotted; NAME stands for a name that the user chooses; a renamed key stays in its section. In the
 # order of the new keys; if two old keys have one new key, the last one is the oldest, and is used for fingerprints.
 KEYS = {
+    "algo.bootstrap_cut_off": "algo.bootstrap_truncated",
     "algo.ce": "algo.ce_coef",
     "algo.centring": "algo.center_coef",
     "algo.entropy": "algo.entropy_coef",
@@ -31,12 +33,13 @@ KEYS = {
     "checkpoint.verify_gib": "checkpoint.sha256_max_gib",
     "compute.mesh.tensor": "compute.mesh.tensor_parallel_size",
     "compute.pools.NAME.park": "compute.pools.NAME.offload",
-    "data.answer_text": "data.answer_rendering",
-    "data.render": "data.answer_rendering",
     "data.max_bad": "data.max_bad_rows_share",
     "data.unseen_context": "data.omitted_context",
     "data.lookahead": "data.packing_lookahead",
     "data.lanes": "data.partitions",
+    "data.answer_rendering": "data.response_rendering",
+    "data.answer_text": "data.response_rendering",
+    "data.render": "data.response_rendering",
     "data.share_beginnings": "data.share_prefixes",
     "data.shuffle": "data.shuffle_buffer",
     "data.sources.NAME.rows": "data.sources.NAME.row_count",
@@ -58,7 +61,8 @@ KEYS = {
     "publish.max_drop": "publish.max_regression",
     "publish.mode": "publish.metric_direction",
     "rollout.allowed": "rollout.constrained_decoding",
-    "rollout.constrained_decoding.repeat": "rollout.constrained_decoding.lines_per_answer",
+    "rollout.constrained_decoding.lines_per_answer": "rollout.constrained_decoding.lines_per_response",
+    "rollout.constrained_decoding.repeat": "rollout.constrained_decoding.lines_per_response",
     "rollout.kv_cache_gib": "rollout.cpu_kv_cache_gib",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
@@ -154,6 +158,8 @@ FIRST_PATTERNS = {
         (rf"({ANSWER_METRIC})/([^/]+)", r"\2/\1"),
     )
 }
+# directory in a run's: the greedy responses of the evaluate stage, one line per prompt
+RESPONSES, FORMER_RESPONSES = "responses", "answers"  # the second: of earlier versions
 RETURNED = ("rollout.reward_timeout_s",)  # keys that have their first name again
 FIRST_KEYS = {new: old for old, new in KEYS.items()} | {key: key for key in RETURNED}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
@@ -253,6 +259,12 @@ def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
         "reward": outcome if scored else None,
         "no_result": None if scored else outcome,
     }
+
+
+def responses_of(run: Path) -> Path:
+    """Return the directory of a run's greedy responses; that of an earlier version if the run has no other."""
+    directories = [run / name for name in (RESPONSES, FORMER_RESPONSES)]
+    return next((directory for directory in directories if directory.is_dir()), directories[0])
 
 
 def first_key(key: str) -> str:

@@ -26,11 +26,11 @@ def rollouts(job: Job) -> list[str]:
     if (
         rollout_config.constrained_decoding
         and rollout_config.constrained_decoding.distinct
-        and rollout_config.constrained_decoding.lines_per_answer == 1
+        and rollout_config.constrained_decoding.lines_per_response == 1
     ):
         errors.append(
-            "rollout.constrained_decoding.distinct has no effect with lines_per_answer: 1; raise "
-            "lines_per_answer or remove distinct"
+            "rollout.constrained_decoding.distinct has no effect with lines_per_response: 1; raise "
+            "lines_per_response or remove distinct"
         )
     if rollout_config.lora_sync == "adapter" and job.model.lora is None:
         errors.append("rollout.lora_sync: adapter needs model.lora")

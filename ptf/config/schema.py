@@ -26,7 +26,10 @@ from ptf.config.sections.train import TrainConfig
 
 
 class Job(Section):
-    """One run, from data to a published model. The keys that `algo` may have depend on `recipe`."""
+    """The validated config of a training job; one job can have many runs.
+
+    The keys that `algo` may have depend on `recipe`.
+    """
 
     recipe: str | Plugin
     """Name of a recipe of ptf, or `use: pkg.mod:MyRecipe`."""

@@ -206,7 +206,7 @@ def served_turn(
 ) -> tuple[str, str]:
     """Return the text that a server shows the model before message i (an assistant's), and the response's text.
 
-    The response is as the template writes it. With `data.answer_rendering: append`, where the template does not
+    The response is as the template writes it. With `data.response_rendering: append`, where the template does not
     show the response after the prompt, it is assembled by ptf.data.completion. Raises UserError for a turn that is not
     shown as it would be served.
     """

@@ -1,4 +1,4 @@
-"""Responses that a chat template would not show after the served prompt (`data.answer_rendering: append`).
+"""Responses that a chat template would not show after the served prompt (`data.response_rendering: append`).
 
 A server gives the model a prompt and takes what comes back, and no template rewrites that. Some templates open the
 thinking in the prompt and then drop it from the turn (R1-distill, QwQ), or show no thinking at all. So the turn is

@@ -38,7 +38,7 @@ RESERVED = {
 }
 WAYS_OUT = (
     "give another template in model.chat_template, the template's arguments in model.template_args "
-    "(enable_thinking, …), or set data.answer_rendering: append, which appends the response to the generation prompt"
+    "(enable_thinking, …), or set data.response_rendering: append, which appends the response to the generation prompt"
 )
 
 
@@ -47,7 +47,7 @@ class Rendering:
     """Rendering settings of a run.
 
     `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
-    `data.answer_rendering: append` and `data.omitted_context: allow`.
+    `data.response_rendering: append` and `data.omitted_context: allow`.
     """
 
     date: str | None = None

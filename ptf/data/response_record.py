@@ -1,4 +1,4 @@
-"""The record of a response in `samples.jsonl`, in the evaluate stage's `answers/`, and for `evaluate.metrics`."""
+"""The record of a response in `samples.jsonl`, in the evaluate stage's `responses/`, and for `evaluate.metrics`."""
 
 from typing import Any
 

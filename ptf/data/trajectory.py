@@ -34,7 +34,7 @@ class Generation:
     sampled_ids: np.ndarray  # [n] int32, token ids that the engine returned, end-of-turn included
     logprobs: np.ndarray  # [n] float32, under the distribution that was sampled from
     versions: np.ndarray  # [n] int32, the policy step that produced each token
-    finished: bool  # False: cut off at the token limit
+    finished: bool  # False: truncated at the token limit
 
 
 __getattr__ = raise_if_old_names(

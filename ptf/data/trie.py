@@ -47,14 +47,14 @@ class Trie:
         nodes, ends = _prefix_tree(answers, stop)
         if repeat > 1 and any(nodes[node] for node in ends):
             raise UserError(
-                "rollout.constrained_decoding: one line begins with another one; with lines_per_answer above 1 "
+                "rollout.constrained_decoding: one line begins with another one; with lines_per_response above 1 "
                 "it would be unclear "
                 "where a line ends. Remove or change one of them"
             )
         if distinct and len(ends) < repeat:
             raise UserError(
                 f"rollout.constrained_decoding has {len(ends)} different lines; distinct: true with "
-                f"lines_per_answer: {repeat} "
+                f"lines_per_response: {repeat} "
                 f"needs at least {repeat}"
             )
         leaves = [0] * len(nodes)  # node → number of lines that end there or below

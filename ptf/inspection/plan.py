@@ -94,7 +94,7 @@ def _online_as_json(plan: OnlineBudget) -> dict[str, object]:
         "gpus": plan.gpus,
         "memory_gib": phases,
         "host_gib_per_worker": plan.host / GIB,
-        "engine": engine | {"answers": plan.engine.answers},
+        "engine": engine | {"responses": plan.engine.responses},
         "sync": sync,
         **update,
         "fits": plan.fits,
@@ -109,7 +109,7 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         f"GPUs in all pools: {plan.gpus}",
         (
             f"rollout: {engine.cache / GIB:.1f} GiB of keys and values on each device, beside "
-            f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.answers:,.0f} responses of data.seq_len "
+            f"{engine.weights / GIB:.1f} GiB of weights: room for {engine.responses:,.0f} responses of data.seq_len "
             "tokens"
         ),
         (

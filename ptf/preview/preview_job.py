@@ -142,11 +142,12 @@ def _rewarded(probes: Sequence[Probe]) -> list[str]:
 
 
 def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the sums over all episodes: of what they count, of their responses and tokens, and of those cut off."""
+    """Return the sums over all episodes: of what they count, of their responses and tokens, and of those truncated at
+    a limit, without those that have no result."""
     counts = {
-        "answers": float(sum(len(t.generations) for t in trajectories)),
+        "responses": float(sum(len(t.generations) for t in trajectories)),
         "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
-        "cut_off": float(sum(not t.complete for t in trajectories)),
+        "truncated": float(sum(not t.complete and not isinstance(t.outcome, NoResult) for t in trajectories)),
     }
     for t in trajectories:
         for name, value in t.counts.items():

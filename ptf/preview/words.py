@@ -17,7 +17,7 @@ def title(number: int, episode: PreviewEpisode) -> str:
     parts = [f"episode {number}: {episode.where}", outcome if episode.reason is None else "no result"]
     turns = "1 turn" if len(episode.turns) == 1 else f"{len(episode.turns)} turns"
     parts.append(f"{turns} in {episode.seconds:.3g} s")
-    return ", ".join([*parts, *([] if episode.complete or episode.reason else ["cut off at a limit"])])
+    return ", ".join([*parts, *([] if episode.complete or episode.reason else ["truncated at a limit"])])
 
 
 def time_rows(preview: Preview) -> Iterator[tuple[str, str, str]]:

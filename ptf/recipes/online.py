@@ -66,7 +66,7 @@ class RewardedConfig(OnlineConfig):
     """Length penalty (DAPO): a term is added to the reward that falls linearly from 0, this many tokens before
     `rollout.max_new_tokens`, to -1 at it. 0: no penalty."""
     overlong_filter: bool = False
-    """Do not train on responses and episodes that were cut off at a limit (DAPO's overlong filtering). GRPO still
+    """Do not train on responses and episodes that were truncated at a limit (DAPO's overlong filtering). GRPO still
     counts their rewards in the baseline of their group."""
     credit_level: Literal["episode", "turn"] = "episode"
     """Where the rewards of an episode's turns count. `episode`: their sum is the reward of the whole episode. `turn`:

@@ -138,10 +138,10 @@ class OnlineRecipe(Recipe, Protocol):
         ...
 
 
-def bootstraps_cut_off(recipe: OnlineRecipe) -> bool:
-    """Return whether `compute_advantages` reads `value_after` of the trajectories that were cut off: the critic's own
-    `bootstrap_cut_off` if it has one, else False."""
-    return getattr(recipe.critic, "bootstrap_cut_off", False)
+def bootstraps_truncated(recipe: OnlineRecipe) -> bool:
+    """Return whether `compute_advantages` reads `value_after` of the trajectories that were truncated at a limit: the
+    critic's own `bootstrap_truncated` if it has one, else False."""
+    return getattr(recipe.critic, "bootstrap_truncated", False)
 
 
 def as_evaluated(recipe: Recipe) -> Recipe:

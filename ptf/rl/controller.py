@@ -35,8 +35,7 @@ from ptf.data.trajectory import (
     token_column,
 )
 from ptf.errors import Stopped, UserError
-from ptf.recipes.protocol import OnlineRecipe, bootstraps_cut_off
-from ptf.rl.answer_log import AnswerLog
+from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
@@ -44,6 +43,7 @@ from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
+from ptf.rl.response_log import ResponseLog
 from ptf.rl.rewards.by_source import GroupScoring, Rewards, score_groups, with_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_functions import RolloutFunctions
@@ -113,7 +113,7 @@ class Controller:
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
         )
-        self.samples = AnswerLog(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
+        self.samples = ResponseLog(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
         """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π."""
@@ -273,7 +273,7 @@ class Controller:
             "staleness": float((self.step - np.concatenate(versions)).mean()),
             "no_result_share": len(reasons) / len(answers),
             "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
-            "cut_off_share": float(np.mean([not t.complete for t in answers])),
+            "truncated_share": float(np.mean([not t.complete for t in answers if isinstance(t.outcome, Reward)])),
             "sampled_tokens": float(sum(t.num_sampled_tokens for t in answers)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in answers]))}
@@ -343,19 +343,19 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "values"):
                 groups, _ = self.add_token_column(groups, self.critic, "values", "values")
-                if bootstraps_cut_off(self.recipe):
+                if bootstraps_truncated(self.recipe):
                     groups = self.add_values_after(groups, self.critic)
         return groups, metrics
 
     def add_values_after(self, groups: Sequence[Group], critic: RoleGroup) -> list[Group]:
-        """Add the critic's value of the state after the last token to the episodes that were cut off."""
+        """Add the critic's value of the state after the last token to the episodes that were truncated at a limit."""
 
-        def is_cut_off(t: Trajectory) -> bool:
+        def is_truncated(t: Trajectory) -> bool:
             return not t.complete and t.num_sampled_tokens > 0
 
-        samples = [last_sample_of(t) for group in groups for t in group if is_cut_off(t)]
+        samples = [last_sample_of(t) for group in groups for t in group if is_truncated(t)]
         values = iter(critic.call("last_values", samples) if samples else [])
-        return [tuple(replace(t, value_after=next(values)) if is_cut_off(t) else t for t in g) for g in groups]
+        return [tuple(replace(t, value_after=next(values)) if is_truncated(t) else t for t in g) for g in groups]
 
     def add_token_column(
         self, groups: Sequence[Group], role: RoleGroup, name: str, method: str = "logprobs"
@@ -394,8 +394,8 @@ class Controller:
             raise UserError(
                 f"step {self.step + 1}: no group has as many responses with a reward as the recipe needs; "
                 "there is nothing to train on. The lines above say why rewards are missing; or raise "
-                "rollout.group_size. (With algo.overlong_filter, responses that were cut off are not trained on "
-                "either: see cut_off_share, and raise rollout.max_new_tokens or rollout.max_turns)"
+                "rollout.group_size. (With algo.overlong_filter, responses that were truncated at a limit are not "
+                "trained on either: see truncated_share, and raise rollout.max_new_tokens or rollout.max_turns)"
             )
         out = []
         for epoch in range(self.recipe.update_epochs):

@@ -23,7 +23,7 @@ from ptf.rl.policy.policy import Generate, Limits, Policy, Stream
 RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
 
-async def one_answer(prompt: Prompt, policy: Policy) -> Trajectory:
+async def one_response(prompt: Prompt, policy: Policy) -> Trajectory:
     """Play an episode of one response to the prompt's tokens; `rollout.reward` scores it."""
     await policy.generate(Context(prompt.tokens, ""))
     return policy.trajectory()
@@ -37,7 +37,7 @@ class Episode:
     limits: Limits
     tokenizer: Tokenizer
     seed_of: Callable[[int], int]  # number of a call → its seed; -1: the seed of all else that is random
-    rollout_function: RolloutFunction = one_answer
+    rollout_function: RolloutFunction = one_response
     timeout_s: float | None = None
 
 

@@ -46,7 +46,7 @@ class Engine:
     memory: RoleMemory
     weights: float  # bytes on each device
     cache: float  # bytes on each device for keys and values
-    answers: float  # how many responses of `data.seq_len` tokens the caches of all engines hold at once
+    responses: float  # how many responses of `data.seq_len` tokens the caches of all engines hold at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,9 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     if rollout.engine == "vllm":
         held = rollout.gpu_memory_utilization * room
         cache = max(0.0, held - weights)
-        answers = rollout.replicas * cache / (each * job.data.seq_len)
+        responses = rollout.replicas * cache / (each * job.data.seq_len)
         memory = RoleMemory(rollout.replicas * rollout.tensor_parallel_size, held, {"rollout": 0.0})
-        return Engine(memory, weights, cache, answers)
+        return Engine(memory, weights, cache, responses)
     share = -(-rollout.prompts_per_step // rollout.replicas)  # prompts of one engine
     answered = min(BATCH, share * rollout.group_size)
     contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
@@ -234,7 +234,7 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
             if (total := pool.total(phase)) > room:
                 needed = f"{total / GIB:.1f} of {room / GIB:.1f} GiB"
                 yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--workers) or {_advice(phase)}"
-    if engine.answers < 1:
+    if engine.responses < 1:
         yield (
             f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no response of data.seq_len "
             f"({job.data.seq_len}) tokens fits beside them; raise rollout.gpu_memory_utilization or "

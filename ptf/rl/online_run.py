@@ -34,7 +34,7 @@ from ptf.rl.rewards.model import RewardModel, RewardModelClient, raise_if_withou
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.rl.rollout_role import (
     evaluation_rewards,
-    raise_if_cut_answers,
+    raise_if_cut_responses,
     rollout_functions,
     sampler_spec,
     training_rewards,
@@ -169,7 +169,7 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, li
         held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
     if trie is not None:
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
-        raise_if_cut_answers(trie, job, max(lengths, default=0))
+        raise_if_cut_responses(trie, job, max(lengths, default=0))
     return held_out
 
 

@@ -209,9 +209,11 @@ class Learner:
             else:
                 micro, numbers = deal(sequences, self.world, self.micro_batch_sequences, self.seq_len), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
-        denominators = [r["denominator"] for r in results]
+        denominators = [r["loss_denominator"] for r in results]
         return {
-            name: float(np.average([r[name] for r in results], weights=None if name == "denominator" else denominators))
+            name: float(
+                np.average([r[name] for r in results], weights=None if name == "loss_denominator" else denominators)
+            )
             for name in results[0]
         }
 

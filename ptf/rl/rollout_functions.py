@@ -9,7 +9,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.rl.endpoint.harness import HarnessRollout
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.episodes import RolloutFunction, one_answer
+from ptf.rl.episodes import RolloutFunction, one_response
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RolloutFunctions:
 
     def of(self, source: str) -> RolloutFunction:
         """Return what plays the episodes of a source."""
-        return self.by_source.get(source, self.by_source.get("", one_answer))
+        return self.by_source.get(source, self.by_source.get("", one_response))
 
     def take_retries(self) -> int:
         """Return the number of requests to environments that were retried since the last call."""

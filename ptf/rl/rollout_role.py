@@ -163,7 +163,7 @@ def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie 
         return Trie.of(
             (tokenizer.encode(line) for line in lines),
             tokenizer.stop_ids,
-            rollout_config.constrained_decoding.lines_per_answer,
+            rollout_config.constrained_decoding.lines_per_response,
             rollout_config.constrained_decoding.distinct,
         )
     except UserError as error:
@@ -172,7 +172,7 @@ def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie 
         ) from error
 
 
-def raise_if_cut_answers(trie: Trie, job: Job, longest_prompt: int) -> None:
+def raise_if_cut_responses(trie: Trie, job: Job, longest_prompt: int) -> None:
     """Raise UserError if an allowed response is longer than the limits of training or of evaluation."""
     assert job.rollout is not None
     rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}

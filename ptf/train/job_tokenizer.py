@@ -24,7 +24,7 @@ def changes_rendering(job: Job) -> bool:
     return bool(
         model.chat_template
         or model.template_args
-        or data.answer_rendering != "template"
+        or data.response_rendering != "template"
         or data.omitted_context != "error"
     )
 
@@ -44,7 +44,7 @@ def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
     """
     template = job.model.chat_template
     tokenizer.set_template(None if template is None else template_text(template), job.model.template_args)
-    return with_run_rendering(job, tokenizer, run, served=job.data.answer_rendering == "append")
+    return with_run_rendering(job, tokenizer, run, served=job.data.response_rendering == "append")
 
 
 def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:

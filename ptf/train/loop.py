@@ -411,7 +411,7 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
 # Metrics of jobs that allow samples to be cut or rows to be skipped, each with a function that returns whether a job
 # has it; the metric's name, and the count's. Tokenized data has these counts in its manifest instead.
 COUNTED = {
-    ("truncated_samples", "truncated"): lambda job: (
+    ("shortened_samples", "truncated"): lambda job: (
         job.data.too_long in ("truncate", "split") and not all_tokenized(job)
     ),
     ("bad_rows", "bad"): lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),

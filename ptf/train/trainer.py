@@ -186,7 +186,7 @@ class Trainer:
         step.
 
         Metrics are means: sums over all ranks divided by the recipe's denominator (names that end
-        with `_max`: the largest value). If the denominator is 0, only `denominator` (0) is returned and no weight
+        with `_max`: the largest value). If the denominator is 0, only `loss_denominator` (0) is returned and no weight
         changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
@@ -200,7 +200,7 @@ class Trainer:
                 if frozen_model is not self.model:
                     forget_forwards(frozen_model)
         if not denominator:  # all partitions have ended, so nothing is trained
-            return {"denominator": 0.0}
+            return {"loss_denominator": 0.0}
         if check:
             try:
                 check(means)
@@ -208,7 +208,7 @@ class Trainer:
                 discard_gradients(self.model)
                 raise
         with phase("optimizer"):
-            return {**means, **self.update(means["loss"], step), "denominator": denominator}
+            return {**means, **self.update(means["loss"], step), "loss_denominator": denominator}
 
     def update(self, loss: float, step: int) -> dict[str, float]:
         """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""

@@ -116,7 +116,7 @@ def refusal(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
 
 
 def test_new_keys_are_there_and_old_ones_are_not():
-    there = {key for recipe in ("sft", "grpo", "kd", "rm") for key, _ in keys(job_class(recipe))}
+    there = {key for recipe in ("sft", "grpo", "kd", "rm", "ppo") for key, _ in keys(job_class(recipe))}
     assert set(KEYS.values()) <= there
     assert not set(KEYS) & there
 

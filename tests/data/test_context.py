@@ -120,7 +120,7 @@ def test_the_arguments_of_a_row_are_its_own() -> None:
 
     with pytest.raises(
         UserError,
-        match=r"never served.*model\.chat_template.* model\.template_args .* data\.answer_rendering: append",
+        match=r"never served.*model\.chat_template.* model\.template_args .* data\.response_rendering: append",
     ):
         trained(chat)
     for key in ("template_args", "chat_template_kwargs"):

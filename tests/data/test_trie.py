@@ -115,7 +115,7 @@ def test_what_cannot_be_answers_is_refused(wrong, repeat, said):
 
 
 def test_too_few_answers_to_be_distinct_are_refused():
-    with pytest.raises(UserError, match="has 2 different lines; distinct: true with lines_per_answer: 3"):
+    with pytest.raises(UserError, match="has 2 different lines; distinct: true with lines_per_response: 3"):
         Trie.of([(3,), (4,)], STOP, 3, distinct=True)
 
 

@@ -203,7 +203,7 @@ def test_two_workers_are_distinct_ray_actors_and_train_and_measure_what_one_does
 
 
 def answers_of(directory: Path) -> list[dict]:
-    return [json.loads(row) for row in (directory / "answers" / "test.jsonl").read_text().splitlines()]
+    return [json.loads(row) for row in (directory / "responses" / "test.jsonl").read_text().splitlines()]
 
 
 GENERATE = """

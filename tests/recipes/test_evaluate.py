@@ -184,7 +184,7 @@ def test_a_metric_of_ones_own_is_found_from_all_answers(tmp_path):
     check_evaluation(job)
     run = train(raw, "run")
     found = measure_run(job, run)
-    answers = [json.loads(line)["response"] for line in (run / "answers" / "test.jsonl").read_text().splitlines()]
+    answers = [json.loads(line)["response"] for line in (run / "responses" / "test.jsonl").read_text().splitlines()]
     assert found["longest/test"] == max(map(len, answers))
     assert found["at_least/test"] == found["starting_model/at_least/test"] == 999
     assert "starting_model/longest/test" in found

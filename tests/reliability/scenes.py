@@ -340,7 +340,7 @@ def held_out_rows(made: Made) -> Scene:
 
 
 def answers(made: Made) -> Scene:
-    root, counterpart = made.of_run("answers", made.c, made.d, gate.ANSWERS)
+    root, counterpart = made.of_run("answers", made.c, made.d, gate.RESPONSES)
     metrics = json.loads((made.c / "metrics.json").read_text())
     return Scene(root, lambda: gate.comparisons(made.online, root, metrics), counterpart)
 

@@ -110,7 +110,7 @@ FAULTS = {  # what was read without a word before it was verified
     "a bit of the exported model": (scenes.exported_model, lambda root: bit(root / "model" / "model.safetensors")),
     "a log-prob of the probe": (scenes.exported_model, lambda root: digit(root / "probe.json")),
     "a loss for the gate": (scenes.held_out_rows, lambda root: digit(root / "held_out" / "held_out.jsonl")),
-    "an answer for the gate": (scenes.answers, lambda root: digit(root / "answers" / "dev.jsonl")),
+    "an answer for the gate": (scenes.answers, lambda root: digit(root / "responses" / "dev.jsonl")),
     "a measurement": (scenes.measurements, lambda root: digit(root / "compared.json")),
     "what a model was made with": (scenes.made_with, lambda root: digit(root / "made_with.json")),
     "the day on which a run began": (scenes.rendering, lambda root: digit(root / "date.json")),

@@ -96,8 +96,8 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.ppo.recipe import PPO, Critic
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
-    from ptf.rl.answer_log import AnswerLog
     from ptf.rl.cluster import LocalRoleGroup
+    from ptf.rl.response_log import ResponseLog
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
     from ptf.train.trainer import Trainer
@@ -153,7 +153,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (ptf.rl.controller.GroupScoring, "finish"),
         (ptf.rl.controller.Controller, "save"),
         (ptf.rl.controller.Controller, "_restore"),
-        (AnswerLog, "log"),
+        (ResponseLog, "log"),
         (WorkerProcess, "_start"),
     ):
         watched(owner, name)

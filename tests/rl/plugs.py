@@ -11,6 +11,13 @@ def by_wordiness(row, text):
     return 1 - by_length(row, text)
 
 
+def of_finished_or_odd(row, text, *, episode):
+    """No result for an even sum whose response was truncated at a limit."""
+    if not episode.complete and int(row["answer"]) % 2 == 0:
+        raise OSError("the response has no end")
+    return by_length(row, text)
+
+
 def ask(base_url, api_key, messages):
     """Return the policy's message."""
     import json

@@ -13,6 +13,7 @@ import yaml
 
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
+from ptf.data.trajectory import Reward, Trajectory
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalRoleGroup
@@ -96,9 +97,27 @@ def test_it_runs_and_agrees_with_its_engine(raw):
         "entropy",
         "clip_share",
         "response_length",
-        "cut_off_share",
+        "truncated_share",
         "no_result_share",
     } <= rows[0].keys()
+
+
+def test_what_was_truncated_is_a_share_of_the_episodes_with_a_result(raw, monkeypatch):
+    seen, credit = list[Trajectory](), GRPO.compute_advantages
+
+    def noting(self, groups):
+        seen.extend(t for group in groups for t in group)
+        return credit(self, groups)
+
+    monkeypatch.setattr(GRPO, "compute_advantages", noting)
+    raw["train"] |= {"steps": 1, "validate_every": 0}
+    reward = {"use": "tests.rl.plugs:of_finished_or_odd"}
+    raw["rollout"] |= {"max_new_tokens": 2, "reward": reward, "reward_retries": 0, "max_no_result_share": 0.9}
+    (row,) = read_metrics(train({**raw, "evaluate": {}}) / "metrics.jsonl")
+    with_result = [t for t in seen if isinstance(t.outcome, Reward)]
+    assert 0 < len(with_result) < len(seen)
+    assert row["truncated_share"] == sum(not t.complete for t in with_result) / len(with_result)
+    assert 0 < row["truncated_share"] < sum(not t.complete for t in seen) / len(seen)
 
 
 def test_an_engine_is_told_before_it_sleeps_that_new_weights_come(raw, monkeypatch):

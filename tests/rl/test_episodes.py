@@ -21,7 +21,7 @@ from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.episodes import Episode, one_answer, run_all
+from ptf.rl.episodes import Episode, one_response, run_all
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
@@ -75,7 +75,7 @@ def episodes(rows, tokenizer, environments, **limits):
         limits.get("length", 200),
         limits.get("vocabulary"),
     )
-    play = EnvironmentRollout(environments, limits.get("turns", 8)) if environments else one_answer
+    play = EnvironmentRollout(environments, limits.get("turns", 8)) if environments else one_response
     return [
         Episode(
             Prompt(np.array([9], np.int32), row, "a", i),

@@ -220,8 +220,8 @@ ENVIRONMENT = {"reward": None, "environment": {"use": "a:b"}}
     [
         ("grpo", {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}, None),
         ("grpo", {"credit_level": "turn"}, r"algo\.baseline +must be leave_one_out with algo\.credit_level: turn"),
-        ("ppo", {"credit_level": "turn", "bootstrap_cut_off": True}, None),
-        ("ppo", {"overlong_filter": True, "bootstrap_cut_off": True}, r"algo\.bootstrap_cut_off +has no effect"),
+        ("ppo", {"credit_level": "turn", "bootstrap_truncated": True}, None),
+        ("ppo", {"overlong_filter": True, "bootstrap_truncated": True}, r"algo\.bootstrap_truncated +has no effect"),
     ],
 )
 def test_the_credit_of_episodes_has_rules_of_its_own(recipe, algo, message):
@@ -242,7 +242,7 @@ def test_the_credit_of_episodes_has_rules_of_its_own(recipe, algo, message):
             loads(yaml.safe_dump(raw))
 
 
-def test_an_overlong_filter_leaves_out_of_the_loss_what_was_cut_off_and_not_of_the_baseline():
+def test_an_overlong_filter_leaves_out_of_the_loss_what_was_truncated_and_not_of_the_baseline():
     (group,) = groups(1)
     cut = tuple(dataclasses.replace(t, complete=i != 1) for i, t in enumerate(group))
     for recipe in (GRPO(), GRPO(baseline="leave_one_out", scale_by_std=False, credit_level="turn")):

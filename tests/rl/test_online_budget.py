@@ -72,7 +72,7 @@ def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
         "rollout": weights + 2 * BUCKET_BYTES,
     }
     assert plan.engine.cache == 0.5 * plan.room - weights
-    assert plan.engine.answers == pytest.approx(4 * plan.engine.cache / (TOKEN * 1024))
+    assert plan.engine.responses == pytest.approx(4 * plan.engine.cache / (TOKEN * 1024))
     assert plan.host == held  # offloaded while the engines answer; vLLM discards its weights
     assert plan.fits
     assert plan.sync.sent == weights

@@ -122,7 +122,8 @@ APART = {"a": {"roles": ["policy", "reference"]}, "b": {"roles": ["rollout"]}}
         (
             "ipc",
             {"rollout": {"lora_sync": "adapter"}, "model": {"lora": {"rank": 4}}},
-            "ipc: an adapter alone is small",
+            "ipc: sends whole models only, but rollout.lora_sync is adapter; use object_store or files, or "
+            "lora_sync: merged",
         ),
     ],
 )

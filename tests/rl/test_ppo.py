@@ -21,7 +21,7 @@ from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.ppo.recipe import PPO, Critic
-from ptf.recipes.protocol import bootstraps_cut_off
+from ptf.recipes.protocol import bootstraps_truncated
 from ptf.rl.forward_passes import per_document, per_token
 from ptf.train.trainer import load_model
 from tests.rl.test_controller import intercept, train
@@ -157,7 +157,7 @@ def test_the_reward_of_a_turn_is_at_its_last_token():
     assert returns[1] == pytest.approx([1.5] * 6, abs=1e-6)
 
 
-def test_what_was_cut_off_is_bootstrapped_with_the_critics_value():
+def test_what_was_truncated_is_bootstrapped_with_the_critics_value():
     t = of_turns(3, outcome=Reward(0.5), complete=False, value_after=2.0)
     values = t.token_columns["values"].astype(float)
     (unit,) = PPO(whiten=False, gamma=0.9, lam=0.8).compute_advantages([(t,)])
@@ -182,7 +182,7 @@ def test_the_last_sample_of_an_episode_ends_with_its_last_token():
     assert last_sample_of(made).tokens.tolist() == [9, 3, 3, 3]
 
 
-def test_a_run_computes_the_value_after_what_was_cut_off(ppo, monkeypatch):
+def test_a_run_computes_the_value_after_what_was_truncated(ppo, monkeypatch):
     """And only of that."""
     seen, asked, credit = list[Trajectory](), [], PPO.compute_advantages
 
@@ -194,7 +194,7 @@ def test_a_run_computes_the_value_after_what_was_cut_off(ppo, monkeypatch):
     intercept(monkeypatch, "last_values", lambda call, samples: asked.append((samples, call(samples))) or asked[-1][1])
     ppo["train"] |= {"steps": 1, "validate_every": 0}
     ppo["rollout"]["max_new_tokens"] = 2
-    train({**ppo, "evaluate": {}, "algo": {**ppo["algo"], "bootstrap_cut_off": True}})
+    train({**ppo, "evaluate": {}, "algo": {**ppo["algo"], "bootstrap_truncated": True}})
     ((samples, values),) = asked
     cut = [t for t in seen if not t.complete]
     assert 0 < len(cut) < len(seen)
@@ -202,8 +202,8 @@ def test_a_run_computes_the_value_after_what_was_cut_off(ppo, monkeypatch):
     assert [t.value_after for t in cut] == values
     assert len({*values}) > 1
     assert all(t.value_after is None for t in seen if t.complete)
-    assert not bootstraps_cut_off(PPO())
-    assert not bootstraps_cut_off(GRPO())  # no critic
+    assert not bootstraps_truncated(PPO())
+    assert not bootstraps_truncated(GRPO())  # no critic
 
 
 def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp_path):
@@ -227,7 +227,7 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
     rows = read_metrics(whole / "metrics.jsonl")
     assert ["loss" in row for row in rows] == [False, False, True, True, True, True]
     assert all(
-        {"critic_loss", "critic_error", "critic_value", "seconds/values", "seconds/critic"} <= row.keys()
+        {"critic_loss", "critic_value_mse", "critic_value", "seconds/values", "seconds/critic"} <= row.keys()
         for row in rows
     )
     assert all(row["logprob_diff_max"] <= 1e-5 for row in rows)
@@ -255,7 +255,7 @@ def test_it_learns_and_its_critic_too(ppo):
     ppo["checkpoint"] = {"every": 40}
     rows = read_metrics(train(ppo) / "metrics.jsonl")
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
-    error = [row["critic_error"] for row in rows]
+    error = [row["critic_value_mse"] for row in rows]
     assert sum(error[-5:]) < 0.5 * sum(error[:5])
 
 

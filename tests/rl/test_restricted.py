@@ -68,7 +68,7 @@ def test_a_policy_learns_which_of_them(raw, tmp_path):
 
 def test_repeated_answers(short, tmp_path):
     lines = ["12", "34", "56"]
-    run = train(allowed(short, tmp_path, lines, lines_per_answer=2))
+    run = train(allowed(short, tmp_path, lines, lines_per_response=2))
     assert answers(run) <= {a + b for a in lines for b in lines}
     assert len(answers(run)) > 3
 
@@ -77,7 +77,7 @@ def test_repeated_answers(short, tmp_path):
 def test_distinct_answers(short, tmp_path, lines):
     """None is said twice, drawn or greedy, and the trainer's distribution is the engine's."""
     short["rollout"]["max_new_tokens"] = 10
-    run = train(allowed(short, tmp_path, lines, lines_per_answer=3, distinct=True))
+    run = train(allowed(short, tmp_path, lines, lines_per_response=3, distinct=True))
     assert answers(run) <= {"".join(some) for some in itertools.permutations(lines, 3)}
     assert len(answers(run)) > 3
     assert all(row["logprob_diff_max"] <= 1e-5 for row in read_metrics(run / "metrics.jsonl"))

@@ -152,7 +152,7 @@ def slates(directory: Path, users: int = 100, steps: int = 40, **settings: Any) 
             "group_size": 8,
             "max_new_tokens": size,
             "reward": worth,
-            "constrained_decoding": {"path": str(made / "allowed.txt"), "lines_per_answer": 4, "distinct": True},
+            "constrained_decoding": {"path": str(made / "allowed.txt"), "lines_per_response": 4, "distinct": True},
         },
         "train": {
             "steps": 25,

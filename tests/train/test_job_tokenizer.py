@@ -80,7 +80,7 @@ def test_what_is_exported_keeps_template_and_arguments_and_not_the_date(tmp_path
         "init": "random",
         "tokens": {"added": ["<a>"]},
     }
-    job = job_of(tmp_path, model=keys, data={"date": "2024-12-31", "answer_rendering": "append"})
+    job = job_of(tmp_path, model=keys, data={"date": "2024-12-31", "response_rendering": "append"})
     run = tmp_path / "run"
     spec, directory = extended(job.model, Path(job.model.path), run, job.seed)
     path = tokenizer_directory(job, spec, directory, run)

@@ -242,7 +242,7 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
     found = facts(whole)
     # a character a token, and the end of the turn
     trained = sum(len(row["messages"][1]["content"]) + 1 for row in rows)
-    assert sum(row["denominator"] for row in found) == 2 * trained
+    assert sum(row["loss_denominator"] for row in found) == 2 * trained
     assert found[0]["source_share/b"] > found[-1].get("source_share/b", 0.0)  # b has ended by then
     for row in found:
         parts = [row[f"source_share/{name}"] * row.get(f"source_loss/{name}", 0.0) for name in "ab"]

@@ -108,7 +108,7 @@ def test_two_workers_train_what_one_does(tmp_path, name, mesh):
         allowed = 1e-6 + 10 * np.abs(near_one - one).max()
         assert allowed < 1e-3 * np.abs(one).max(), f"{key}: a bound that large would show nothing"
         assert np.abs(two - one).max() <= allowed, key
-    for key in ("denominator", *(() if raw["recipe"] == "kd" else ("accuracy",))):
+    for key in ("loss_denominator", *(() if raw["recipe"] == "kd" else ("accuracy",))):
         assert [row[key] for row in both] == pytest.approx([row[key] for row in alone], rel=1e-6), key
 
 
@@ -228,7 +228,7 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     rows = facts(
         train(raw, "a", train__steps=None, train__epochs=1, train__global_batch_sequences=1, train__validate_every=0)
     )
-    assert sum(row["denominator"] for row in rows) == 3
+    assert sum(row["loss_denominator"] for row in rows) == 3
 
 
 def train_on_rank(text: str, directory: Path) -> None:
@@ -254,8 +254,8 @@ def test_partitions_that_end_before_others_train_nothing(tmp_path, workers):
         directory = tmp_path / "both"
         two_ranks(partial(train_on_rank, yaml.safe_dump(raw), directory), tmp_path)
     rows = facts(directory)
-    assert sum(row["denominator"] for row in rows) == 9
-    assert [row["denominator"] for row in rows] == [2, 2, 2, 2, 1]
+    assert sum(row["loss_denominator"] for row in rows) == 9
+    assert [row["loss_denominator"] for row in rows] == [2, 2, 2, 2, 1]
 
 
 def test_the_reference_that_was_found_ahead_is_where_training_began(tmp_path, monkeypatch):

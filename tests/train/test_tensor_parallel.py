@@ -19,7 +19,7 @@ from ptf.train.batch_sharding import deal
 from tests.tiny import arithmetic, sample
 from tests.train.test_loop import weights
 
-NUMBERS = ("loss", "grad_norm", "tokens", "denominator", "loss/held_out")
+NUMBERS = ("loss", "grad_norm", "tokens", "loss_denominator", "loss/held_out")
 
 
 def numbers(directory: Path) -> np.ndarray:

@@ -54,9 +54,10 @@ class ComputeConfig(Section):
     run's name. By default a cluster is started for the run and stopped after it. If the cluster requires a
     token, the token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is used."""
     timeout_s: PositiveFloat = changeable(1800.0)
-    """Deadline of a collective, of one call of a role, and of the start of Ray or of a worker. If Ray does not start or
-    does not answer, it is tried again until this deadline. A rollout engine that sends no heartbeat for 60 s is
-    replaced, and a job's server that does not answer for 300 s is given up, whatever this is."""
+    """The deadline, in seconds, of any single collective, of any call of a role (so all rollouts of one step must end
+    within it, or the run ends), and of the start of Ray or of a worker. If Ray does not start or does not answer, it
+    is tried again until this deadline. Two limits do not depend on it: an engine is replaced after 60 s without a
+    heartbeat, and a submitted Ray job is given up when its dashboard has not answered for 300 s."""
     restarts: Count = changeable(2)
     """Online recipes on Ray: how often failed processes are restarted before the run ends. It limits two counts. A
     rollout engine that fails is replaced at most this often in one rollout; its successor gets the newest weights and

@@ -100,7 +100,7 @@ class DataConfig(Section):
     """Compute the common beginning of a conversation's samples once, as rollouts do for the responses to one prompt
     (recipe sft). It saves computation with templates that make every turn a sample of its own, which `ptf inspect`
     reports as *expansion*; losses are the same except for rounding."""
-    answer_rendering: Literal["template", "append"] = "template"
+    response_rendering: Literal["template", "append"] = "template"
     """How the trained text of a response is built. `template`: as the chat template writes it; a response is refused if
     that text does not continue the generation prompt, for example where the template drops the thinking of earlier
     responses. `append`: in that case the thinking and the content are appended to the generation prompt, as a

@@ -24,7 +24,7 @@ class ConstrainedDecodingConfig(Section):
 
     path: str
     """A text file with one permitted response, or part of a response, per line."""
-    lines_per_answer: Positive = 1
+    lines_per_response: Positive = 1
     """How many lines of the file make up one response, directly one after the other."""
     distinct: bool = False
     """A response contains no line twice: lines that the response already has are no longer allowed."""
@@ -139,8 +139,8 @@ class RolloutConfig(Section):
     """Maximum length of a response in tokens, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
     """What to do with groups whose responses all have the same reward, before length penalties and a KL reward; GRPO
-    learns nothing from such rewards. `replace`: draw other prompts in their place, in at most `max_resampling_rounds`
-    rounds."""
+    learns nothing from such rewards. `replace`, dynamic sampling (DAPO): draw other prompts in their place, in at most
+    `max_resampling_rounds` rounds."""
     max_resampling_rounds: Positive = 8
     """Maximum number of rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then
     trains on the groups that it has."""

@@ -18,7 +18,8 @@ class DPOConfig(AlgoConfig):
     """`sigmoid`: DPO. `ipo`: a squared loss, which bounds the margins. `simpo`: means over tokens, without a
     reference."""
     beta: PositiveFloat = 0.1
-    """Strength of the constraint to the reference: the larger it is, the closer the policy stays to the reference."""
+    """Strength of the constraint to the reference: the larger it is, the closer the policy stays to the reference.
+    With `loss: simpo`, which has no reference, it only scales the margin."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose preference may be wrong (`sigmoid`)."""
     length_normalised: bool = False

@@ -96,7 +96,7 @@ class GRPO:
         """Return the sampled responses with their advantages.
 
         Responses without a result enter no baseline and are not trained on; a group with fewer than two results is left
-        out. With `overlong_filter`, episodes that were cut off enter the baseline and are not trained on.
+        out. With `overlong_filter`, episodes that were truncated at a limit enter the baseline and are not trained on.
         """
         units: list[PackUnit] = []
         for group in groups:

@@ -15,7 +15,8 @@ class PPOConfig(RewardedConfig):
     gamma: Fraction = 1.0
     """Discount factor per token."""
     lam: Fraction = 0.95
-    """λ of generalised advantage estimation: 1 uses the observed returns, 0 the one-step error r + γ V′ − V."""
+    """GAE λ, the λ of generalised advantage estimation: 1 uses the observed returns, 0 the one-step error
+    r + γ V′ − V."""
     whiten: bool = True
     """Centre and scale advantages over all tokens of a step."""
     value_clip: PositiveFloat = 0.2
@@ -24,9 +25,9 @@ class PPOConfig(RewardedConfig):
     """Peak learning rate of the critic; default `train.lr`."""
     critic_warmup: Count = 0
     """Steps at the start in which only the critic is trained."""
-    bootstrap_cut_off: bool = False
-    """Where a response or episode was cut off at a limit, count the critic's value of the state after its last token as
-    what would have followed; otherwise nothing follows."""
+    bootstrap_truncated: bool = False
+    """Where a response or episode was truncated at a limit, count the critic's value of the state after its last token
+    as what would have followed; otherwise nothing follows."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL from a sampled token (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] = "reward"
@@ -39,10 +40,10 @@ class PPOConfig(RewardedConfig):
             errors.append(
                 "model.backend: hf has no recipe ppo, because a critic needs a scalar head; use the default backend"
             )
-        if self.bootstrap_cut_off and self.overlong_filter:
+        if self.bootstrap_truncated and self.overlong_filter:
             errors.append(
-                "algo.bootstrap_cut_off has no effect with algo.overlong_filter, which trains on no response that was "
-                "cut off; set one of them to false"
+                "algo.bootstrap_truncated has no effect with algo.overlong_filter, which trains on no response that "
+                "was truncated at a limit; set one of them to false"
             )
         return errors
 

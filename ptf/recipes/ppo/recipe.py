@@ -2,7 +2,7 @@
 
 δₜ = rₜ + γ V(sₜ₊₁) − V(sₜ),   Âₜ = Σₗ (γ λ)ˡ δₜ₊ₗ
         (Schulman et al. 2016, eq. 16), over the sampled tokens of an episode; V is 0 after the last, or with
-        `bootstrap_cut_off` the critic's value if the episode was cut off (Pardo et al. 2018)
+        `bootstrap_truncated` the critic's value if the episode was truncated at a limit (Pardo et al. 2018)
 rₜ      the reward at the last token, with `credit_level: turn` the reward of each turn at the turn's last token;
         with `kl_in: reward`, − kl_coef · K at every token
 policy  the objective of grpo/recipe.py with these advantages, by default centred and scaled over all tokens of a step
@@ -37,7 +37,7 @@ class Critic:
     value_clip: float = 0.2
     lr: float | None = None
     warmup: int = 0
-    bootstrap_cut_off: bool = False
+    bootstrap_truncated: bool = False
     online: ClassVar[bool] = PPOConfig.online
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
 
@@ -64,7 +64,7 @@ class Critic:
         metrics = {
             "value": (values * batch.loss_weights).sum(),
             "clip_share": ((clipped_error > error) * batch.loss_weights).sum(),
-            "error": (error * batch.loss_weights).sum(),
+            "value_mse": (error * batch.loss_weights).sum(),
         }
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 
@@ -86,17 +86,17 @@ class PPO(GRPO):
     value_clip: float = 0.2
     critic_lr: float | None = None
     critic_warmup: int = 0
-    bootstrap_cut_off: bool = False
+    bootstrap_truncated: bool = False
 
     @property
     def critic(self) -> Critic:
         """The recipe of the critic."""
-        return Critic(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_cut_off)
+        return Critic(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_truncated)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return the responses that have a result, with generalised advantages and returns.
 
-        With `overlong_filter`, those that were cut off are left out.
+        With `overlong_filter`, those that were truncated at a limit are left out.
         """
         scored = [t for group in groups for t in group if isinstance(t.outcome, Reward) and self.is_trained(t)]
         advantages = [

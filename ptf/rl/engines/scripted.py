@@ -16,7 +16,7 @@ class ScriptedEngine:
     """StreamingEngine whose responses are texts, each with the token that ends a turn.
 
     `answer` is called with the seed of a request, which identifies the call, and with the text of its context. A
-    response that is longer than the request allows is cut off, as a model's would be. All log-probs are 0.
+    response that is longer than the request allows is truncated, as a model's would be. All log-probs are 0.
     """
 
     name = "scripted"

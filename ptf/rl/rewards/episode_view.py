@@ -19,7 +19,7 @@ class EpisodeView:
     sampled_ids: np.ndarray  # [n] int32, token ids of the response as the engine returned them, end-of-turn included
     logprobs: np.ndarray  # [n] float32, under the distribution that they were sampled from
     versions: np.ndarray  # [n] int32, the policy step that produced each token
-    complete: bool  # the response ended by itself, and was not cut off at a limit
+    complete: bool  # the response ended by itself, and was not truncated at a limit
     source: str  # name of the data source
 
     @classmethod

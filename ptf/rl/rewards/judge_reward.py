@@ -24,7 +24,7 @@ class JudgeReward:
 
     `url` is the base of the API (`https://host/v1`), and `prompt` a template (JudgePrompt). The last match of `score`,
     a regular expression with one group, in the judge's reply is the score; the default is a number in `\\boxed{…}`, and
-    the judge is then told so. A reply without a score, with one outside `scale`, or cut off at `max_tokens` is asked
+    the judge is then told so. A reply without a score, with one outside `scale`, or truncated at `max_tokens` is asked
     again up to `retries` times, and then there is no result. With `samples` the reward is the mean of so many scores.
     `scale: null` returns the score as it is. `parameters` are further fields of the request; a field that is null
     there, or in `temperature` or `max_tokens`, is left out. The other arguments are those of HttpReward.
@@ -109,7 +109,7 @@ class JudgeReward:
         if content is None:
             raise UnreadableReply(f"the reply is no chat completion: {self.endpoint.shown(str(reply))}")
         if reply["choices"][0].get("finish_reason") == "length":
-            raise UnreadableReply(f"the judge's reply was cut off at max_tokens: {self._end(content)}")
+            raise UnreadableReply(f"the judge's reply was truncated at max_tokens: {self._end(content)}")
         found = self.pattern.findall(content)
         try:
             value = float(found[-1])

@@ -55,7 +55,9 @@ def streaming_errors(job: "Job") -> Iterator[str]:
     if job.rollout.engine not in ("native", "vllm"):
         yield "rollout.engine must be native or vllm"
     if job.rollout.lora_sync == "adapter":
-        yield "an adapter alone is small; give object_store or files"
+        yield (
+            "sends whole models only, but rollout.lora_sync is adapter; use object_store or files, or lora_sync: merged"
+        )
     if job.model.backend == "hf":
         yield "model.backend: hf does not know the names of its tensors in advance; give object_store or files"
 

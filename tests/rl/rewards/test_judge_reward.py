@@ -67,7 +67,7 @@ def test_the_last_score_of_the_judges_own_reply_counts(args: dict[str, Any], con
         (said("\\boxed{ten}"), "has no score"),
         (said("\\boxed{11}"), "the judge's score 11 is not from 0 to 10"),
         (said("\\boxed{-1}"), "the judge's score -1 is not from 0 to 10"),
-        (said("It repeats \\boxed{10}, but", "length"), "cut off at max_tokens"),
+        (said("It repeats \\boxed{10}, but", "length"), "truncated at max_tokens"),
         (said(None), "is no chat completion"),
         (said([{"type": "text"}]), "is no chat completion"),
         (Reply({"choices": []}), "is no chat completion"),

@@ -21,7 +21,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, documents_of, samples_of
 
 
-class AnswerLog:
+class ResponseLog:
     """Writes `samples.jsonl` in the run's directory."""
 
     def __init__(
