@@ -44,7 +44,7 @@ from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
 from ptf.rl.response_log import ResponseLog
-from ptf.rl.rewards.by_source import GroupScoring, Rewards, score_groups, with_result
+from ptf.rl.rewards.by_source import GroupScoring, Rewards, with_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.sampler import seed_of
@@ -177,7 +177,8 @@ class Controller:
             taken = flight.batch(self.step, lambda: next(self.prompts))
             self.rollout.call("expect_weights")
         began = time.perf_counter()
-        groups = score_groups(self.rewards, [group.trajectories for group in taken])
+        with GroupScoring(self.rewards) as scoring:
+            groups = scoring.finish([group.trajectories for group in taken])
         groups = [tuple(map(with_result, group)) for group in groups]
         reward_s = time.perf_counter() - began
         metrics = self.outcome_metrics(groups) | {"rewards_retried": self.take_retries()}

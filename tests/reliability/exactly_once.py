@@ -26,11 +26,11 @@ def keep(ledger: Path, attempt: int) -> None:
     """In the process that trains: append to the ledger, a line an event. A line is one write,
     so a kill leaves whole ones."""
     from ptf.data.trajectory import samples_of
-    from ptf.rl import controller
+    from ptf.rl import controller, in_flight
     from ptf.rl.cluster import LocalRoleGroup
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, run = LocalRoleGroup.call, controller.Controller.run
+    call, run, in_batch = LocalRoleGroup.call, controller.Controller.run, in_flight.InFlight.batch
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
@@ -51,6 +51,14 @@ def keep(ledger: Path, attempt: int) -> None:
             )
         return done
 
+    def batch(self: in_flight.InFlight, step: int, *args: Any) -> Any:
+        """Of what is in flight, what is taken in a step."""
+        taken, at[0] = in_batch(self, step, *args), step
+        note(
+            "sampled", step, answers=[known_by(s) for group in taken for t in group.trajectories for s in samples_of(t)]
+        )
+        return taken
+
     class NotedScoring(controller.GroupScoring):  # not that of an evaluation
         def finish(self, groups: Sequence[Group]) -> list[Group]:
             scored = super().finish(groups)
@@ -70,6 +78,7 @@ def keep(ledger: Path, attempt: int) -> None:
         run(self)
 
     LocalRoleGroup.call, controller.GroupScoring, controller.Controller.run = calling, NotedScoring, beginning
+    in_flight.InFlight.batch = batch
 
 
 def read(ledger: Path) -> list[dict[str, Any]]:
