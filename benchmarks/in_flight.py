@@ -142,8 +142,8 @@ def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
         for tokens in SLICES if k else ():
             for update_slices, share in ((1, 0.5), (2, 0.5), (1, 0.75)):
                 found = measured(costs, k, steps, tokens, update, update_slices, share)
-                waits_less = best is None or (found["waits"] < WAITS) >= (best["waits"] < WAITS)
-                if best is None or (waits_less and found["seconds"] < best["seconds"]):
+                order = [(one["waits"] >= WAITS, one["seconds"]) for one in (found, best or found)]
+                if best is None or order[0] < order[1]:
                     best, chosen = found, f"{tokens}, {update_slices}, {1 + k * share:g}"
         assert best is not None
         gain = base["seconds"] / best["seconds"]

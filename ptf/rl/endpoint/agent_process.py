@@ -27,6 +27,7 @@ from typing import Any
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.credentials import resolved
 from ptf.errors import UserError
+from ptf.rl.endpoint.agent_program import PREFIX
 from ptf.rl.endpoint.confined import ENDS_WITHIN_S, HarnessFault, ProcessEnded, confined, variables
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
@@ -71,9 +72,9 @@ class AgentProcess:
         self.left = dict[int, float]()  # episodes that are over, but not for the agent → since when
         self.started, self.coming = time.monotonic(), 0  # `coming`: episodes that wait until it is ready
         self.ready, self.lines = new_reply(), queue.SimpleQueue[str | None]()
-        self.place = tempfile.mkdtemp(prefix="ptf-agent-")
+        self.place = tempfile.mkdtemp(prefix=PREFIX)
         self.process = subprocess.Popen(
-            confined([config.python, "-u", str(PROGRAM)], self.place),
+            confined([config.python, "-u", str(PROGRAM), self.place], self.place),
             env=variables(config.env_vars, self.place),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

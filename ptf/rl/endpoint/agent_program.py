@@ -1,11 +1,11 @@
-"""The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py`.
+"""The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py PLACE`.
 
 It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
 it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "file": …}`, to which the line `{}`
 or `{"error": …}` is the answer; `file` is that of the module, or null if it is found by its name. Then
 `{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
-`{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input. What agents print goes
-to standard error.
+`{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input, and removes its
+directory `PLACE` then: what wrote to it may have been killed. What agents print goes to standard error.
 """
 
 import asyncio
@@ -15,12 +15,14 @@ import importlib.machinery
 import inspect
 import json
 import os
+import shutil
 import sys
 import threading
 import traceback
 import types
 
 ARGUMENTS = ("row", "base_url", "api_key", "seed")
+PREFIX = "ptf-agent-"  # of the names of directories that may be removed
 
 
 def main():
@@ -36,7 +38,10 @@ def main():
             replies.write(line + "\n")
             replies.flush()
 
-    first = json.loads(tasks.readline())
+    line = tasks.readline()
+    if not line:
+        leave()
+    first = json.loads(line)
     sys.path[:1] = first["path"]  # in place of this file's directory
     try:
         module, _, name = first["use"].partition(":")
@@ -50,6 +55,14 @@ def main():
         in_loop(function, tasks, reply)
     else:
         in_threads(function, tasks, reply)
+
+
+def leave():
+    """End this process, and remove its directory, unless it has another name than ptf gives such ones."""
+    place = sys.argv[1] if len(sys.argv) > 1 else ""
+    if os.path.basename(place).startswith(PREFIX):
+        shutil.rmtree(place, ignore_errors=True)
+    os._exit(0)
 
 
 def from_file(name, file):
@@ -98,7 +111,7 @@ def in_threads(function, tasks, reply):
         message = json.loads(line)
         if "cancel" not in message:
             threading.Thread(target=play, args=(message,), daemon=True).start()
-    os._exit(0)
+    leave()
 
 
 def in_loop(function, tasks, reply):
@@ -123,7 +136,7 @@ def in_loop(function, tasks, reply):
     def read():
         for line in iter(tasks.readline, ""):
             loop.call_soon_threadsafe(take, json.loads(line))
-        os._exit(0)
+        leave()
 
     threading.Thread(target=read, daemon=True).start()
     loop.run_forever()

@@ -3,9 +3,9 @@ process id and the command's own directory.
 
 When the command or the parent ends, or on SIGTERM, it ends everything that the command has started, also what has left
 its process group: such processes become children of this one. It removes the directory if the parent has ended, or on
-SIGTERM. The command runs in a Landlock domain of its own, so it
-cannot read the environment or the memory of processes outside, nor, from Linux 6.12, send them signals; its files and
-its network are those of its user. It is run as a file and imports nothing of ptf: the command may need another Python.
+SIGTERM. The command runs in a Landlock domain of its own, so it cannot read the environment or the memory of processes
+outside, nor, from Linux 6.12, send them signals; its files and its network are those of its user. It is run as a file
+and imports nothing of ptf: the command may need another Python.
 """
 
 import ctypes
@@ -109,6 +109,8 @@ def main(parent: int, place: str, command: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         end_all()
+    if os.getppid() != parent:
+        stop(place)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -19,6 +20,7 @@ from ptf.rl.endpoint.harness import HarnessRollout
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
+from tests.conftest import ROOT
 from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted
 
@@ -242,3 +244,29 @@ def test_what_cannot_be_called_is_found_before_the_run(tmp_path, lines, key, mes
     )
     with pytest.raises(UserError, match=message):
         load_checked(config)
+
+
+KILLED = """
+import os, signal, sys
+from ptf.config.sections.rollout import HarnessConfig
+from ptf.rl.endpoint.agent_process import AgentProcess
+process = AgentProcess(HarnessConfig(agent={"use": "tests.rl.plugs:agent"}, python=sys.executable))
+if sys.argv[1] == "ready":
+    process.wait_until_ready()
+print(process.place, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["ready", "starting"])
+def test_a_run_that_is_killed_leaves_no_directory_of_its_agents(when):
+    for _ in range(4):  # the process may hear of it by its input or by a signal
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, when], capture_output=True, text=True, cwd=ROOT, timeout=60
+        )
+        place = Path(killed.stdout.strip())
+        assert place.name.startswith("ptf-agent-")
+        until = time.monotonic() + 20
+        while place.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not place.exists()
