@@ -197,10 +197,10 @@ def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, ca
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"publish": {}}, r"publish\.metric: retraining publishes only what is better; name a metric"),
+        ({"publish": {}}, r"publish\.metric: retraining compares with the published version; name a metric"),
         (
             {"publish": {"metric": "train/loss", "metric_direction": "min"}},
-            r"publish\.metric: retraining publishes only what is better",
+            r"publish\.metric: retraining compares with the published version",
         ),
         ({"evaluate": {"measure_starting_model": False}}, r"evaluate\.measure_starting_model: retraining compares"),
     ],
