@@ -169,7 +169,7 @@ def main() -> int:
         "# Rollouts in flight: the schedule, simulated\n\n"
         "Command: `python benchmarks/in_flight.py`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}; no machine is measured\n\n"
-        + "\n".join((__doc__ or "").splitlines()[4:-2])
+        + (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].partition("Ends with")[0].rstrip()
         + "\n"
     )
     lines = ["", "## An engine that computes its responses together (a GPU)", "", *gpu]
