@@ -57,7 +57,7 @@ def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
         return {"ended": _trajectory(member.trajectory)}
     parts = {
-        number: {"ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
+        number: {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
         for number, one in member.pending.items()
     }
     heard = {number: _generation(generation) for number, generation in member.heard.items()}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
+from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
 
 Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
@@ -232,8 +233,13 @@ class InFlight:
             nonlocal number
             mine, number = number, number + 1
             if mine in member.heard:  # before the run was continued
+                raise_if_other_context(request, member.heard[mine].context, group.prompt)
                 return member.heard[mine]
-            one = Pending(mine, request, asyncio.get_running_loop().create_future(), **member.started.pop(mine, {}))
+            parts = member.started.pop(mine, {})
+            if parts:
+                raise_if_other_context(request, parts["context"], group.prompt)
+            sampled = {name: part for name, part in parts.items() if name != "context"}
+            one = Pending(mine, request, asyncio.get_running_loop().create_future(), **sampled)
             member.pending[mine] = one
             self.changed.set()
             return await one.response
@@ -247,6 +253,16 @@ class InFlight:
         members = [Member() for _ in range(self.clock.group_size)]
         self.groups.append(FlyingGroup(self.admissions, prompt, version, members, version))
         self.admissions += 1
+
+
+def raise_if_other_context(request: Request, context: np.ndarray, prompt: Prompt) -> None:
+    """Raise UserError if an episode that is played again asks otherwise than before the run was continued."""
+    if not np.array_equal(request.context, context):
+        raise UserError(
+            f"an episode of prompt {prompt.index} of {prompt.source} asked the policy otherwise than before the run "
+            "was continued: its environment does not repeat (ptf try finds that), so with rollout.max_staleness it "
+            "cannot be resumed"
+        )
 
 
 def ages(groups: Sequence[FlyingGroup], step: int) -> list[int]:

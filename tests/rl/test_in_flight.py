@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
+from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import Clock, FlyingGroup, InFlight, ages
 
 STEPS = 12
@@ -158,3 +160,41 @@ def test_a_fault_of_an_episode_is_raised():
     with pytest.raises(RuntimeError, match="a fault"):
         flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
     flight.close()
+
+
+def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
+    def begun(play):
+        engine, prompts = Engine(), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
+        return InFlight(clock(2), engine, play, 10.0), engine, lambda: next(prompts)
+
+    whole, engine, prompts = begun(player(2))
+    first, _, its_prompts = begun(player(2))
+    try:
+        for flight, source in ((whole, prompts), (first, its_prompts)):
+            flight.advance(0, source)
+            flight.advance(0, source)
+        state = state_of(first)
+        assert any(member.get("started") for group in state["groups"] for member in group["members"])
+        second, _, _ = begun(player(2))
+        restore(second, state)
+        engine.version = 0
+        ends = [told([flight.batch(0, source)]) for flight, source in ((whole, prompts), (second, its_prompts))]
+        assert ends[0] == ends[1]
+        other, _, more = begun(player(1, most=41))
+        restore(other, {**state, "groups": [moved(group) for group in state["groups"]]})
+        with pytest.raises(UserError, match="asked the policy otherwise than before the run was continued"):
+            other.batch(0, more)
+    finally:
+        for flight in (whole, first, second, other):
+            flight.close()
+
+
+def moved(group):
+    """A group whose responses were to another context."""
+    members = [
+        {**member, "started": {n: {**part, "context": part["context"] + 1} for n, part in member["started"].items()}}
+        if "started" in member
+        else member
+        for member in group["members"]
+    ]
+    return {**group, "members": members}
