@@ -34,7 +34,6 @@ def _group(group: FlyingGroup) -> dict[str, Any]:
     return {
         "number": group.number,
         "admitted": group.admitted,
-        "oldest": group.oldest,
         "ended": group.ended,
         "prompt": {
             "tokens": prompt.tokens,
@@ -50,7 +49,7 @@ def _group(group: FlyingGroup) -> dict[str, Any]:
 def _restored_group(state: Mapping[str, Any]) -> FlyingGroup:
     prompt = Prompt(**state["prompt"])
     members = [_restored_member(member, prompt) for member in state["members"]]
-    return FlyingGroup(state["number"], prompt, state["admitted"], members, state["oldest"], state["ended"])
+    return FlyingGroup(state["number"], prompt, state["admitted"], members, state["ended"])
 
 
 def _member(member: Member) -> dict[str, Any]:

@@ -88,9 +88,8 @@ class FlyingGroup:
 
     number: int  # of the admission
     prompt: Prompt
-    admitted: int  # version of the weights at the admission, which keys the seeds
+    admitted: int  # version of the weights at the admission: that of its oldest token; it keys the seeds
     members: list[Member]
-    oldest: int  # version of its oldest sampled token; before that, of its admission
     ended: int | None = None  # the slice in which its last episode ended
 
     @property
@@ -161,12 +160,12 @@ class InFlight:
         """
         size, last = self.clock.prompts, self.clock.max_staleness  # a group of version v may be trained until v + last
         ended = [group for group in self.groups if group.ended is not None]
-        chosen = sorted(ended, key=lambda group: (group.oldest, group.ended, group.number))[:size]
+        chosen = sorted(ended, key=lambda group: (group.admitted, group.ended, group.number))[:size]
         if len(chosen) < size:
             return None
         for later in range(last + 1):
-            due = sum(group.oldest + last <= step + later for group in self.groups)
-            here = sum(group.oldest + last <= step + later for group in chosen)
+            due = sum(group.admitted + last <= step + later for group in self.groups)
+            here = sum(group.admitted + last <= step + later for group in chosen)
             if here < due - size * later:
                 return None
         return chosen
@@ -251,7 +250,7 @@ class InFlight:
 
     def _admit(self, prompt: Prompt, version: int) -> None:
         members = [Member() for _ in range(self.clock.group_size)]
-        self.groups.append(FlyingGroup(self.admissions, prompt, version, members, version))
+        self.groups.append(FlyingGroup(self.admissions, prompt, version, members))
         self.admissions += 1
 
 
@@ -267,4 +266,4 @@ def raise_if_other_context(request: Request, context: np.ndarray, prompt: Prompt
 
 def ages(groups: Sequence[FlyingGroup], step: int) -> list[int]:
     """Return the age of each group that is trained in a step: its version less that of the group's oldest token."""
-    return [step - group.oldest for group in groups]
+    return [step - group.admitted for group in groups]

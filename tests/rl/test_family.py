@@ -242,6 +242,30 @@ def test_the_credit_of_episodes_has_rules_of_its_own(recipe, algo, message):
             loads(yaml.safe_dump(raw))
 
 
+PLUGIN = {"use": "a:b"}
+
+
+@pytest.mark.parametrize(
+    "episodes",
+    [{"environment": PLUGIN}, {"environments": {"a": PLUGIN}}, {"play": PLUGIN}, {"harness": {"agent": PLUGIN}}],
+    ids=lambda given: next(iter(given)),
+)
+def test_turns_have_credit_and_no_length_penalty_in_every_kind_of_episode(episodes):
+    import yaml
+
+    turns = {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}
+    raw = {
+        "recipe": "grpo",
+        "model": {"path": "m"},
+        "data": {"sources": {"a": {"path": "a"}}},
+        "train": {"steps": 1, "lr": 1},
+        "rollout": episodes,
+    }
+    build(loads(yaml.safe_dump({**raw, "algo": turns})))
+    with pytest.raises(UserError, match=r"algo\.overlong_buffer_tokens +applies to single responses"):
+        loads(yaml.safe_dump({**raw, "algo": {"overlong_buffer_tokens": 4}}))
+
+
 def test_an_overlong_filter_leaves_out_of_the_loss_what_was_truncated_and_not_of_the_baseline():
     (group,) = groups(1)
     cut = tuple(dataclasses.replace(t, complete=i != 1) for i, t in enumerate(group))

@@ -3,7 +3,7 @@
 import yaml
 
 from ptf.config import Job, loads
-from ptf.rl.rollout_role import _engine_options
+from ptf.rl.rollout_role import _engine_options, rollout_options
 
 
 def job(**sections) -> Job:
@@ -27,3 +27,14 @@ def test_an_engine_is_given_what_it_takes_and_nothing_else():
     assert (found["cpu_kv_cache_gib"], found["gpu_share"]) == (3, 0.4)
     assert "lora_rank" not in _engine_options(lora, "vllm", None, adapter=False, tensor=1)
     assert "restricted" not in found
+
+
+def test_the_limits_of_environments_are_their_own_or_else_those_of_rewards():
+    def limits(**rollout):
+        made = job(rollout={"environment": {"use": "tests.rl.environments:Echo"}, "reward_retries": 3, **rollout})
+        spec = rollout_options(made, None)["environments"][""]
+        return spec.processes, spec.timeout_s, spec.retries
+
+    assert limits(reward_processes=2, reward_timeout_s=7) == (2, 7, 3)
+    own = {"environment_processes": 5, "environment_timeout_s": 9, "environment_retries": 0}
+    assert limits(reward_processes=2, reward_timeout_s=7, **own) == (5, 9, 0)

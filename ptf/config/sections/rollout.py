@@ -124,7 +124,7 @@ class RolloutConfig(Section):
     not finished is prefilled again."""
     in_flight: Positive | None = None
     """With `max_staleness`: most groups that are generated or wait to be trained, from `prompts_per_step` to
-    `prompts_per_step` × (1 + `max_staleness`). Default: halfway; more makes groups older, and not faster."""
+    `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
     batches: Positive = 1
     """With `max_staleness`: batches in which responses are generated, by the number of their group; at least
     `replicas`. Their number belongs to the run, so that other replicas give the same bits."""
