@@ -26,14 +26,16 @@ SMALL = [
 ]
 
 # One process runs both, because imports are most of what either costs. Cells are run as Jupyter runs them: in one
-# namespace, and the value of a cell's last expression is its output.
+# namespace, in the thread of a running event loop, and the value of a cell's last expression is its output.
 RUN_BOTH = """
-import ast, json, runpy, sys
+import ast, asyncio, json, runpy, sys
 
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 namespace, outputs = {"__name__": "__main__"}, {}
-for cell in json.load(open("cells.json")):
+
+
+async def run_cell(cell):
     *statements, last = ast.parse(cell["source"]).body
     value = None
     if not isinstance(last, ast.Expr):
@@ -42,6 +44,14 @@ for cell in json.load(open("cells.json")):
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), namespace)
     outputs[cell["id"]] = value._repr_svg_() if hasattr(value, "_repr_svg_") else repr(value)
+
+
+async def run_notebook():
+    for cell in json.load(open("cells.json")):
+        await run_cell(cell)
+
+
+asyncio.run(run_notebook())
 json.dump(outputs, open("outputs.json", "w"))
 """
 

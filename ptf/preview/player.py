@@ -13,6 +13,7 @@ from ptf.preview.scripts import Script
 from ptf.rl.engines.protocol import StreamingEngine
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.episodes import Episode, run_episodes
+from ptf.rl.event_loop import run_coroutine
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rewards.by_source import Rewards, score_groups, with_result
 from ptf.rl.sampler import Sampler, seed_of
@@ -80,7 +81,7 @@ class Player:
         began, found = time.monotonic(), list[Trajectory]()
         for first in range(0, episodes, self.together):
             numbers = range(first, min(first + self.together, episodes))
-            found += asyncio.run(self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}"))
+            found += run_coroutine(self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}"))
         played = time.monotonic()
         groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
         scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]

@@ -21,6 +21,7 @@ import numpy as np
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
+from ptf.rl.event_loop import EventLoop
 
 Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
 Ask = Callable[[Request], Coroutine[Any, Any, Generation]]
@@ -111,7 +112,7 @@ class InFlight:
         self.groups: list[FlyingGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
-        self.runner = asyncio.Runner()
+        self.loop = EventLoop()
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
         self.tokens = self.slots = self.slices = 0  # since the metrics were taken: sampled, places for them, slices
 
@@ -127,7 +128,7 @@ class InFlight:
 
     def close(self) -> None:
         """Cancel the episodes that have not ended."""
-        self.runner.close()
+        self.loop.close()
 
     def batch(self, step: int, prompts: Callable[[], Prompt]) -> list[FlyingGroup]:
         """Return the groups that are trained in a step, after as many slices as they need; new prompts are admitted.
@@ -175,9 +176,8 @@ class InFlight:
         while len(self.groups) < self.room(version):
             self._admit(prompts(), version)
         assert any(group.ended is None for group in self.groups), "all have ended, and no batch can be formed of them"
-        run = self.runner.get_loop().run_until_complete  # Runner.run would ask for signals each time
         dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.clock.batches)]
-        for group, member, one in run(self._when_none_is_thinking()):
+        for group, member, one in self.loop.run(self._when_none_is_thinking()):
             dealt[group.number % self.clock.batches].append((member, one))
         full = [batch for batch in dealt if batch]
         # no episode runs meanwhile: all wait for the policy
@@ -190,7 +190,7 @@ class InFlight:
                     member.heard[one.number] = whole
                     one.response.set_result(whole)
         self.slots += self.clock.slice_tokens * self.clock.in_flight * self.clock.group_size
-        run(self._when_none_is_thinking())
+        self.loop.run(self._when_none_is_thinking())
         for group in self.groups:
             if group.ended is None and all(member.trajectory is not None for member in group.members):
                 group.ended = self.slice

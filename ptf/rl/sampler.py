@@ -27,6 +27,7 @@ from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, un
 from ptf.rl.engines.answers import answered
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
 from ptf.rl.episodes import Episode, run_episodes
+from ptf.rl.event_loop import EventLoop, run_coroutine
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
@@ -121,7 +122,7 @@ class Sampler:
             return list(await asyncio.wait_for(asyncio.gather(*asked), self.timeout_s))
 
         for number, requests in enumerate(batches):
-            yield number, asyncio.run(sampled(requests))
+            yield number, run_coroutine(sampled(requests))
 
     def _raise_if_other_version(self, version: int) -> None:
         if self.engine.version != version:
@@ -142,16 +143,15 @@ class Sampler:
         async def next_ended() -> tuple[int, Trajectory] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
-        with asyncio.Runner() as runner:
-            # Runner.run would call signal.getsignal twice, which formats the whole result
-            run, left = runner.get_loop().run_until_complete, len(episodes)
+        with EventLoop() as loop:
+            left = len(episodes)
             try:
-                while (ended := run(next_ended())) is not None:
+                while (ended := loop.run(next_ended())) is not None:
                     left -= 1
                     yield ended
             except TimeoutError:
                 raise TimeoutError(self._too_slow(left, len(episodes))) from None
-        # leaving the Runner cancels unfinished episodes, and closes `running`
+        # leaving the loop cancels unfinished episodes, and closes `running`
 
     def _too_slow(self, left: int, episodes: int) -> str:
         """Return the error message for episodes of a step that do not end in time."""

@@ -60,8 +60,9 @@ class AnswerService:
         self.renderer = ThreadPoolExecutor(1, "renderer")  # a long text must not keep the event loop
 
     def example(self) -> tuple[str, dict[str, Any]]:
-        """See Service."""
-        return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": "Hello"}]}
+        """See Service. The text is one that the model's tokenizer can encode."""
+        text = next((text for text in ("Hello", "hello", "1") if not self.tokenizer.characters_lacking(text)), "Hello")
+        return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": text}]}
 
     async def close(self) -> None:
         """See Service."""

@@ -15,6 +15,7 @@ import torch
 from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model.sampling import Edges
+from ptf.rl.event_loop import run_coroutine
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt
 
 
@@ -121,4 +122,4 @@ def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: 
     async def run() -> list[Generation]:
         return list(await asyncio.wait_for(asyncio.gather(*(engine.generate(r) for r in requests)), timeout_s))
 
-    return asyncio.run(run())
+    return run_coroutine(run())

@@ -1,6 +1,5 @@
 """The built-in rewards that are functions."""
 
-import asyncio
 import logging
 import math
 import re
@@ -8,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from ptf.rl.event_loop import run_coroutine
 from ptf.rl.rewards.concurrent import concurrent, one_by_one
 from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
 
@@ -81,7 +81,7 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     which isolates least. Tests and response are two processes, separate from each other and from this one
     (ptf.rl.rewards.sandbox). A coroutine awaits `code_async` instead.
     """
-    return asyncio.run(code_async(row, text, **args))
+    return run_coroutine(code_async(row, text, **args))
 
 
 def last_block(text: str) -> str:
