@@ -31,7 +31,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from ptf.compute.world import World, joined  # noqa: E402
-from ptf.config.logprob_limits import LOGPROB_LIMITS  # noqa: E402
+from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS  # noqa: E402
 from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.sample import Sample  # noqa: E402
 from ptf.data.trajectory import Generation  # noqa: E402
@@ -120,7 +120,8 @@ def trained(model: Any, generations: Sequence[Generation], world: World) -> list
 
 def stops(found: dict[str, Any], precision: str) -> bool:
     """Whether ptf's limits stop a run at these differences."""
-    difference, limits = LogprobDifference(**{k: found[k] for k in FIELDS}), LOGPROB_LIMITS[precision]
+    limits = (LIMITS_WITH_EXPERTS if found.get("model", "").startswith("experts") else LOGPROB_LIMITS)[precision]
+    difference = LogprobDifference(**{k: found[k] for k in FIELDS})
     try:
         difference.raise_if_beyond(limits, "")
     except SyncError:
@@ -228,7 +229,7 @@ def found_by(engine: NativeEngine, right: Tensors, wrong: Tensors, probes: dict[
 def sees(row: dict[str, Any], check: str) -> bool:
     """Whether a check refuses a fault."""
     seen = row["by"][check]
-    return stops(seen, row["precision"]) if isinstance(seen, dict) else seen
+    return stops({**seen, "model": row["model"]}, row["precision"]) if isinstance(seen, dict) else seen
 
 
 def missed(row: dict[str, Any]) -> bool:
@@ -277,8 +278,8 @@ def page(found: Sequence[dict[str, Any]], asked: int) -> str:
         "Each step: [logprob_guard.jsonl](logprob_guard.jsonl)\n\n"
         "Limits: "
         + "; ".join(
-            f"{p}: mean {limit.mean:g}, at most {limit.share:.0%} of the tokens beyond {limit.threshold:g}"
-            for p, limit in LOGPROB_LIMITS.items()
+            f"{p}: mean {limit.mean:g}, at most {limit.share:.3g} of the tokens beyond {limit.threshold:g}"
+            for p, limit in {**LOGPROB_LIMITS, "fp32 with experts": LIMITS_WITH_EXPERTS["fp32"]}.items()
         )
         + f".\n{sum(tokens.values()):,} tokens were compared. {asked:,} are asked for of each pair"
         + (f", of which up to {missing:,} are still missing.\n" if missing else ".\n")

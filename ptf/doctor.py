@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from ptf.model import hub
+
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "fsspec", "pydantic")
 OPTIONAL = {  # package → what is not there without it
     "ray": "compute.launcher: ray",
@@ -125,8 +127,9 @@ def _machine() -> Iterator[Finding]:
             else ""
         )
         yield Finding("/dev/shm", f"{shm.total / 2**30:.1f} GiB", small)
-    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
-    yield Finding("Hugging Face", "offline: the cache alone" if offline else "online")
+    if _version("huggingface_hub"):
+        why = hub.unreachable()
+        yield Finding("Hugging Face", f"{why}: models and datasets come from its cache alone" if why else "reachable")
     if "OMP_NUM_THREADS" in os.environ:
         yield Finding(
             "OMP_NUM_THREADS",

@@ -1,12 +1,15 @@
 """`ptf check --dry-run` and `ptf doctor`."""
 
 import json
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from ptf import doctor
 from ptf.cli import main
@@ -161,6 +164,18 @@ def test_the_doctor_says_what_is_off(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "cannot run without it" in problems["torch"]
     assert "launcher: ray" in problems["ray"]
     assert "nvidia-smi sees 2, torch 0" in problems["GPUs"]
+
+
+def test_the_doctor_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        return next(f.value for f in doctor.findings() if f.name == "Hugging Face")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert found() == "reachable"
+        server.shutdown()
+    assert "cannot be reached (ConnectError" in found()
 
 
 def test_every_size_of_a_model_is_narrowed() -> None:

@@ -50,7 +50,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     | {"model_card"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
-    "doctor": set(),
+    "doctor": {"model"},
     "inspection": DATA | {"recipes", "train", "rl", "run"},
     "preview": TRAIN | {"train", "rl", "run"},
     "api": BASE

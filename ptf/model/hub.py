@@ -42,6 +42,20 @@ def cached(path: str, revision: str | None = None) -> Path | None:
     return _cached(_download(path, revision))
 
 
+def unreachable() -> str:
+    """Return why the hub is not asked or does not answer; "" if it answers."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "the hub is not asked (HF_HUB_OFFLINE)"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=TIMEOUT_S)
+    except (httpx.HTTPError, OSError) as error:
+        return f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
+    return ""
+
+
 def _download(path: str, revision: str | None) -> partial[str]:
     """Return the call that downloads the files that training reads."""
     from huggingface_hub import snapshot_download

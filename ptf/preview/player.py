@@ -81,11 +81,13 @@ class Player:
         began, found = time.monotonic(), list[Trajectory]()
         for first in range(0, episodes, self.together):
             numbers = range(first, min(first + self.together, episodes))
-            found += run_coroutine(self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}"))
-        played = time.monotonic()
+            found += run_coroutine(
+                self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}")
+            )
+        ended = time.monotonic()
         groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
         scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]
-        return Played(scored, clock.episodes, played - began, time.monotonic() - played)
+        return Played(scored, clock.episodes, ended - began, time.monotonic() - ended)
 
     def _ended(self, trajectory: Trajectory) -> Trajectory:
         """Return an episode; one that the job should score, but that nothing scored, has no result."""

@@ -19,7 +19,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, dump
-from ptf.config.logprob_limits import logprob_limits
+from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
@@ -82,6 +82,7 @@ class Controller:
         reward_model: RewardModelClient | None,
         validation_rewards: Rewards | None,
         functions: RolloutFunctions | None = None,
+        limits: LogprobLimits,
         made_with: Mapping[str, Any],
         tokenizer: Tokenizer,
         run: Path,
@@ -98,7 +99,7 @@ class Controller:
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
-        self.limits = logprob_limits(job)
+        self.limits = limits
         self.transport = resolve_transport(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)

@@ -13,6 +13,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
 from ptf.config import Job, Plugin
+from ptf.config.logprob_limits import logprob_limits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.credentials import redacted
@@ -140,6 +141,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             reward_model=_reward_model_client(job, run, plans, groups),
             validation_rewards=evaluation_rewards(job) if job.evaluate.reward else None,
             functions=rollout_functions(job, tokenizer) if rollout_config.max_staleness else None,
+            limits=logprob_limits(job, experts=experts),
             made_with=made_with,
             tokenizer=tokenizer,
             run=run,

@@ -61,8 +61,8 @@ class AnswerService:
 
     def example(self) -> tuple[str, dict[str, Any]]:
         """See Service. The text is one that the model's tokenizer can encode."""
-        text = next((text for text in ("Hello", "hello", "1") if not self.tokenizer.characters_lacking(text)), "Hello")
-        return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": text}]}
+        said = next((text for text in ("Hello", "hello", "1") if _has_tokens(self.tokenizer, text)), "Hello")
+        return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": said}]}
 
     async def close(self) -> None:
         """See Service."""
@@ -207,3 +207,11 @@ async def _ended_with(exchange: Exchange, body: AsyncGenerator[bytes]) -> AsyncG
                 yield part
     finally:
         exchange.task.cancel()
+
+
+def _has_tokens(tokenizer: Tokenizer, text: str) -> bool:
+    try:
+        tokenizer.encode(text)
+    except UserError:
+        return False
+    return True

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from ptf.config import ConfigError, frozen_differences, loads
-from ptf.config.logprob_limits import LOGPROB_LIMITS, logprob_limits
+from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS, logprob_limits
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.model.chunked import TokenLogprobs
@@ -18,6 +18,7 @@ from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights.verification import SyncError
 
 BF16, FP32 = LOGPROB_LIMITS["bf16"], LOGPROB_LIMITS["fp32"]
+EXPERTS = LIMITS_WITH_EXPERTS["fp32"]
 JOB = {
     "recipe": "grpo",
     "model": {"path": "m"},
@@ -76,11 +77,22 @@ def test_in_bf16_one_token_of_a_short_text_is_not_a_share():
     assert refused(np.where(np.arange(30) < 6, 0.6, 0.0), BF16) is not None
 
 
-@pytest.mark.parametrize(("precision", "default"), [("bf16", BF16), ("fp32", FP32)])
-def test_a_key_that_is_set_replaces_its_default_alone(precision, default):
+def test_in_fp32_one_token_whose_experts_changed_is_no_fault_in_a_model_with_experts():
+    apart, wrong = np.where(np.arange(1000) < 1, 0.39, 2e-6), np.full(1000, 3e-3)
+    assert refused(apart, FP32) is not None
+    assert refused(apart, EXPERTS) is None
+    assert refused(wrong, EXPERTS) is not None
+
+
+@pytest.mark.parametrize(
+    ("precision", "experts", "default"),
+    [("bf16", False, BF16), ("fp32", False, FP32), ("bf16", True, BF16), ("fp32", True, EXPERTS)],
+)
+def test_a_key_that_is_set_replaces_its_default_alone(precision, experts, default):
     def limits(**keys: float):
         rollout, train = {**JOB["rollout"], **keys}, {**JOB["train"], "precision": precision}
-        return logprob_limits(loads(yaml.safe_dump({**JOB, "rollout": rollout, "train": train})))
+        job = loads(yaml.safe_dump({**JOB, "rollout": rollout, "train": train}))
+        return logprob_limits(job, experts=experts)
 
     assert limits() == default
     assert limits(max_logprob_diff_share=0.0) == default._replace(share=0.0)

@@ -7,12 +7,15 @@ import openai
 import pytest
 
 from ptf.conversation import Chat
+from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.rl.rewards.judge_prompt import JudgePrompt
 from ptf.rl.rewards.judge_reward import JudgeReward, UnreadableReply
 from ptf.serving.public_endpoint import PublicEndpoint
 from ptf.serving.served_model import ServedModel
+from ptf.tasks.tiny import write_model
 from tests.serving.serving import asked, chatting
+from tests.tiny import checkpoint
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -45,6 +48,20 @@ def test_the_likeliest_answer_is_that_of_ptf_chat(model, tmp_path, adapted):
     answers = asked(where, use)
     assert answers == {Chat(str(where), max_new_tokens=12, temperature=0.0).answer("Hello")}
     assert not adapted or answers != {Chat(str(model), max_new_tokens=12, temperature=0.0).answer("Hello")}
+
+
+@pytest.mark.parametrize(("alphabet", "text"), [("abcdefghijklmnopqrstuvwxyz ", "hello"), ("0123456789+=", "1")])
+def test_the_request_that_is_suggested_is_answered(tmp_path, alphabet, text):
+    write_model(tmp_path, alphabet)
+    tokenizer = Tokenizer.load(str(tmp_path))
+    checkpoint(tmp_path, max_position_embeddings=128, vocab_size=len(tokenizer.hf), eos_token_id=tokenizer.stop_ids[0])
+
+    async def use(client, endpoint):
+        path, body = endpoint.services[0].example()
+        assert body["messages"][0]["content"] == text
+        return (await client.post(path, json=body)).status_code
+
+    assert asked(tmp_path, use, max_new_tokens=8) == 200
 
 
 def test_what_the_client_asks_for_is_done(model):

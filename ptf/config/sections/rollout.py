@@ -174,14 +174,15 @@ class RolloutConfig(Section):
     the GPU that policy and engine share. `nccl`: from GPU to GPU."""
     max_logprob_diff_mean: PositiveFloat | None = changeable(None)
     """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
-    tokens; above it the run stops before the update. Default: 1e-4 in fp32, 0.2 in bf16."""
+    tokens; above it the run stops before the update. Default: 1e-4 in fp32 (1e-3 for models with experts), 0.2
+    in bf16."""
     logprob_diff_threshold: PositiveFloat | None = changeable(None)
     """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
     fp32, 0.5 in bf16."""
     max_logprob_diff_share: Fraction | None = changeable(None)
     """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_threshold`. The run stops
     before the update if the share is above it by more than three standard deviations of that count, which allows more
-    for few tokens. Default: 0 in fp32, 0.05 in bf16."""
+    for few tokens. Default: 0 in fp32 (0.01 for models with experts), 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
     """Largest permitted share of responses without a reward in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
