@@ -66,7 +66,9 @@ def asynchronous(job: Job) -> list[str]:
     k, fields = config.max_staleness, type(config).model_fields
     if not k:
         unused = [
-            name for name in ("slice_tokens", "in_flight", "batches") if getattr(config, name) != fields[name].default
+            name
+            for name in ("slice_tokens", "in_flight", "batches", "update_slices", "environment_slices")
+            if getattr(config, name) != fields[name].default
         ]
         return [f"rollout.{name} has no effect without rollout.max_staleness" for name in unused]
     fewest, most = config.prompts_per_step, config.prompts_per_step * (1 + k)

@@ -228,7 +228,7 @@ class PoolSchedule:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
             record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, offloaded)
             self.table.append(record)
-        self.table[-1].gib = max(group.memory())
+        record.gib = max(group.memory())
 
     @contextlib.contextmanager
     def together(self, first: Any, second: Any, name: str) -> Iterator[None]:
@@ -277,6 +277,10 @@ class Cluster(Protocol):
 
         Raises UserError if no pool has the role, or its pool is too small.
         """
+        ...
+
+    def pool(self, role: str) -> Pool:
+        """See PoolSchedule.pool."""
         ...
 
     def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:

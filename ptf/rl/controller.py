@@ -5,7 +5,8 @@ from role to role.
 """
 
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import (
-    Generation,
     Group,
     NoResult,
     Prompt,
@@ -36,18 +36,13 @@ from ptf.data.trajectory import (
 )
 from ptf.errors import Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
+from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
-from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.episodes import Episode, play_episode
-from ptf.rl.flight_state import restore, state_of
-from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.policy.policy import Limits
 from ptf.rl.response_log import ResponseLog
 from ptf.rl.rewards.by_source import GroupScoring, Rewards, with_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_functions import RolloutFunctions
-from ptf.rl.sampler import seed_of
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.streamed import send_and_receive
 from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
@@ -109,7 +104,11 @@ class Controller:
         self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0 or stale
         self.canary: list[np.ndarray] = []
         self.functions = functions
-        self.flight = self._in_flight() if job.rollout.max_staleness else None
+        self.asynchronous = (
+            AsynchronousRollouts(job, cluster, policy, rollout, functions, tokenizer, partial(next, prompts))
+            if functions
+            else None
+        )
         self.step, manifest = self._restore()
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
@@ -128,11 +127,13 @@ class Controller:
             began = time.perf_counter()
             self.cluster.seconds.clear()
             self.cluster.table.clear()
-            groups, metrics, reward_s = self.rollouts()
-            groups, difference = self.logprobs_and_values(groups)
-            units = self.recipe.compute_advantages(groups)
-            self.samples.log(self.step + 1, groups, units)
-            metrics |= difference | self.update(units)
+            with self.asynchronous.step(self.step) if self.asynchronous else nullcontext() as sampled:
+                groups, metrics, reward_s = self.scored(sampled) if sampled else self.rollouts()
+                groups, difference = self.logprobs_and_values(groups)
+                units = self.recipe.compute_advantages(groups)
+                self.samples.log(self.step + 1, groups, units)
+                metrics |= difference | self.update(units)
+            metrics |= self.asynchronous.take_metrics() if self.asynchronous else {}
             self.step += 1
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
@@ -146,45 +147,14 @@ class Controller:
             if leaving and self.step < self.steps:
                 raise Stopped(self.step, self.steps, self.saves.path(self.step))
 
-    def _in_flight(self) -> InFlight:
-        """Return the rollouts of several steps (`rollout.max_staleness`); nothing is admitted yet."""
-        config, functions = self.rollout_config, self.functions
-        assert functions is not None
-        prompts, k = config.prompts_per_step, config.max_staleness
-        clock = Clock(
-            prompts,
-            config.group_size,
-            k,
-            config.slice_tokens,
-            config.in_flight or prompts + prompts * k // 2,
-            config.batches,
-        )
-        sampling = Sampling(config.max_new_tokens, config.temperature, self.tokenizer.stop_ids)
-        limits = Limits(sampling, self.job.data.seq_len)
-
-        def play(prompt: Prompt, admitted: int, i: int, ask: Ask) -> Coroutine[Any, Any, Trajectory]:
-            seeds = partial(seed_of, self.job.seed, f"step {admitted}", prompt.index, i)
-            episode = Episode(prompt, limits, self.tokenizer, seeds, functions.of(prompt.source))
-            return play_episode(episode, ask, admitted)
-
-        def serve(batches: list[list[Request]]) -> list[list[Generation]]:
-            return self.rollout.call("sample_parts", batches, self.step)
-
-        return InFlight(clock, serve, play, self.job.compute.timeout_s)
-
-    def rollouts_in_flight(self, flight: InFlight) -> tuple[list[Group], dict[str, float], float]:
-        """Return what `rollouts` returns, of the groups of this step's batch; others stay in flight."""
-        with self.cluster.phase(self.rollout, "rollout"):
-            taken = flight.batch(self.step, lambda: next(self.prompts))
-            self.rollout.call("expect_weights")
+    def scored(self, groups: list[Group]) -> tuple[list[Group], dict[str, float], float]:
+        """Return what `rollouts` returns, of groups that were sampled."""
         began = time.perf_counter()
         with GroupScoring(self.rewards) as scoring:
-            groups = scoring.finish([group.trajectories for group in taken])
+            groups = scoring.finish(groups)
         groups = [tuple(map(with_result, group)) for group in groups]
         reward_s = time.perf_counter() - began
-        metrics = self.outcome_metrics(groups) | {"rewards_retried": self.take_retries()}
-        metrics |= {"staleness_max": float(max(ages(taken, self.step))), **flight.take_metrics()}
-        return groups, metrics, reward_s
+        return groups, self.outcome_metrics(groups) | {"rewards_retried": self.take_retries()}, reward_s
 
     def rollouts(self) -> tuple[list[Group], dict[str, float], float]:
         """Sample responses and score them.
@@ -194,8 +164,6 @@ class Controller:
         prompts are drawn until `rollout.prompts_per_step` groups have different rewards, at most
         `rollout.max_resampling_rounds` times.
         """
-        if self.flight:
-            return self.rollouts_in_flight(self.flight)
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
         rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
@@ -493,8 +461,8 @@ class Controller:
                 written = self.critic.call("save", f"{path}/{CRITIC}")
             entries |= {f"{CRITIC}/{name}": entry for name, entry in written.items()}
         state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
-        if self.flight:
-            state["in_flight"] = state_of(self.flight)
+        if self.asynchronous:
+            state["in_flight"] = self.asynchronous.state()
         entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
         if self.samples.lines:
@@ -520,16 +488,16 @@ class Controller:
         self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
-        if self.flight:
-            restore(self.flight, state["in_flight"])
+        if self.asynchronous:
+            self.asynchronous.restore(state["in_flight"])
         self.saves.prune(step)
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)
         return step, manifest
 
     def close(self) -> None:
         """Close the logs, end what is in flight, and the processes of rewards and environments."""
-        if self.flight:
-            self.flight.close()
+        if self.asynchronous:
+            self.asynchronous.close()
         if self.functions:
             self.functions.close()
         self.track.close()

@@ -54,20 +54,18 @@ def _restored_group(state: Mapping[str, Any]) -> FlyingGroup:
 
 def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
-        return {"ended": _trajectory(member.trajectory)}
-    parts = {
-        number: {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
-        for number, one in member.pending.items()
-    }
-    heard = {number: _generation(generation) for number, generation in member.heard.items()}
-    return {"heard": heard, "started": {**member.started, **parts}}
+        return {"ended": _trajectory(member.trajectory), "due": member.due}
+    started = member.started
+    if one := member.pending:
+        started = {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
+    return {"heard": [_generation(generation) for generation in member.heard], "started": started, "due": member.due}
 
 
 def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
     if "ended" in state:
-        return Member(trajectory=_restored_trajectory(state["ended"], prompt))
-    heard = {number: Generation(**generation) for number, generation in state["heard"].items()}
-    return Member(heard=heard, started={number: dict(part) for number, part in state["started"].items()})
+        return Member(trajectory=_restored_trajectory(state["ended"], prompt), due=state["due"])
+    heard = [Generation(**generation) for generation in state["heard"]]
+    return Member(heard=heard, started=dict(state["started"]), due=state["due"])
 
 
 def _generation(generation: Generation) -> dict[str, Any]:

@@ -7,11 +7,12 @@ context and what was sampled, with the same random numbers at an offset. So the 
 of the config, the seed and the weights, and not of the speed of engines, environments or rewards.
 
 The bits of log-probs depend on the batch in which a response is computed. Responses are therefore dealt to `batches`
-fixed batches by the number of their group; a batch of a slice is submitted whole, in the order of (group, response,
-call), and repeated whole if its engine is lost.
+fixed batches by the number of their group; a batch of a slice is submitted whole, in the order of (group, response),
+and repeated whole if its engine is lost.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,13 +39,14 @@ class Clock:
     slice_tokens: int
     in_flight: int  # most groups that are admitted and not taken; between `prompts` and `prompts` · (1 + k)
     batches: int
+    update_slices: int = 0  # slices under the old weights between the take of a batch and the weights trained on it
+    environment_slices: int = 0  # slices that an environment has for its answer, beside the one in which it was asked
 
 
 @dataclass(eq=False)
 class Pending:
     """A request of an episode that waits for its response, and what was sampled of it in earlier slices."""
 
-    number: int  # among the requests of the episode
     request: Request
     response: "asyncio.Future[Generation]"
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -76,11 +78,17 @@ class Pending:
 class Member:
     """One episode of a group."""
 
-    heard: dict[int, Generation] = field(default_factory=dict)  # the whole responses so far, by number of the request
-    started: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # restored: parts of a request's response
-    pending: dict[int, Pending] = field(default_factory=dict)
+    heard: list[Generation] = field(default_factory=list)  # the whole responses so far
+    started: dict[str, np.ndarray] = field(default_factory=dict)  # restored: the context and parts of the next response
+    pending: Pending | None = None
+    due: int = 0  # the slice that needs what the episode does after its last response; not before it does that count
     trajectory: Trajectory | None = None
     task: "asyncio.Task[None] | None" = None
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether the episode has neither ended nor asked the policy."""
+        return self.trajectory is None and self.pending is None
 
 
 @dataclass(eq=False)
@@ -114,17 +122,27 @@ class InFlight:
         self.admissions = self.next_step = 0
         self.loop = EventLoop()
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
-        self.tokens = self.slots = self.slices = 0  # since the metrics were taken: sampled, places for them, slices
+        # since the metrics were taken: tokens, places for them, slices, seconds of waiting for an environment and of
+        # sampling
+        self.tokens = self.slots = self.slices = 0
+        self.waited = self.serving = 0.0
+
+    @property
+    def slice_seconds(self) -> float:
+        """Return the mean seconds of a slice since the metrics were taken."""
+        return self.serving / self.slices if self.slices else 0.0
 
     def take_metrics(self) -> dict[str, float]:
         """Return metrics of the slices since the last call."""
-        tokens, slots, slices = self.tokens, self.slots, self.slices
-        self.tokens = self.slots = self.slices = 0
-        return {
+        found = {
             "groups_in_flight": float(len(self.groups)),
-            "slices": float(slices),
-            "slice_occupancy": tokens / slots if slots else 0.0,
+            "slices": float(self.slices),
+            "slice_occupancy": self.tokens / self.slots if self.slots else 0.0,
+            "seconds/environment_wait": self.waited,
         }
+        self.tokens = self.slots = self.slices = 0
+        self.waited = self.serving = 0.0
+        return found
 
     def close(self) -> None:
         """Cancel the episodes that have not ended."""
@@ -137,7 +155,8 @@ class InFlight:
         """
         self.next_step = step
         while (chosen := self.takeable(step)) is None:
-            self.advance(step, prompts)
+            if not self.advance(step, prompts):
+                raise AssertionError("all groups have ended, and no batch can be formed of them")
         taken = {group.number for group in chosen}
         self.groups = [group for group in self.groups if group.number not in taken]
         self.next_step = step + 1
@@ -171,40 +190,56 @@ class InFlight:
                 return None
         return chosen
 
-    def advance(self, version: int, prompts: Callable[[], Prompt]) -> None:
-        """Admit prompts and run one slice under a version: every response that is generated gets its next part."""
+    def beside_update(self, version: int, prompts: Callable[[], Prompt]) -> None:
+        """Run the slices of an update (`update_slices`), under the version that the engines have until it is loaded."""
+        for _ in range(self.clock.update_slices):
+            self.advance(version, prompts)
+
+    def advance(self, version: int, prompts: Callable[[], Prompt]) -> bool:
+        """Admit prompts and run one slice under a version: every response that is generated gets its next part.
+
+        Returns whether a group had not ended.
+        """
         while len(self.groups) < self.room(version):
             self._admit(prompts(), version)
-        assert any(group.ended is None for group in self.groups), "all have ended, and no batch can be formed of them"
+        flying = any(group.ended is None for group in self.groups)
+        self.loop.run(self._wait_for_due())
         dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.clock.batches)]
-        for group, member, one in self.loop.run(self._when_none_is_thinking()):
-            dealt[group.number % self.clock.batches].append((member, one))
+        for group in self.groups:
+            for member in group.members:
+                if member.pending and member.due <= self.slice:
+                    dealt[group.number % self.clock.batches].append((member, member.pending))
         full = [batch for batch in dealt if batch]
-        # no episode runs meanwhile: all wait for the policy
-        sampled = self.serve([[one.part(self.clock.slice_tokens) for _, one in batch] for batch in full])
+        parts_of = [[one.part(self.clock.slice_tokens) for _, one in batch] for batch in full]
+        began = time.perf_counter()
+        sampled = self.serve(parts_of) if full else []
+        self.serving += time.perf_counter() - began
         for batch, parts in zip(full, sampled, strict=True):
             for (member, one), part in zip(batch, parts, strict=True):
                 self.tokens += len(part.sampled_ids)
                 if whole := one.add(part):
-                    del member.pending[one.number]
-                    member.heard[one.number] = whole
+                    member.pending = None
+                    member.heard.append(whole)
+                    member.due = self.slice + 1 + self.clock.environment_slices
                     one.response.set_result(whole)
         self.slots += self.clock.slice_tokens * self.clock.in_flight * self.clock.group_size
-        self.loop.run(self._when_none_is_thinking())
-        for group in self.groups:
-            if group.ended is None and all(member.trajectory is not None for member in group.members):
-                group.ended = self.slice
         self.slice += 1
         self.slices += 1
+        self.loop.run(self._wait_for_due())
+        for group in self.groups:
+            if group.ended is None and all(m.trajectory is not None and m.due <= self.slice for m in group.members):
+                group.ended = self.slice - 1
+        return flying
 
-    async def _when_none_is_thinking(self) -> list[tuple[FlyingGroup, Member, Pending]]:
-        """Wait until every episode has ended or waits for the policy; return the requests that wait, in order."""
+    async def _wait_for_due(self) -> None:
+        """Wait until every episode that is due has ended or waits for the policy."""
         for group in self.groups:
             for i, member in enumerate(group.members):
                 if member.trajectory is None and member.task is None:
                     member.task = asyncio.create_task(self._play(group, i))
-        until = asyncio.get_running_loop().time() + self.timeout_s
-        while thinking := [m for g in self.groups for m in g.members if m.trajectory is None and not m.pending]:
+        began = asyncio.get_running_loop().time()
+        until = began + self.timeout_s
+        while thinking := [m for g in self.groups for m in g.members if m.is_thinking and m.due <= self.slice]:
             for member in thinking:
                 if member.task is not None and member.task.done():
                     member.task.result()  # raises the fault that is no result of the episode
@@ -217,31 +252,29 @@ class InFlight:
                     f"{len(thinking)} episodes neither ended nor asked the policy within {self.timeout_s:g} s "
                     "(compute.timeout_s)"
                 ) from None
-            await asyncio.sleep(0)  # an episode may make several requests together
-        return [
-            (group, member, member.pending[number])
-            for group in self.groups
-            for member in group.members
-            for number in sorted(member.pending)
-        ]
+        self.waited += asyncio.get_running_loop().time() - began
 
     async def _play(self, group: FlyingGroup, i: int) -> None:
         member, number = group.members[i], 0
 
         async def ask(request: Request) -> Generation:
             nonlocal number
+            if member.pending:
+                raise UserError(
+                    "rollout.max_staleness: an episode made a request while the one before it was answered; with the "
+                    "virtual clock it may have one at a time"
+                )
             mine, number = number, number + 1
-            if mine in member.heard:  # before the run was continued
+            if mine < len(member.heard):  # before the run was continued
                 raise_if_other_context(request, member.heard[mine].context, group.prompt)
                 return member.heard[mine]
-            parts = member.started.pop(mine, {})
+            parts, member.started = member.started, {}
             if parts:
                 raise_if_other_context(request, parts["context"], group.prompt)
             sampled = {name: part for name, part in parts.items() if name != "context"}
-            one = Pending(mine, request, asyncio.get_running_loop().create_future(), **sampled)
-            member.pending[mine] = one
+            member.pending = Pending(request, asyncio.get_running_loop().create_future(), **sampled)
             self.changed.set()
-            return await one.response
+            return await member.pending.response
 
         try:
             member.trajectory = await self.play(group.prompt, group.admitted, i, ask)
@@ -249,7 +282,7 @@ class InFlight:
             self.changed.set()
 
     def _admit(self, prompt: Prompt, version: int) -> None:
-        members = [Member() for _ in range(self.clock.group_size)]
+        members = [Member(due=self.slice) for _ in range(self.clock.group_size)]
         self.groups.append(FlyingGroup(self.admissions, prompt, version, members))
         self.admissions += 1
 

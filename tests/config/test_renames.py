@@ -501,6 +501,8 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
         "in_flight",
         "max_staleness",
         "slice_tokens",
+        "update_slices",
+        "environment_slices",
         "environment_processes",
         "environment_timeout_s",
         "environment_retries",

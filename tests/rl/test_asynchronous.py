@@ -1,5 +1,6 @@
 """Asynchronous rollouts in a whole run: ages, what is corrected, and the same bits after a resume."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.rl.controller import Controller
+from ptf.rl.in_flight import InFlight
 from ptf.run import run
 from tests.tiny import arithmetic
 
@@ -77,9 +79,13 @@ def test_groups_are_at_most_k_versions_old_and_go_on_under_newer_weights(raw, mo
     )
 
 
-@pytest.mark.parametrize("episodes", [False, True])
-def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes):
-    raw = with_environment(raw) if episodes else raw
+APART = {"pools": {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout"]}}}
+
+
+@pytest.mark.parametrize(("episodes", "apart"), [(False, False), (True, True)])
+def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes, apart):
+    raw = with_environment(raw, environment_slices=1) if episodes else raw
+    raw["compute"] |= APART if apart else {}
     whole = found(train(raw, "whole"))
     update = Controller.update
 
@@ -97,16 +103,70 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes):
     assert not same(whole, found(train(other, "other"))), "negative control"
 
 
+def test_slices_beside_an_update_are_those_that_run_after_it(raw, monkeypatch):
+    """Devices of their own change when slices run, and nothing else."""
+    threads = dict[str, list[set[str]]]()
+
+    def train_and_watch(raw, name):
+        threads[name] = []
+        plain = InFlight.beside_update
+
+        def watched(self, *args):
+            threads[name].append({threading.current_thread().name.partition("_")[0]})
+            return plain(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(InFlight, "beside_update", watched)
+            return found(train(raw, name))
+
+    within = {**raw, "rollout": {**raw["rollout"], "update_slices": 1}}
+    after = train_and_watch(within, "after")
+    beside = train_and_watch({**raw, "compute": {**raw["compute"], **APART}}, "beside")
+    assert threads == {"after": [{"MainThread"}] * STEPS, "beside": [{"slices"}] * STEPS}
+    assert same(after, beside)
+    assert not same(after, found(train(raw, "none"))), "negative control"
+    last = read_metrics(Path(raw["output"]) / "beside" / "metrics.jsonl")[-1]
+    assert min(last["seconds/engine_wait"], last["seconds/weights_wait"]) == 0.0
+    assert last["update_slices_balanced"] > 0
+
+
+def test_another_number_of_slices_beside_an_update_is_refused_on_resume(raw, monkeypatch):
+    raw["compute"] |= APART
+    update = Controller.update
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "update", lambda self, units: update(self, units) if self.step < 2 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(raw, "stopped")
+    together = {**raw, "compute": {k: v for k, v in raw["compute"].items() if k != "pools"}}
+    with pytest.raises(UserError, match=r"set rollout\.update_slices=1"):
+        train(together, "stopped")
+
+
+@pytest.mark.parametrize("failing", ["update", "slices"])
+def test_a_fault_of_either_side_ends_the_run(raw, monkeypatch, failing):
+    raw["compute"] |= APART
+
+    def fails(*_):
+        raise RuntimeError(f"a fault of the {failing}")
+
+    monkeypatch.setattr(*((Controller, "update") if failing == "update" else (InFlight, "beside_update")), fails)
+    with pytest.raises(RuntimeError, match=f"a fault of the {failing}"):
+        train(raw, "a")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slices")]
+
+
 @pytest.mark.long
 def test_two_replicas_sample_what_one_does(raw):
     """On Ray; batches are fixed, so a replica computes whole ones of them."""
     raw["train"] |= {"steps": 3}
-    raw["compute"] = {"launcher": "ray", "workers": 1, "threads": 1}
+    raw["compute"] = {"launcher": "ray", "workers": 1, "threads": 1, **APART}
     one, two = (
         found(train({**raw, "rollout": {**raw["rollout"], "replicas": replicas}}, f"of-{replicas}"))
         for replicas in (1, 2)
     )
     assert same(one, two)
+    local = {**raw["compute"], "launcher": "local"}
+    assert same(one, found(train({**raw, "compute": local}, "local")))
 
 
 def test_without_staleness_nothing_of_it_counts(raw):
@@ -128,7 +188,10 @@ def test_without_staleness_nothing_of_it_counts(raw):
         ({"rollout": {"zero_variance_groups": "replace"}}, "cannot be used with rollout.max_staleness yet"),
         ({"rollout": {"replicas": 3}}, r"rollout\.batches .*at least rollout\.replicas"),
         ({"rollout": {"max_staleness": 0}}, r"rollout\.slice_tokens .*has no effect"),
-        ({"rollout": {"update_slices": 1}}, "update_slices"),
+        (
+            {"rollout": {"max_staleness": 0, "slice_tokens": 256, "batches": 1, "update_slices": 1}},
+            "update_slices .*no",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(raw, change, words):

@@ -77,6 +77,7 @@ def run(settings: Clock, play, steps: int = STEPS):
         for step in range(steps):
             engine.version = step
             taken.append(flight.batch(step, lambda: next(prompts)))
+            flight.beside_update(step, lambda: next(prompts))
     finally:
         flight.close()
     return taken, engine.served
@@ -97,8 +98,10 @@ def told(taken):
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("full", [False, True])
-def test_every_group_is_trained_once_and_at_most_k_versions_old(k, full):
-    taken, _ = run(clock(k, in_flight=4 * (1 + k) if full else 4 + 2 * k), player(), 30)
+@pytest.mark.parametrize(("update", "environment"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2)])
+def test_every_group_is_trained_once_and_at_most_k_versions_old(k, full, update, environment):
+    slices = {"update_slices": update, "environment_slices": environment}
+    taken, _ = run(clock(k, in_flight=4 * (1 + k) if full else 4 + 2 * k, **slices), player(), 30)
     assert all(len(of) == 4 for of in taken)
     numbers = [group.number for of in taken for group in of]
     assert len(set(numbers)) == len(numbers) == 120
@@ -117,6 +120,67 @@ def test_nothing_depends_on_how_long_an_episode_thinks():
     assert told(first[0]) == told(run(clock(2), player(2, pause=True))[0])
     assert first[1] == run(clock(2), player(2, pause=True))[1], "nor do the batches that the engine computes"
     assert told(first[0]) != told(run(clock(2, slice_tokens=6), player(2))[0])  # negative control
+
+
+@pytest.mark.parametrize("slices", [{"environment_slices": 1}, {"update_slices": 1}, {"update_slices": 2}])
+def test_slices_beside_an_update_and_for_environments_belong_to_the_clock(slices):
+    first = run(clock(2, **slices), player(2))
+    slow = run(clock(2, **slices), player(2, pause=True))
+    assert (told(first[0]), first[1]) == (told(slow[0]), slow[1])
+    assert first[1] != run(clock(2), player(2))[1]  # negative control
+
+
+def test_an_environment_has_its_slices_for_an_answer():
+    """Of two turns, the second is first computed `environment_slices` slices after the one that follows the first."""
+    begun = {}
+    for slices in (0, 3):
+        asked: list[dict[int, int]] = []
+
+        def serve(batches, asked=asked):
+            asked.append({r.seed: r.offset for batch in batches for r in batch})
+            return Engine()(batches)
+
+        flight = InFlight(clock(2, environment_slices=slices), serve, player(2), 10.0)
+        prompts = iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
+        for _ in range(24):
+            flight.advance(0, lambda prompts=prompts: next(prompts))
+        flight.close()
+        last = {seed: n for n, of in enumerate(asked) for seed in of if seed % 10 == 0}
+        first = {seed: n for n, of in reversed(list(enumerate(asked))) for seed in of if seed % 10 == 1}
+        begun[slices] = {first[seed + 1] - n for seed, n in last.items() if seed + 1 in first}
+    assert begun == {0: {1}, 3: {4}}
+
+
+def test_slices_run_while_an_environment_thinks():
+    """The engine is not kept by an environment that is slow but in time."""
+    thinking = asyncio.Event()
+
+    async def play(prompt, version, i, ask):
+        heard = await ask(Request(np.array([1, 2], np.int32), Sampling(40, 1.0, (9,)), prompt.index * 10))
+        if prompt.index == 0 and i == 0:
+            await thinking.wait()
+        return Trajectory(prompt, (heard,), "", Reward(0.0))
+
+    engine = Engine()
+    flight = InFlight(clock(8, environment_slices=20), engine, play, 10.0)
+    prompts = iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(999))
+    for number in range(30):
+        if number == 19:
+            thinking.set()
+        flight.advance(0, lambda: next(prompts))
+    flight.close()
+    assert flight.groups[0].ended is not None
+
+
+def test_an_episode_has_one_request_at_a_time():
+    async def both(prompt, version, i, ask):
+        request = Request(np.array([1, 2], np.int32), Sampling(40, 1.0, (9,)), 3)
+        await asyncio.gather(ask(request), ask(request))
+
+    flight = InFlight(clock(1), Engine(), both, 10.0)
+    with pytest.raises(UserError, match="one at a time"):
+        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+    flight.close()
 
 
 def test_a_response_is_continued_with_its_context_and_its_random_numbers():
@@ -192,8 +256,8 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
 def moved(group):
     """A group whose responses were to another context."""
     members = [
-        {**member, "started": {n: {**part, "context": part["context"] + 1} for n, part in member["started"].items()}}
-        if "started" in member
+        {**member, "started": {**member["started"], "context": member["started"]["context"] + 1}}
+        if member.get("started")
         else member
         for member in group["members"]
     ]

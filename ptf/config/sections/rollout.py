@@ -128,6 +128,14 @@ class RolloutConfig(Section):
     batches: Positive = 1
     """With `max_staleness`: batches in which responses are generated, by the number of their group; at least
     `replicas`. Their number belongs to the run, so that other replicas give the same bits."""
+    update_slices: Count | None = changeable(None)
+    """With `max_staleness`: slices that are sampled under the old weights between the moment at which a batch is taken
+    and the weights that are trained on it: beside the update where policy and engines have devices of their own
+    (`compute.pools`), after it otherwise. Default: 1 with devices of their own, otherwise 0. The metric
+    `update_slices_balanced` is the number with which neither side waits."""
+    environment_slices: Count = 0
+    """With `max_staleness`: slices that an environment, or a function that plays, has to answer in while others are
+    sampled; an answer that is there earlier waits."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""

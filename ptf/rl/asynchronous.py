@@ -1,0 +1,135 @@
+"""The rollouts of several steps as the controller uses them: a batch for each step, and slices beside its update."""
+
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from ptf.config import Job
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
+from ptf.errors import UserError
+from ptf.rl.cluster import Cluster, RoleGroup
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.episodes import Episode, play_episode
+from ptf.rl.flight_state import restore, state_of
+from ptf.rl.in_flight import Ask, Clock, InFlight, ages
+from ptf.rl.policy.policy import Limits
+from ptf.rl.rollout_functions import RolloutFunctions
+from ptf.rl.sampler import seed_of
+
+
+class AsynchronousRollouts:
+    """Rollouts in flight over the steps of a run.
+
+    Where policy and engines have devices of their own (`compute.pools`), the slices of an update run beside it;
+    otherwise after it. Either way they are the same slices, so that the same bits come out.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        policy: RoleGroup,
+        rollout: RoleGroup,
+        functions: RolloutFunctions,
+        tokenizer: Tokenizer,
+        prompts: Callable[[], Prompt],
+    ) -> None:
+        self.job, self.cluster, self.rollout, self.functions = job, cluster, rollout, functions
+        self.tokenizer, self.prompts = tokenizer, prompts
+        self.beside = cluster.pool(policy.spec.name) is not cluster.pool(rollout.spec.name)
+        self.version = 0  # of the engines' weights
+        self.flight = self._in_flight()
+        self.ages: Sequence[int] = ()
+        self.waits: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def step(self, version: int) -> Iterator[list[Group]]:
+        """Yield the groups of a step, which are not scored yet; the block scores them and trains the next version.
+
+        Raises what a slice raises, if the block raises nothing.
+        """
+        self.version = version
+        with self.cluster.phase(self.rollout, "rollout"):
+            taken = self.flight.batch(version, self.prompts)
+            if not self.flight.clock.update_slices:
+                self.rollout.call("expect_weights")
+        self.ages = ages(taken, version)
+        groups, began = [group.trajectories for group in taken], time.perf_counter()
+        if not self.beside:
+            yield groups
+            self._slices()
+            self.waits = {}
+            return
+        with ThreadPoolExecutor(1, "slices") as thread:
+            slices = thread.submit(self._slices)
+            yield groups
+            updated = time.perf_counter()
+            ended = slices.result()
+        self.waits = {
+            "seconds/engine_wait": max(0.0, updated - (ended or began)),
+            "seconds/weights_wait": max(0.0, (ended or began) - updated),
+        }
+        if seconds := self.flight.slice_seconds:
+            self.waits["update_slices_balanced"] = (updated - began) / seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the step that has ended."""
+        return {"staleness_max": float(max(self.ages)), **self.flight.take_metrics(), **self.waits}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the rollouts between two steps."""
+        return {**state_of(self.flight), "update_slices": self.flight.clock.update_slices}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. Raises UserError if it had another `rollout.update_slices`."""
+        before, now = state["update_slices"], self.flight.clock.update_slices
+        if before != now:
+            raise UserError(
+                f"the checkpoint's run sampled {before} slices beside an update, and this one would sample {now} "
+                f"(the default depends on compute.pools); set rollout.update_slices={before}"
+            )
+        restore(self.flight, state)
+
+    def close(self) -> None:
+        """End the episodes that have not ended."""
+        self.flight.close()
+
+    def _slices(self) -> float | None:
+        """Run the slices of an update. Return when they ended; None if there are none."""
+        if not self.flight.clock.update_slices:
+            return None
+        with self.cluster.phase(self.rollout, "update_slices"):
+            self.flight.beside_update(self.version, self.prompts)
+            self.rollout.call("expect_weights")
+        return time.perf_counter()
+
+    def _in_flight(self) -> InFlight:
+        config = self.job.rollout
+        assert config is not None
+        prompts, k = config.prompts_per_step, config.max_staleness
+        clock = Clock(
+            prompts,
+            config.group_size,
+            k,
+            config.slice_tokens,
+            config.in_flight or prompts + prompts * k // 2,
+            config.batches,
+            int(self.beside) if config.update_slices is None else config.update_slices,
+            config.environment_slices,
+        )
+        sampling = Sampling(config.max_new_tokens, config.temperature, self.tokenizer.stop_ids)
+        limits = Limits(sampling, self.job.data.seq_len)
+
+        def play(prompt: Prompt, admitted: int, i: int, ask: Ask) -> Coroutine[Any, Any, Trajectory]:
+            seeds = partial(seed_of, self.job.seed, f"step {admitted}", prompt.index, i)
+            episode = Episode(prompt, limits, self.tokenizer, seeds, self.functions.of(prompt.source))
+            return play_episode(episode, ask, admitted)
+
+        def serve(batches: list[list[Request]]) -> list[list[Generation]]:
+            return self.rollout.call("sample_parts", batches, self.version)
+
+        return InFlight(clock, serve, play, self.job.compute.timeout_s)
