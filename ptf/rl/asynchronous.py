@@ -1,11 +1,14 @@
 """The rollouts of several steps as the controller uses them: a batch for each step, and slices beside its update."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from ptf.config import Job
 from ptf.data.tokenizer import Tokenizer
@@ -19,6 +22,8 @@ from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.sampler import seed_of
+
+SCORED = 8  # responses in flight whose log-probs engine and trainer compare after a sync
 
 
 class AsynchronousRollouts:
@@ -79,6 +84,12 @@ class AsynchronousRollouts:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step that has ended."""
         return {"staleness_max": float(max(self.ages)), **self.flight.take_metrics(), **self.waits}
+
+    def responses(self) -> list[np.ndarray]:
+        """Return the tokens [T] of responses in flight, with their contexts: of the oldest `SCORED` that have begun."""
+        members = (member for group in self.flight.groups for member in group.members)
+        begun = (one for member in members if (one := member.pending) and len(one.ids))
+        return [np.concatenate([one.request.context, one.ids]) for one in itertools.islice(begun, SCORED)]
 
     def state(self) -> dict[str, Any]:
         """Return the state of the rollouts between two steps."""

@@ -377,13 +377,16 @@ class Controller:
     def sync(self) -> dict[str, float]:
         """Copy the policy's weights to the engines, π_engine ← π, and verify them.
 
-        The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified.
+        The digests of the received tensors, the version, and the engine's log-probs of fixed prompts are verified,
+        and of some responses in flight.
         Raises SyncError if one of them is wrong.
         """
         transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
-            expected = self.policy.call("prompt_logprobs", self.canary)
+            in_flight = self.asynchronous.responses() if self.asynchronous else []
+            scored = [*self.canary, *in_flight]
+            expected = self.policy.call("prompt_logprobs", scored)
             if transport.streams:
                 engines = self.rollout_config.replicas * self.rollout_config.tensor_parallel_size
                 arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)
@@ -402,13 +405,14 @@ class Controller:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", weights, manifest)
         with self.cluster.phase(self.rollout, "sync"):
-            worst = self.rollout.call("canary", self.canary, expected, self.limits)
+            worst = self.rollout.call("canary", scored, expected, self.limits)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(
                 f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors "
                 f"of {len(manifest.digests)}"
             )
-        return {"sync_tensors": float(receipt.tensors), "canary_logprob_diff_max": worst}
+        metrics = {"sync_tensors": float(receipt.tensors), "canary_logprob_diff_max": worst}
+        return metrics | ({"canary_responses": float(len(in_flight))} if self.asynchronous else {})
 
     def canary_prompts(self) -> list[Prompt]:
         """Return four prompts without advancing the stream."""

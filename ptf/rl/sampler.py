@@ -183,7 +183,7 @@ class Sampler:
     @replayed_broadcast
     def canary(self, tokens: list[np.ndarray], expected: list[np.ndarray], limits: LogprobLimits) -> float:
         """Return the largest difference between the engine's and the trainer's log-probs (`expected`) of fixed
-        sequences.
+        prompts and of responses in flight.
 
         Raises SyncError if the differences exceed the limits.
         """
@@ -192,7 +192,7 @@ class Sampler:
         difference.raise_if_beyond(
             limits,
             f"after weight sync {self.engine.version} the engine's and the trainer's log-probs of fixed prompts "
-            "(the canary)",
+            "and responses in flight (the canary)",
         )
         return difference.largest
 

@@ -12,8 +12,12 @@ from safetensors.torch import load_file
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.controller import Controller
+from ptf.rl.engines.native import NativeEngine
 from ptf.rl.in_flight import InFlight
+from ptf.rl.sampler import Sampler
+from ptf.rl.weights.verification import SyncError
 from ptf.run import run
 from tests.tiny import arithmetic
 
@@ -140,6 +144,40 @@ def test_another_number_of_slices_beside_an_update_is_refused_on_resume(raw, mon
     together = {**raw, "compute": {k: v for k, v in raw["compute"].items() if k != "pools"}}
     with pytest.raises(UserError, match=r"set rollout\.update_slices=1"):
         train(together, "stopped")
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_wrong_sync_is_caught_by_responses_in_flight_alone(raw, monkeypatch, k):
+    """No digest sees it, there are no fixed prompts, and it is caught before the next token."""
+    load, expected = NativeEngine.load_weights, AsynchronousRollouts.responses
+
+    def stale(self, buckets, manifest):
+        old = self.model.layers[0].mlp.down_proj.weight.clone()
+        receipt = load(self, buckets, manifest)
+        if manifest.version == 3:
+            with torch.no_grad():
+                self.model.layers[0].mlp.down_proj.weight.copy_(old)
+        return receipt
+
+    compared = []
+    canary = Sampler.canary
+
+    def without_prompts(self, tokens, expected, limits):
+        fixed = len(tokens) - len(compared[-1])
+        return canary(self, tokens[fixed:], expected[fixed:], limits) if compared[-1] else 0.0
+
+    monkeypatch.setattr(Sampler, "canary", without_prompts)
+    monkeypatch.setattr(NativeEngine, "load_weights", stale)
+    monkeypatch.setattr(AsynchronousRollouts, "responses", lambda self: compared.append(expected(self)) or compared[-1])
+    raw["train"]["lr"] = 1e-2
+    raw["rollout"] |= {"max_staleness": k, "group_size": 2, "max_new_tokens": 48, "in_flight": 6 * (1 + k)}
+    with pytest.raises(SyncError, match=r"after weight sync 3 .*responses in flight"):
+        train(raw, "a")
+    assert [bool(of) for of in compared] == [False, True, True, True]
+    assert max(map(len, compared)) == 8
+    monkeypatch.setattr(AsynchronousRollouts, "responses", lambda self: compared.append([]) or [])
+    with pytest.raises(SyncError, match="sampled tokens"):  # negative control: without them, it is seen a step later
+        train(raw, "b")
 
 
 @pytest.mark.parametrize("failing", ["update", "slices"])
