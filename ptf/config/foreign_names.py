@@ -118,8 +118,12 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("entropy_coeff", "ent_coef"), at("algo.entropy_coef")),
     **dict.fromkeys(("cliprange_value", "vf_clip"), at("algo.value_clip")),
     **dict.fromkeys(("scale_rewards", "norm_adv_by_std_in_grpo"), at("algo.scale_by_std")),
+    **dict.fromkeys(("clip_ratio_c", "delta"), at("algo.dual_clip")),
+    "rollout_is": at("algo.tis_level"),
+    "importance_sampling_mode": at("algo.tis_mode"),
+    "loss_mode": at("algo.policy_loss"),
     "loss_agg_mode": at("algo.loss_aggregation"),
-    "loss_type": at("algo.loss_aggregation", "algo.loss"),
+    "loss_type": at("algo.loss_aggregation", "algo.policy_loss", "algo.loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     **dict.fromkeys(

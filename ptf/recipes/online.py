@@ -25,6 +25,18 @@ class OnlineConfig(AlgoConfig):
     """Truncated importance sampling (TIS): multiply each token's policy loss by min(π_old / π_engine, `tis_cap`), where
     π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
     probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
+    tis_level: Literal["token", "sequence"] = "token"
+    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence`: their product over all sampled
+    tokens of a response, for each of them; turns count together as with `importance_sampling_level`."""
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    """What happens to weights beyond `tis_cap`. `truncate`: they are `tis_cap`. `mask`: tokens whose weight is above
+    `tis_cap` or below its inverse are not trained on."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """`clip`: PPO's clipped objective, in which tokens whose ratio was clipped have no gradient. `cispo` (MiniMax
+    2025): the clipped ratio is a constant weight of the gradient of each token's log-probability."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip (Ye et al. 2020), for `policy_loss: clip`: the loss of a token with a negative advantage is at most
+    this number times that advantage; 3 is usual. null: no bound."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1
@@ -42,10 +54,19 @@ class OnlineConfig(AlgoConfig):
         return self.model_copy(update={"tis_cap": STALE if stale else IMPORTANCE[job.train.precision]})
 
     def config_errors(self, job: "Job") -> list[str]:
-        """Check `rollout.top_p` below 1: under another policy the nucleus differs, and may not contain a sampled
-        token."""
+        """Return a line for each broken rule of these keys, among them those of `rollout.top_p` below 1: under another
+        policy the nucleus differs, and may not contain a sampled token."""
         assert job.rollout is not None
-        return self.excluded_by_top_p() if job.rollout.top_p < 1 else []
+        problems = {
+            "algo.tis_mode and algo.tis_level have no effect without algo.tis_cap": (
+                self.in_force(job).tis_cap is None and (self.tis_mode, self.tis_level) != ("truncate", "token")
+            ),
+            "algo.tis_cap must be above 1 with algo.tis_mode: mask, which leaves out weights above it and below its "
+            "inverse": self.tis_mode == "mask" and isinstance(self.tis_cap, float) and self.tis_cap <= 1,
+            "algo.dual_clip is for algo.policy_loss: clip": self.policy_loss == "cispo" and self.dual_clip is not None,
+        }
+        errors = [problem for problem, present in problems.items() if present]
+        return errors + (self.excluded_by_top_p() if job.rollout.top_p < 1 else [])
 
     def excluded_by_top_p(self) -> list[str]:
         """Return a line for each setting that `rollout.top_p` below 1 excludes."""

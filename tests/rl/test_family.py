@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis.strategies import floats, sampled_from
 from torch import Tensor
 
 from ptf.config import loads
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
+from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
@@ -30,6 +33,10 @@ FORMS = {
     "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean", clip_low=0.02, clip_high=0.03),
     "gspo of tokens": GRPO(importance_sampling_level="sequence", clip_low=0.02, clip_high=0.03),
     "trusted": GRPO(tis_cap=1.1),
+    "trusted sequences": GRPO(tis_cap=1.3, tis_level="sequence"),
+    "masked": GRPO(tis_cap=1.1, tis_mode="mask"),
+    "dual clip": GRPO(dual_clip=1.1),
+    "cispo": GRPO(policy_loss="cispo", clip_low=0.1, clip_high=0.1, tis_cap=1.1),
     "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
 }
 AGGREGATION = {
@@ -78,7 +85,7 @@ def test_loss_and_gradient_are_verls(form):
         clip_ratio=0.2,
         clip_ratio_low=recipe.clip_low,
         clip_ratio_high=recipe.clip_high,
-        clip_ratio_c=1e9,
+        clip_ratio_c=recipe.dual_clip or 1e9,
     )
     old, new, advantages, mask = (
         padded(v, batch)
@@ -89,20 +96,66 @@ def test_loss_and_gradient_are_verls(form):
             torch.ones_like(logprobs),
         )
     )
-    weights = (
-        (old - padded(batch.token_columns["rollout_logprobs"], batch)).exp().clamp(max=recipe.tis_cap)
-        if recipe.tis_cap
-        else None
-    )
+    weights = padded_weights(recipe, old - padded(batch.token_columns["rollout_logprobs"], batch), batch)
     config.global_batch_info.update(
         {"loss_scale_factor": LONGEST} if recipe.loss_aggregation == "constant_length" else {}
     )
-    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.importance_sampling_level == "sequence" else "vanilla")
+    name = {"clip": "vanilla", "cispo": "cispo"}[recipe.policy_loss]
+    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.importance_sampling_level == "sequence" else name)
     wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.loss_aggregation], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)
-    assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
+    if recipe.policy_loss == "clip":  # the value of CISPO's loss means nothing
+        assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
     assert float((ours - gradient).abs().max()) <= 1e-6
     assert gradient.abs().max() > 1e-3
+
+
+def padded_weights(recipe: GRPO, logs: Tensor, batch: Batch) -> Tensor | None:
+    """The weights π_old / π_engine, [answers, longest], of their logarithms, which are 0 where there is no token."""
+    if recipe.tis_cap is None:
+        return None
+    weights = (logs.sum(1, keepdim=True).expand_as(logs) if recipe.tis_level == "sequence" else logs).exp()
+    if recipe.tis_mode == "truncate":
+        return weights.clamp(max=recipe.tis_cap)
+    return weights * ((weights <= recipe.tis_cap) & (weights >= 1 / recipe.tis_cap))
+
+
+@given(
+    ratio=floats(-1.5, 1.5),
+    off=floats(-1.5, 1.5),
+    advantage=floats(-2.0, 2.0),
+    cap=sampled_from([1.1, 2.0, None]),
+    mode=sampled_from(["truncate", "mask"]),
+    loss=sampled_from(["clip", "cispo"]),
+    dual=sampled_from([None, 1.2, 3.0]),
+)
+def test_the_gradient_of_a_token_is_that_of_the_formula(ratio, off, advantage, cap, mode, loss, dual):
+    """In float64, for one token whose log-ratio to the old policy, and whose old one's to the engine's, are given."""
+    recipe = GRPO(tis_cap=cap, tis_mode=mode, policy_loss=loss, dual_clip=dual, clip_low=0.2, clip_high=0.3)
+    logprob = torch.tensor([[-1.0 + ratio]], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    batch = Batch.of([[(Sample(np.zeros(2, np.int32), np.array([0.0, 1.0], np.float32)),)]], 2)
+    r = logprob - -1.0
+    clipped = r.exp().clamp(0.8, 1.3)
+    value = recipe.policy_losses(r.exp(), clipped, advantage * one, logprob)
+    if cap:
+        value = value * recipe.importance_weights(off * one, cap, batch)[0]
+    (found,) = torch.autograd.grad(value.sum(), logprob)
+
+    edges = [(math.exp(ratio), (0.8, 1.3, dual or 1.3)), (math.exp(off), (cap or 1.0, 1 / (cap or 1.0)))]
+    assume(all(abs(value - edge) > 1e-9 for value, of in edges for edge in of))  # where the gradient has no value
+    rho, weight = math.exp(ratio), math.exp(off) if cap else 1.0
+    if cap and mode == "truncate":
+        weight = min(weight, cap)
+    elif cap and not 1 / cap <= weight <= cap:
+        weight = 0.0
+    if loss == "cispo":
+        wanted = -min(max(rho, 0.8), 1.3) * advantage
+    else:
+        flat = (advantage > 0 and rho > 1.3) or (advantage < 0 and rho < 0.8)
+        bounded = dual is not None and advantage < 0 and rho > dual
+        wanted = 0.0 if flat or bounded else -rho * advantage
+    assert float(found) == pytest.approx(weight * wanted, abs=1e-12)
 
 
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
@@ -188,6 +241,13 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
         (
             {"overlong_buffer_tokens": 999},
             r"algo\.overlong_buffer_tokens +\(999\) is more than rollout\.max_new_tokens",
+        ),
+        ({"tis_mode": "mask", "tis_cap": None}, r"algo\.tis_mode +and algo\.tis_level have no effect without algo\.tis_cap"),
+        ({"tis_mode": "mask", "tis_cap": 1.0}, r"algo\.tis_cap +must be above 1"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, r"algo\.dual_clip +is for algo\.policy_loss: clip"),
+        (
+            {"policy_loss": "cispo", "importance_sampling_level": "sequence"},
+            r"algo\.policy_loss +cispo weights each token",
         ),
         ({"turn_discount": 0.5}, r"algo\.turn_discount +has no effect without algo\.credit_level: turn"),
         (

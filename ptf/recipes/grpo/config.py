@@ -39,6 +39,8 @@ class GRPOConfig(RewardedConfig):
             errors.append(
                 "rollout.group_size must be at least 2: GRPO compares the responses to one prompt with each other"
             )
+        if self.policy_loss == "cispo" and self.importance_sampling_level == "sequence":
+            errors.append("algo.policy_loss: cispo weights each token; set algo.importance_sampling_level: token")
         if self.baseline == "leave_one_out" and self.scale_by_std:
             errors.append(
                 "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "

@@ -8,7 +8,10 @@ without a critic.
     ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
     + c_H H(π)  with `entropy_coef`, of each token's distribution
     w  = min(π_old / π_engine, `tis_cap`): the engine's distribution differs slightly from the trainer's π_old
-         (truncated importance sampling, Yao et al. 2025)
+         (truncated importance sampling, Yao et al. 2025); `tis_level` takes the product over a sequence, and `tis_mode:
+         mask` gives weights above the cap or below its inverse a w of 0
+    With `dual_clip` c, J of a token with Â < 0 is at least c Â (Ye et al. 2020, eq. 5). With `policy_loss: cispo` it is
+    w · sg(clip(ρ, 1 − clip_low, 1 + clip_high)) Â log π, where sg is a constant (MiniMax-M1, 2025, eq. 4 and 5).
     K  estimates KL(π ‖ π_ref): log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
@@ -64,6 +67,10 @@ class GRPO:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     tis_cap: float | None = None
+    tis_level: Literal["token", "sequence"] = "token"
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    dual_clip: float | None = None
     entropy_coef: float = 0.0
     overlong_buffer_tokens: int = 0
     overlong_filter: bool = False
@@ -231,7 +238,7 @@ class GRPO:
             log_ratio = self.sequence_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+        per_token = self.policy_losses(ratio, clipped, advantages, logprobs)
         coefficients = self.metric_coefficients(batch)
         metrics = {
             "entropy": (entropy * coefficients).sum(),
@@ -241,9 +248,9 @@ class GRPO:
         if "old_logprobs" not in batch.token_columns:
             metrics |= self.logprob_differences(outputs, batch)
         if self.tis_cap is not None:
-            importance = (old - rollout).exp()
-            per_token = per_token * importance.clamp(max=self.tis_cap)
-            metrics["tis_capped_share"] = ((importance > self.tis_cap) * coefficients).sum()
+            weights, beyond = self.importance_weights(old - rollout, self.tis_cap, batch)
+            per_token = per_token * weights
+            metrics["tis_capped_share"] = (beyond * coefficients).sum()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * entropy
         if self.kl_coef:
@@ -253,6 +260,28 @@ class GRPO:
                 per_token = per_token + self.kl_coef * kl
         loss = (per_token * self.token_coefficients(batch)).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
+
+    def policy_losses(self, ratio: Tensor, clipped: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+        """Return the loss of each token, [B, T], before its weight, from π / π_old and the clipped π / π_old.
+
+        The value of CISPO's loss is − clipped · advantage; its gradient is that of − clipped · advantage · log π.
+        """
+        if self.policy_loss == "cispo":
+            return -(clipped.detach() * advantages) * (1 + logprobs - logprobs.detach())
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is None:
+            return losses
+        return torch.where(advantages < 0, torch.minimum(losses, -self.dual_clip * advantages), losses)
+
+    def importance_weights(self, log_weights: Tensor, cap: float, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token and whether it was beyond the cap, [B, T], from log π_old − log π_engine."""
+        if self.tis_level == "sequence":
+            log_weights = broadcast_to_tokens(sums(log_weights, batch), batch)
+        weights = log_weights.exp()
+        if self.tis_mode == "mask":
+            beyond = (weights > cap) | (weights < 1 / cap)
+            return weights.masked_fill(beyond, 0.0), beyond
+        return weights.clamp(max=cap), weights > cap
 
     @property
     def needs_old_logprobs(self) -> bool:
