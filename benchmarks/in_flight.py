@@ -112,7 +112,7 @@ def measured(
         now += engine.seconds
         found += ages(groups, step)
         engine.seconds = 0.0
-        flight.beside_update(step, lambda: next(prompts))
+        flight.beside_update(step, lambda: next(prompts), lambda: False)
         wait = max(0.0, update - engine.seconds)  # the engine waits for the weights, or they for the engine
         now += engine.seconds + wait
         waited += wait

@@ -37,6 +37,7 @@ __all__ = [
     "inspect",
     "load",
     "publish",
+    "replay",
     "serve",
     "train",
     "try_episodes",

@@ -93,6 +93,16 @@ def train(job: Job, run_name: str | None = None) -> "Run":
     return train_run(job, run_name)
 
 
+def replay(run: "Run | str | PathLike[str]", run_name: str | None = None) -> bool:
+    """Train a finished run once more as `run_name` (default: its name and `-replay`), with what the wall clock decided
+    in it (`rollout.clock: wall`), and return whether the weights and all metrics but times have the same bits. Raises
+    UserError."""
+    from ptf.replay import replay as replay_run
+
+    there = _run(run, ())
+    return replay_run(there, run_name or f"{there.name}-replay", lambda line: print(line, flush=True))
+
+
 def evaluate(
     run: "Run | str | PathLike[str]", job: Job | None = None, *, overrides: Sequence[str] = ()
 ) -> dict[str, float]:

@@ -120,6 +120,11 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
+def replay(options: argparse.Namespace) -> int:
+    """Train a finished run once more; status 1 if it ends with other bits."""
+    return 0 if api.replay(options.directory, options.run_name) else 1
+
+
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a run on its own held-out data, or any model on that of `--config`."""
     if options.config:
@@ -442,6 +447,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_upgrade(commands)
     _add_doctor(commands)
     _add_train(commands, config)
+    _add_replay(commands)
     _add_evaluate(commands)
     _add_plan(commands, config)
     _add_inspect(commands, config)
@@ -502,6 +508,15 @@ def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--lineage", action=_Renamed, const="--run-name", help=argparse.SUPPRESS)
     command.set_defaults(run=train)
+
+
+def _add_replay(commands: Commands) -> None:
+    command = commands.add_parser(
+        "replay", help="train a finished run once more, with what the wall clock decided in it, and compare the bits"
+    )
+    command.add_argument("directory", metavar="RUN", help="the directory of a run")
+    command.add_argument("--run-name", metavar="NAME", help="name of the new run; default: the run's, and -replay")
+    command.set_defaults(run=replay)
 
 
 def _add_evaluate(commands: Commands) -> None:

@@ -42,6 +42,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "run": TRAIN | {"train", "rl", "measurement", "published_versions"},
     "dry_run": TRAIN | {"train", "rl", "run"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
+    "replay": TRAIN | {"rl", "run", "training_run"},
     "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "training_run"},
     "load_check": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
@@ -65,6 +66,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
         "conversation",
         "serving",
         "preview",
+        "replay",
     },
     "cli": TRAIN
     | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run", "serving", "preview"},

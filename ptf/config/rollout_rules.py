@@ -67,7 +67,7 @@ def asynchronous(job: Job) -> list[str]:
     if not k:
         unused = [
             name
-            for name in ("slice_tokens", "in_flight", "batches", "update_slices", "environment_slices")
+            for name in ("slice_tokens", "in_flight", "batches", "clock", "update_slices", "environment_slices")
             if getattr(config, name) != fields[name].default
         ]
         return [f"rollout.{name} has no effect without rollout.max_staleness" for name in unused]
@@ -91,6 +91,9 @@ def asynchronous(job: Job) -> list[str]:
         "rollout.reward_model cannot be used with rollout.max_staleness yet": config.reward_model is not None,
         f"rollout.in_flight must be from {fewest} (prompts_per_step) to {most} (× (1 + max_staleness))": (
             config.in_flight is not None and not fewest <= config.in_flight <= most
+        ),
+        "rollout.update_slices and rollout.environment_slices are for rollout.clock: virtual": (
+            config.clock == "wall" and (config.update_slices is not None or config.environment_slices > 0)
         ),
         "rollout.batches must be at least rollout.replicas, each of which needs a batch": (
             config.batches < config.replicas

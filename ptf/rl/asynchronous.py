@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
+from ptf.rl.flight_ledger import NAME, FlightLedger
 from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import Ask, Clock, InFlight, ages
 from ptf.rl.policy.policy import Limits
@@ -42,9 +45,10 @@ class AsynchronousRollouts:
         functions: RolloutFunctions,
         tokenizer: Tokenizer,
         prompts: Callable[[], Prompt],
+        run: Path,
     ) -> None:
         self.job, self.cluster, self.rollout, self.functions = job, cluster, rollout, functions
-        self.tokenizer, self.prompts = tokenizer, prompts
+        self.tokenizer, self.prompts, self.run = tokenizer, prompts, run
         self.beside = cluster.pool(policy.spec.name) is not cluster.pool(rollout.spec.name)
         self.version = 0  # of the engines' weights
         self.flight = self._in_flight()
@@ -60,26 +64,30 @@ class AsynchronousRollouts:
         self.version = version
         with self.cluster.phase(self.rollout, "rollout"):
             taken = self.flight.batch(version, self.prompts)
-            if not self.flight.clock.update_slices:
+            if not self.has_update_slices:
                 self.rollout.call("expect_weights")
         self.ages = ages(taken, version)
         groups, began = [group.trajectories for group in taken], time.perf_counter()
         if not self.beside:
             yield groups
-            self._slices()
+            self._slices(lambda: False)
             self.waits = {}
             return
+        updated = threading.Event()
         with ThreadPoolExecutor(1, "slices") as thread:
-            slices = thread.submit(self._slices)
-            yield groups
-            updated = time.perf_counter()
-            ended = slices.result()
+            slices = thread.submit(self._slices, lambda: not updated.is_set())
+            try:
+                yield groups
+            finally:
+                updated.set()
+            done = time.perf_counter()
+            ended = slices.result() or began
         self.waits = {
-            "seconds/engine_wait": max(0.0, updated - (ended or began)),
-            "seconds/weights_wait": max(0.0, (ended or began) - updated),
+            "seconds/engine_wait": max(0.0, done - ended),
+            "seconds/weights_wait": max(0.0, ended - done),
         }
         if seconds := self.flight.slice_seconds:
-            self.waits["update_slices_balanced"] = (updated - began) / seconds
+            self.waits["update_slices_balanced"] = (done - began) / seconds
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step that has ended."""
@@ -109,12 +117,18 @@ class AsynchronousRollouts:
         """End the episodes that have not ended."""
         self.flight.close()
 
-    def _slices(self) -> float | None:
+    @property
+    def has_update_slices(self) -> bool:
+        """Return whether slices may run between the take of a batch and its weights."""
+        clock = self.flight.clock
+        return self.beside if clock.wall else clock.update_slices > 0
+
+    def _slices(self, updating: Callable[[], bool]) -> float | None:
         """Run the slices of an update. Return when they ended; None if there are none."""
-        if not self.flight.clock.update_slices:
+        if not self.has_update_slices:
             return None
         with self.cluster.phase(self.rollout, "update_slices"):
-            self.flight.beside_update(self.version, self.prompts)
+            self.flight.beside_update(self.version, self.prompts, updating)
             self.rollout.call("expect_weights")
         return time.perf_counter()
 
@@ -131,6 +145,7 @@ class AsynchronousRollouts:
             config.batches,
             int(self.beside) if config.update_slices is None else config.update_slices,
             config.environment_slices,
+            config.clock == "wall",
         )
         sampling = Sampling(config.max_new_tokens, config.temperature, self.tokenizer.stop_ids)
         limits = Limits(sampling, self.job.data.seq_len)
@@ -143,4 +158,4 @@ class AsynchronousRollouts:
         def serve(batches: list[list[Request]]) -> list[list[Generation]]:
             return self.rollout.call("sample_parts", batches, self.version)
 
-        return InFlight(clock, serve, play, self.job.compute.timeout_s)
+        return InFlight(clock, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME))

@@ -105,7 +105,7 @@ class Controller:
         self.canary: list[np.ndarray] = []
         self.functions = functions
         self.asynchronous = (
-            AsynchronousRollouts(job, cluster, policy, rollout, functions, tokenizer, partial(next, prompts))
+            AsynchronousRollouts(job, cluster, policy, rollout, functions, tokenizer, partial(next, prompts), run)
             if functions
             else None
         )

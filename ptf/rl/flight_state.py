@@ -7,10 +7,10 @@ It is played again from its start when the run is continued, and hears the same.
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-from ptf.rl.in_flight import FlyingGroup, InFlight, Member
+from ptf.data.trajectory import Generation, Prompt
+from ptf.rl.flying_group import FlyingGroup, Member
+from ptf.rl.in_flight import InFlight
+from ptf.rl.trajectory_state import generation_state, restored_trajectory, trajectory_state
 
 
 def state_of(flight: InFlight) -> dict[str, Any]:
@@ -54,56 +54,19 @@ def _restored_group(state: Mapping[str, Any]) -> FlyingGroup:
 
 def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
-        return {"ended": _trajectory(member.trajectory), "due": member.due}
+        return {"ended": trajectory_state(member.trajectory), "due": member.due, "counts": member.counts}
     started = member.started
     if one := member.pending:
         started = {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
-    return {"heard": [_generation(generation) for generation in member.heard], "started": started, "due": member.due}
+    return {
+        "heard": [generation_state(generation) for generation in member.heard],
+        "started": started,
+        "due": member.due,
+    }
 
 
 def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
     if "ended" in state:
-        return Member(trajectory=_restored_trajectory(state["ended"], prompt), due=state["due"])
+        return Member(trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], counts=state["counts"])
     heard = [Generation(**generation) for generation in state["heard"]]
     return Member(heard=heard, started=dict(state["started"]), due=state["due"])
-
-
-def _generation(generation: Generation) -> dict[str, Any]:
-    return {
-        "context": generation.context,
-        "sampled_ids": generation.sampled_ids,
-        "logprobs": generation.logprobs,
-        "versions": generation.versions,
-        "finished": generation.finished,
-    }
-
-
-def _trajectory(t: Trajectory) -> dict[str, Any]:
-    outcome: tuple[str, Any] | None = None
-    if isinstance(t.outcome, Reward):
-        outcome = ("reward", t.outcome.value)
-    elif isinstance(t.outcome, NoResult):
-        outcome = ("no_result", t.outcome.reason)
-    return {
-        "generations": [_generation(generation) for generation in t.generations],
-        "text": t.text,
-        "outcome": outcome,
-        "token_columns": dict(t.token_columns),
-        "complete": t.complete,
-        "counts": dict(t.counts),
-        "turn_rewards": t.turn_rewards,
-    }
-
-
-def _restored_trajectory(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:
-    outcome = state["outcome"]
-    return Trajectory(
-        prompt,
-        tuple(Generation(**generation) for generation in state["generations"]),
-        state["text"],
-        outcome and (Reward(outcome[1]) if outcome[0] == "reward" else NoResult(outcome[1])),
-        state["token_columns"],
-        state["complete"],
-        state["counts"],
-        None if state["turn_rewards"] is None else np.asarray(state["turn_rewards"], np.float64),
-    )

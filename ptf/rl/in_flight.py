@@ -12,18 +12,23 @@ and repeated whole if its engine is lost.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
+from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
 from ptf.rl.event_loop import EventLoop
+from ptf.rl.flight_ledger import FlightLedger
+from ptf.rl.flight_time import VirtualTime, WallTime
+from ptf.rl.flying_group import FlyingGroup, Member, Pending
 
+T = TypeVar("T")
 Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
 Ask = Callable[[Request], Coroutine[Any, Any, Generation]]
 PlayMember = Callable[[Prompt, int, int, Ask], Coroutine[Any, Any, Trajectory]]
@@ -41,70 +46,7 @@ class Clock:
     batches: int
     update_slices: int = 0  # slices under the old weights between the take of a batch and the weights trained on it
     environment_slices: int = 0  # slices that an environment has for its answer, beside the one in which it was asked
-
-
-@dataclass(eq=False)
-class Pending:
-    """A request of an episode that waits for its response, and what was sampled of it in earlier slices."""
-
-    request: Request
-    response: "asyncio.Future[Generation]"
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-    def part(self, slice_tokens: int) -> Request:
-        """Return the request for the next slice."""
-        sampling = self.request.sampling
-        left = sampling.max_new_tokens - len(self.ids)
-        return replace(
-            self.request,
-            context=np.concatenate([self.request.context, self.ids]),
-            sampling=replace(sampling, max_new_tokens=min(left, slice_tokens)),
-            offset=self.request.offset + len(self.ids),
-        )
-
-    def add(self, part: Generation) -> Generation | None:
-        """Add what a slice sampled; return the whole response if it has ended."""
-        self.ids = np.concatenate([self.ids, part.sampled_ids])
-        self.logprobs = np.concatenate([self.logprobs, part.logprobs])
-        self.versions = np.concatenate([self.versions, part.versions])
-        if not part.finished and len(self.ids) < self.request.sampling.max_new_tokens:
-            return None
-        return Generation(self.request.context, self.ids, self.logprobs, self.versions, part.finished)
-
-
-@dataclass(eq=False)
-class Member:
-    """One episode of a group."""
-
-    heard: list[Generation] = field(default_factory=list)  # the whole responses so far
-    started: dict[str, np.ndarray] = field(default_factory=dict)  # restored: the context and parts of the next response
-    pending: Pending | None = None
-    due: int = 0  # the slice that needs what the episode does after its last response; not before it does that count
-    trajectory: Trajectory | None = None
-    task: "asyncio.Task[None] | None" = None
-
-    @property
-    def is_thinking(self) -> bool:
-        """Return whether the episode has neither ended nor asked the policy."""
-        return self.trajectory is None and self.pending is None
-
-
-@dataclass(eq=False)
-class FlyingGroup:
-    """A prompt that was admitted, and the episodes of its group."""
-
-    number: int  # of the admission
-    prompt: Prompt
-    admitted: int  # version of the weights at the admission: that of its oldest token; it keys the seeds
-    members: list[Member]
-    ended: int | None = None  # the slice in which its last episode ended
-
-    @property
-    def trajectories(self) -> Group:
-        """Return its episodes, all of which have ended."""
-        return tuple(member.trajectory for member in self.members if member.trajectory is not None)
+    wall: bool = False  # what is there decides, and is written to a ledger; the two numbers of slices have no effect
 
 
 class InFlight:
@@ -115,8 +57,12 @@ class InFlight:
     neither end nor ask the policy for `timeout_s` seconds end the run.
     """
 
-    def __init__(self, clock: Clock, serve: Serve, play: PlayMember, timeout_s: float) -> None:
+    def __init__(
+        self, clock: Clock, serve: Serve, play: PlayMember, timeout_s: float, ledger: FlightLedger | None = None
+    ) -> None:
         self.clock, self.serve, self.play, self.timeout_s = clock, serve, play, timeout_s
+        self.ledger = ledger or FlightLedger(None)
+        self.time = WallTime(self.ledger) if clock.wall else VirtualTime(clock.update_slices)
         self.groups: list[FlyingGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
@@ -190,12 +136,15 @@ class InFlight:
                 return None
         return chosen
 
-    def beside_update(self, version: int, prompts: Callable[[], Prompt]) -> None:
-        """Run the slices of an update (`update_slices`), under the version that the engines have until it is loaded."""
-        for _ in range(self.clock.update_slices):
-            self.advance(version, prompts)
+    def beside_update(self, version: int, prompts: Callable[[], Prompt], updating: Callable[[], bool]) -> None:
+        """Run the slices of an update, under the version that the engines have until it is loaded; `updating` returns
+        whether it goes on."""
+        number = 0
+        while self.time.has_slice(self.slice, version, number, updating):
+            self.advance(version, prompts, updating)
+            number += 1
 
-    def advance(self, version: int, prompts: Callable[[], Prompt]) -> bool:
+    def advance(self, version: int, prompts: Callable[[], Prompt], updating: Callable[[], bool] | None = None) -> bool:
         """Admit prompts and run one slice under a version: every response that is generated gets its next part.
 
         Returns whether a group had not ended.
@@ -203,12 +152,11 @@ class InFlight:
         while len(self.groups) < self.room(version):
             self._admit(prompts(), version)
         flying = any(group.ended is None for group in self.groups)
-        self.loop.run(self._wait_for_due())
+        members = self.loop.run(self._timed(self.time.computed(self, version, updating)))
         dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.clock.batches)]
-        for group in self.groups:
-            for member in group.members:
-                if member.pending and member.due <= self.slice:
-                    dealt[group.number % self.clock.batches].append((member, member.pending))
+        for number, member in members:
+            assert member.pending is not None
+            dealt[number % self.clock.batches].append((member, member.pending))
         full = [batch for batch in dealt if batch]
         parts_of = [[one.part(self.clock.slice_tokens) for _, one in batch] for batch in full]
         began = time.perf_counter()
@@ -225,46 +173,61 @@ class InFlight:
         self.slots += self.clock.slice_tokens * self.clock.in_flight * self.clock.group_size
         self.slice += 1
         self.slices += 1
-        self.loop.run(self._wait_for_due())
+        for member in self.loop.run(self._timed(self.time.ended(self))):
+            member.counts = True
         for group in self.groups:
-            if group.ended is None and all(m.trajectory is not None and m.due <= self.slice for m in group.members):
+            if group.ended is None and not group.flying:
                 group.ended = self.slice - 1
         return flying
 
-    async def _wait_for_due(self) -> None:
-        """Wait until every episode that is due has ended or waits for the policy."""
-        for group in self.groups:
-            for i, member in enumerate(group.members):
-                if member.trajectory is None and member.task is None:
-                    member.task = asyncio.create_task(self._play(group, i))
-        began = asyncio.get_running_loop().time()
-        until = began + self.timeout_s
-        while thinking := [m for g in self.groups for m in g.members if m.is_thinking and m.due <= self.slice]:
+    async def until(self, waited: Callable[[], Sequence[Member]], poll_s: float | None = None) -> None:
+        """Wait until there is none of these episodes; `waited` is called again when an episode has asked the policy or
+        ended, and every `poll_s` seconds. Raises what an episode raised, and TimeoutError."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self.timeout_s
+        while thinking := waited():
             for member in thinking:
                 if member.task is not None and member.task.done():
                     member.task.result()  # raises the fault that is no result of the episode
             self.changed.clear()
-            left = until - asyncio.get_running_loop().time()
-            try:
-                await asyncio.wait_for(self.changed.wait(), max(0.0, left))
-            except TimeoutError:
+            left = ends - loop.time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), max(0.0, min(left, poll_s or left)))
+            if loop.time() >= ends:
                 raise TimeoutError(
                     f"{len(thinking)} episodes neither ended nor asked the policy within {self.timeout_s:g} s "
                     "(compute.timeout_s)"
-                ) from None
-        self.waited += asyncio.get_running_loop().time() - began
+                )
+
+    async def _timed(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Begin the episodes that were admitted, and wait; the seconds are kept."""
+        for group in self.groups:
+            for i, member in enumerate(group.members):
+                if member.trajectory is None and member.task is None:
+                    member.task = asyncio.create_task(self._play(group, i))
+                if member.task is not None and member.task.done():
+                    member.task.result()  # raises the fault that is no result of the episode
+        began = time.perf_counter()
+        found = await waiting
+        self.waited += time.perf_counter() - began
+        return found
 
     async def _play(self, group: FlyingGroup, i: int) -> None:
+        """Play an episode to its end; one without a result ends in the ledger first."""
         member, number = group.members[i], 0
+        decided, over = self.ledger.no_result(group.number, i, group.prompt), asyncio.Event()
 
         async def ask(request: Request) -> Generation:
             nonlocal number
             if member.pending:
                 raise UserError(
-                    "rollout.max_staleness: an episode made a request while the one before it was answered; with the "
-                    "virtual clock it may have one at a time"
+                    "rollout.max_staleness: an episode made a request while the one before it was answered; with "
+                    "asynchronous rollouts it may have one at a time"
                 )
             mine, number = number, number + 1
+            if decided and mine >= decided.heard:
+                over.set()
+                await asyncio.Event().wait()  # until it is cancelled
             if mine < len(member.heard):  # before the run was continued
                 raise_if_other_context(request, member.heard[mine].context, group.prompt)
                 return member.heard[mine]
@@ -274,10 +237,28 @@ class InFlight:
             sampled = {name: part for name, part in parts.items() if name != "context"}
             member.pending = Pending(request, asyncio.get_running_loop().create_future(), **sampled)
             self.changed.set()
-            return await member.pending.response
+            whole = await member.pending.response
+            if decided and number >= decided.heard:
+                over.set()
+            return whole
 
         try:
-            member.trajectory = await self.play(group.prompt, group.admitted, i, ask)
+            playing = asyncio.ensure_future(self.play(group.prompt, group.admitted, i, ask))
+            if decided:
+                if decided.heard:
+                    ending = asyncio.ensure_future(over.wait())
+                    await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
+                    ending.cancel()
+                playing.cancel()
+                member.trajectory = decided.trajectory
+                return
+            try:
+                trajectory = await playing
+            finally:
+                playing.cancel()
+            if isinstance(trajectory.outcome, NoResult):
+                self.ledger.write_no_result(group.number, i, len(member.heard), trajectory)
+            member.trajectory = trajectory
         finally:
             self.changed.set()
 

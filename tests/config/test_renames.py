@@ -502,6 +502,7 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
         "in_flight",
         "max_staleness",
         "slice_tokens",
+        "clock",
         "update_slices",
         "environment_slices",
         "environment_processes",

@@ -84,6 +84,14 @@ class Echo:
         return seen
 
 
+class Dawdling(Echo):
+    """An environment that takes a while, which is another one each time, for a reply that repeats."""
+
+    def step(self, text):
+        time.sleep(random.random() * 0.02)
+        return super().step(text)
+
+
 class Moody(Echo):
     """An environment that cannot be replayed, because it depends on more than its seed."""
 

@@ -1,5 +1,6 @@
 """Asynchronous rollouts in a whole run: ages, what is corrected, and the same bits after a resume."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ptf import cli
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
@@ -180,6 +182,49 @@ def test_a_wrong_sync_is_caught_by_responses_in_flight_alone(raw, monkeypatch, k
         train(raw, "b")
 
 
+@pytest.fixture
+def walled(raw):
+    """A run whose environments take a while, by the wall clock, with engines of their own."""
+    raw["compute"] |= APART
+    return with_environment(raw, clock="wall", environment={"use": "tests.rl.environments:Dawdling"})
+
+
+def test_a_run_by_the_wall_clock_is_replayed_to_the_bit(walled, capsys, tmp_path):
+    first = train(walled, "first")
+    lines = (first / "flight.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("beside_update") for line in lines)
+    assert max(row["staleness_max"] for row in read_metrics(first / "metrics.jsonl")) <= 2
+    assert cli.main(["replay", str(first)]) == 0
+    assert "first-replay has the bits of" in capsys.readouterr().out
+    assert same(found(first), found(first.with_name("first-replay")))
+    other = train(walled, "other")
+    assert (other / "flight.jsonl").read_text().splitlines() != lines, "negative control: it decides otherwise"
+    (first / "flight.jsonl").rename(tmp_path / "away")
+    assert cli.main(["replay", str(first), "--run-name", "without"]) == 1
+    assert "metrics differ" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_by_the_wall_clock_goes_on_with_the_same_bits(walled, monkeypatch):
+    """What was decided after the last checkpoint is read back."""
+    update = Controller.update
+
+    def failing(self, units):
+        if self.step == 3:
+            raise RuntimeError("stopped in the fourth step")
+        return update(self, units)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "update", failing)
+        with pytest.raises(RuntimeError, match="in the fourth step"):
+            train(walled, "stopped")
+    ledger = Path(walled["output"]) / "stopped" / "flight.jsonl"
+    decided = ledger.read_text()
+    stopped = train(walled, "stopped")
+    assert ledger.read_text().startswith(decided)
+    assert cli.main(["replay", str(stopped)]) == 0
+
+
 @pytest.mark.parametrize("failing", ["update", "slices"])
 def test_a_fault_of_either_side_ends_the_run(raw, monkeypatch, failing):
     raw["compute"] |= APART
@@ -221,6 +266,7 @@ def test_without_staleness_nothing_of_it_counts(raw):
         ({"recipe": {"use": "ptf.recipes.grpo.recipe:GRPO"}}, r"algo\.tis_cap .*must be corrected"),
         ({"algo": {"tis_cap": None}}, r"algo\.tis_cap .*must be corrected"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p .*must be 1"),
+        ({"rollout": {"clock": "wall", "update_slices": 1}}, r"rollout\.environment_slices are for rollout\.clock: vi"),
         ({"rollout": {"in_flight": 5}}, r"rollout\.in_flight .*from 6 .* to 18"),
         ({"rollout": {"in_flight": 19}}, r"rollout\.in_flight .*from 6 .* to 18"),
         ({"rollout": {"zero_variance_groups": "replace"}}, "cannot be used with rollout.max_staleness yet"),

@@ -242,7 +242,10 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
             {"overlong_buffer_tokens": 999},
             r"algo\.overlong_buffer_tokens +\(999\) is more than rollout\.max_new_tokens",
         ),
-        ({"tis_mode": "mask", "tis_cap": None}, r"algo\.tis_mode +and algo\.tis_level have no effect without algo\.tis_cap"),
+        (
+            {"tis_mode": "mask", "tis_cap": None},
+            r"algo\.tis_mode +and algo\.tis_level have no effect without algo\.tis_cap",
+        ),
         ({"tis_mode": "mask", "tis_cap": 1.0}, r"algo\.tis_cap +must be above 1"),
         ({"policy_loss": "cispo", "dual_clip": 3.0}, r"algo\.dual_clip +is for algo\.policy_loss: clip"),
         (

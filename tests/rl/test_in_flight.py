@@ -1,16 +1,20 @@
 """Rollouts in flight on the virtual clock: ages, batches, and the same tokens however long anything takes."""
 
 import asyncio
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.flight_state import restore, state_of
-from ptf.rl.in_flight import Clock, FlyingGroup, InFlight, ages
+from ptf.rl.flying_group import FlyingGroup
+from ptf.rl.in_flight import Clock, InFlight, ages
 
 STEPS = 12
 
@@ -67,17 +71,17 @@ def player(turns: int = 1, pause: bool = False, most: int = 40):
     return play
 
 
-def run(settings: Clock, play, steps: int = STEPS):
+def run(settings: Clock, play, steps: int = STEPS, ledger: Path | None = None, updating=lambda: False):
     """Return, of each step, the taken groups and their ages; and what the engine was asked."""
     engine = Engine()
     prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
-    flight = InFlight(settings, engine, play, 10.0)
+    flight = InFlight(settings, engine, play, 10.0, FlightLedger(ledger))
     taken: list[list[FlyingGroup]] = []
     try:
         for step in range(steps):
             engine.version = step
             taken.append(flight.batch(step, lambda: next(prompts)))
-            flight.beside_update(step, lambda: next(prompts))
+            flight.beside_update(step, lambda: next(prompts), updating)
     finally:
         flight.close()
     return taken, engine.served
@@ -170,6 +174,78 @@ def test_slices_run_while_an_environment_thinks():
         flight.advance(0, lambda: next(prompts))
     flight.close()
     assert flight.groups[0].ended is not None
+
+
+def sometimes() -> bool:
+    """An update that goes on for some slices."""
+    return random.random() < 0.6
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_the_wall_clock_decided_is_repeated_from_its_ledger(k, tmp_path):
+    ledger = tmp_path / "flight.jsonl"
+    first = run(clock(k, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
+    lines = ledger.read_text()
+    assert all(len(of) == 4 for of in first[0])
+    assert max(age for step, of in enumerate(first[0]) for age in ages(of, step)) <= k
+    assert any(json.loads(line).get("beside_update") for line in lines.splitlines())
+    again = run(clock(k, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
+    assert told(first[0]) == told(again[0])
+    assert first[1] == again[1][: len(first[1])], "beside the last update there may be more slices"
+    assert ledger.read_text().startswith(lines), "nothing was decided anew"
+    other = run(clock(k, wall=True), player(2, pause=True), updating=sometimes)
+    assert first[1] != other[1]  # negative control
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_was_killed_goes_on_where_its_ledger_ends(seed, tmp_path):
+    """The lines up to the kill, of which the last may be cut off, decide; later ones are decided anew."""
+    ledger = tmp_path / "flight.jsonl"
+    first = run(clock(2, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
+    data = ledger.read_bytes()
+    kept = data[: random.Random(seed).randrange(len(data))]
+    ledger.write_bytes(kept)
+    again = run(clock(2, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
+    whole = kept[: kept.rfind(b"\n") + 1]
+    assert ledger.read_bytes().startswith(whole)
+    slices = sum(bool(json.loads(line).get("computed")) for line in whole.splitlines())
+    assert first[1][:slices] == again[1][:slices], "a slice with requests computes one batch at least"
+    assert all(len(of) == 4 for of in again[0])
+
+
+def test_an_episode_without_a_result_ends_so_again(tmp_path):
+    """Also where its environment would answer now; what it heard is computed as before."""
+    ledger, late = tmp_path / "flight.jsonl", [True]
+
+    async def play(prompt, version, i, ask):
+        found = []
+        for turn in range(3):
+            seed = prompt.index * 1000 + i * 10 + turn
+            found.append(await ask(Request(np.array([1, turn], np.int32), Sampling(40, 1.0, (9,)), seed)))
+            if late[0] and prompt.index % 3 == 0 and turn == 1:
+                return Trajectory(prompt, tuple(found), "", NoResult("late"), counts={"calls": 2.0})
+        return Trajectory(prompt, tuple(found), "", Reward(0.0))
+
+    def outcomes(taken):
+        return [[(t.outcome, len(t.generations), dict(t.counts)) for t in g.trajectories] for of in taken for g in of]
+
+    first = run(clock(2), play, ledger=ledger)
+    assert any(isinstance(one, NoResult) for of in outcomes(first[0]) for one, _, _ in of)
+    late[0] = False
+    again = run(clock(2), play, ledger=ledger)
+    assert (told(first[0]), first[1], outcomes(first[0])) == (told(again[0]), again[1], outcomes(again[0]))
+    assert outcomes(run(clock(2), play)[0]) != outcomes(first[0])  # negative control
+
+
+def test_a_ledger_of_another_run_is_refused(tmp_path):
+    ledger = tmp_path / "flight.jsonl"
+    run(clock(1, wall=True), player(1), steps=4, ledger=ledger)
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    ledger.write_text(
+        "".join(json.dumps({**line, "version": 7} if "version" in line else line) + "\n" for line in lines)
+    )
+    with pytest.raises(UserError, match="the ledger is of another run"):
+        run(clock(1, wall=True), player(1), ledger=ledger)
 
 
 def test_an_episode_has_one_request_at_a_time():

@@ -128,6 +128,10 @@ class RolloutConfig(Section):
     batches: Positive = 1
     """With `max_staleness`: batches in which responses are generated, by the number of their group; at least
     `replicas`. Their number belongs to the run, so that other replicas give the same bits."""
+    clock: Literal["virtual", "wall"] = "virtual"
+    """With `max_staleness`: what decides who is computed in a slice. `virtual`: the slices, so that the run repeats,
+    and whoever is early waits. `wall`: who is there, so that no engine waits for an environment; what happened is
+    written to the run's `flight.jsonl`, from which `ptf replay` repeats it."""
     update_slices: Count | None = changeable(None)
     """With `max_staleness`: slices that are sampled under the old weights between the moment at which a batch is taken
     and the weights that are trained on it: beside the update where policy and engines have devices of their own

@@ -1,0 +1,77 @@
+"""Replay: a finished run is trained once more and must end with the same bits.
+
+A run with `rollout.clock: wall` is repeated from its `flight.jsonl`, which has what the wall clock decided. All other
+runs repeat by themselves.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from ptf import scratch
+from ptf.compute.tracking import is_clock, read_metrics
+from ptf.errors import UserError
+from ptf.rl.flight_ledger import NAME
+from ptf.run import check_run_name
+from ptf.training_run import METRICS, Run, train
+
+
+def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
+    """Train a finished run again, as a run called `name`; return whether it ended with the same bits.
+
+    `report` is given what was compared. Raises UserError if the run has not ended, or there is a run called `name`.
+    A replay that was interrupted goes on.
+    """
+    run.raise_if_unfinished()
+    check_run_name(name)
+    directory = run.directory.resolve().parent / name
+    if directory == run.directory.resolve():
+        raise UserError(f"--run-name {name}: a run cannot be replayed into its own directory")
+    ledger, copy = run.directory / NAME, directory / NAME
+    if directory.exists() and ledger.exists() and not copy.exists():
+        raise UserError(f"{directory} is a run that replays nothing; give another --run-name")
+    if ledger.exists() and not copy.exists():
+        directory.mkdir()
+        with scratch.file(copy) as begun:
+            shutil.copyfile(ledger, begun)
+            begun.replace(copy)
+    again = train(run.job, name)
+    differing = _different_tensors(run.model, again.model)
+    steps = _first_different_step(run.directory / METRICS, again.directory / METRICS)
+    if not differing and steps is None:
+        report(f"{again.directory} has the bits of {run.directory}: its weights and the metrics of every step")
+        return True
+    if steps is not None:
+        report(f"step {steps} is the first whose metrics differ")
+    if differing:
+        report(f"{len(differing)} tensors differ, {differing[0]} first")
+    return False
+
+
+def _different_tensors(one: Path, other: Path) -> list[str]:
+    """Return the names of the tensors whose bits are not the same in two directories of a model."""
+    found = list[str]()
+    for file in sorted(one.glob("*.safetensors")):
+        if not (other / file.name).exists():
+            raise UserError(f"{other} has no {file.name}")
+        with safe_open(file, "pt") as a, safe_open(other / file.name, "pt") as b:
+            if set(a.keys()) != set(b.keys()):
+                raise UserError(f"{other / file.name} has other tensors than {file}")
+            found += [
+                name
+                for name in a.keys()  # noqa: SIM118  it is no dict
+                if not torch.equal(a.get_tensor(name).view(torch.uint8), b.get_tensor(name).view(torch.uint8))
+            ]
+    return found
+
+
+def _first_different_step(one: Path, other: Path) -> int | None:
+    """Return the first step whose metrics differ, those apart that measure time or memory; None if none does."""
+    rows, others = read_metrics(one), read_metrics(other)
+    for a, b in zip(rows, others, strict=False):
+        if any(a.get(name) != b.get(name) for name in a.keys() | b.keys() if not is_clock(name)):
+            return a["step"]
+    return None if len(rows) == len(others) else min(len(rows), len(others)) + 1

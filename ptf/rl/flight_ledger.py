@@ -1,0 +1,103 @@
+"""The ledger of what the wall clock decided in a run with rollouts in flight: `flight.jsonl` in the run's directory.
+
+With `rollout.clock: wall` it has, for each slice, the episodes that it computed and those that ended by its end; with
+either clock, the episodes that have no result, because that may be a deadline's doing. A line is on the disk before it
+takes effect. A run that is continued, and one that is replayed, does what the lines say, as far as they reach.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ptf.data.trajectory import Prompt, Trajectory
+from ptf.errors import UserError
+from ptf.rl.trajectory_state import trajectory_from_json, trajectory_to_json
+
+NAME = "flight.jsonl"
+Name = tuple[int, int]  # the number of a group and of an episode in it
+
+
+class Decided(NamedTuple):
+    """The end of an episode without a result, after so many responses."""
+
+    heard: int
+    trajectory: Trajectory
+
+
+class FlightLedger:
+    """The lines of a run; with `path` None they are kept nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.slices: dict[int, dict[str, Any]] = {}
+        self.ends: dict[int, frozenset[Name]] = {}
+        self.no_results: dict[Name, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            _end_at_a_line(path)
+            for line in path.read_text().splitlines():
+                self._read(json.loads(line))
+
+    def computed(self, slice_number: int, version: int) -> frozenset[Name] | None:
+        """Return the episodes that a slice computes; None if it is not known. Raises UserError for another version."""
+        known = self.slices.get(slice_number)
+        if known is None:
+            return None
+        if known["version"] != version:
+            raise UserError(
+                f"{self.path}: slice {slice_number} was computed with the weights of version {known['version']}, and "
+                f"now they would be {version}: the ledger is of another run"
+            )
+        return frozenset(map(tuple, known["computed"]))
+
+    def ended(self, slice_number: int) -> frozenset[Name] | None:
+        """Return the episodes that ended by the end of a slice; None if it is not known."""
+        return self.ends.get(slice_number)
+
+    def is_beside_update(self, slice_number: int, version: int) -> bool | None:
+        """Return whether a slice ran beside the update of the weights of `version`; None if it is not known."""
+        known = self.slices.get(slice_number)
+        return None if known is None else known["beside_update"] and known["version"] == version
+
+    def no_result(self, group: int, number: int, prompt: Prompt) -> Decided | None:
+        """Return the end of an episode that had no result; None if that is not known."""
+        known = self.no_results.get((group, number))
+        return None if known is None else Decided(known["heard"], trajectory_from_json(known["trajectory"], prompt))
+
+    def write_computed(self, slice_number: int, version: int, beside_update: bool, names: Iterable[Name]) -> None:
+        """Write which episodes a slice computes."""
+        line = {"slice": slice_number, "version": version, "beside_update": beside_update, "computed": list(names)}
+        self._write(line)
+
+    def write_ended(self, slice_number: int, names: Iterable[Name]) -> None:
+        """Write which episodes ended by the end of a slice."""
+        self._write({"slice": slice_number, "ended": list(names)})
+
+    def write_no_result(self, group: int, number: int, heard: int, trajectory: Trajectory) -> None:
+        """Write that an episode has no result, after this many responses."""
+        self._write({"no_result": [group, number], "heard": heard, "trajectory": trajectory_to_json(trajectory)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, line: dict[str, Any]) -> None:
+        if "no_result" in line:
+            self.no_results[tuple(line["no_result"])] = line
+        elif "ended" in line:
+            self.ends[line["slice"]] = frozenset(map(tuple, line["ended"]))
+        else:
+            self.slices[line["slice"]] = line
+
+
+def _end_at_a_line(path: Path) -> None:
+    """Remove a last line that was cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)

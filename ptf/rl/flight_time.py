@@ -1,0 +1,110 @@
+"""Who is computed in a slice, and which episodes have ended after it: by the virtual clock, or by what is there.
+
+With the virtual clock the answers are functions of the slices alone, and whoever is early waits. With the wall clock
+they are what has happened by then; a ledger gets them before they take effect, and where it already has lines, of a
+run that is continued or replayed, these decide.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from ptf.rl.flying_group import FlyingGroup, Member
+
+if TYPE_CHECKING:
+    from ptf.rl.flight_ledger import FlightLedger
+    from ptf.rl.in_flight import InFlight
+
+POLL_S = 0.02  # how often it is asked whether an update goes on, while no request is there
+Updating = Callable[[], bool]
+
+
+class Time(Protocol):
+    """Decides what a slice computes."""
+
+    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+        """Return the episodes whose requests the next slice computes, with the numbers of their groups, in order."""
+        ...
+
+    async def ended(self, flight: "InFlight") -> list[Member]:
+        """Return the episodes whose end counts from now on."""
+        ...
+
+    def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
+        """Return whether a slice, the `number`-th beside the update of the weights of `version`, begins before the new
+        ones are loaded."""
+        ...
+
+
+class VirtualTime:
+    """Waits for every episode that is due."""
+
+    def __init__(self, update_slices: int) -> None:
+        self.update_slices = update_slices
+
+    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+        """See Time."""
+        await self._wait(flight)
+        return [(g.number, m) for g, _, m in members_of(flight.groups) if m.pending and m.due <= flight.slice]
+
+    async def ended(self, flight: "InFlight") -> list[Member]:
+        """See Time."""
+        await self._wait(flight)
+        return [m for _, _, m in members_of(flight.groups) if m.trajectory is not None and m.due <= flight.slice]
+
+    def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
+        """See Time."""
+        return number < self.update_slices
+
+    async def _wait(self, flight: "InFlight") -> None:
+        flying = members_of(flight.groups)
+        await flight.until(lambda: [m for _, _, m in flying if m.is_thinking and m.due <= flight.slice])
+
+
+class WallTime:
+    """Takes what is there, and waits only while nothing is."""
+
+    def __init__(self, ledger: "FlightLedger") -> None:
+        self.ledger = ledger
+
+    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+        """See Time."""
+        flying = members_of(flight.groups)
+        if (names := self.ledger.computed(flight.slice, version)) is not None:
+            named = [(g, m) for g, i, m in flying if (g.number, i) in names]
+            await flight.until(lambda: [m for _, m in named if m.pending is None])
+            return [(g.number, m) for g, m in named]
+
+        def thinking() -> list[Member]:
+            something = any(m.pending or m.trajectory is not None for _, _, m in flying)
+            if something or (updating is not None and not updating()):
+                return []
+            return [m for _, _, m in flying if m.is_thinking]
+
+        await flight.until(thinking, None if updating is None else POLL_S)
+        found = [(g, i, m) for g, i, m in flying if m.pending]
+        self.ledger.write_computed(flight.slice, version, updating is not None, [(g.number, i) for g, i, _ in found])
+        return [(g.number, m) for g, _, m in found]
+
+    async def ended(self, flight: "InFlight") -> list[Member]:
+        """See Time."""
+        flying, number = members_of(flight.groups), flight.slice - 1
+        if (names := self.ledger.ended(number)) is not None:
+            named = [m for g, i, m in flying if (g.number, i) in names]
+            await flight.until(lambda: [m for m in named if m.trajectory is None])
+            return named
+        for _ in range(3):  # episodes that end without waiting for anything
+            await asyncio.sleep(0)
+        found = [(g, i, m) for g, i, m in flying if m.trajectory is not None]
+        self.ledger.write_ended(number, [(g.number, i) for g, i, _ in found])
+        return [m for _, _, m in found]
+
+    def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
+        """See Time."""
+        known = self.ledger.is_beside_update(slice_number, version)
+        return updating() if known is None else known
+
+
+def members_of(groups: list[FlyingGroup]) -> list[tuple[FlyingGroup, int, Member]]:
+    """Return the episodes whose end does not count yet, with their groups and numbers, in order."""
+    return [(group, i, member) for group in groups for i, member in group.flying]
