@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
-from flows.charts import Row, charts, json_lines, read
+from flows.charts import Row, charts, json_lines, read, timeline
 from ptf.config import shown
 from ptf.config.renames import current_record, responses_of
 from ptf.config.schema import Job
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 REFRESH_S = 10
 SAMPLES = 8  # most samples on one page
 TAIL_BYTES = 1 << 21  # bytes at the end of samples.jsonl that are read for the last step's responses
+TIMELINE_STEPS, TIMELINE_BYTES = 6, 1 << 16  # steps of the timeline; bytes at the end of its file that are read
 # metrics of the last step, in the header
 KPIS = ("loss", "reward", "kl_reference", "tokens_per_s", "step_tokens_per_s", "mfu")
 
@@ -117,6 +118,8 @@ class TrainingPage:
             parts.append(ProgressBar(max=total, label="steps", value=self._step()))
         if self.charts:
             parts.append(Table(pairs(list(self.charts.values()))))
+        if spans := json_lines(self.run / "timeline.jsonl", TIMELINE_BYTES)[-TIMELINE_STEPS:]:
+            parts.append(VegaChart(timeline(spans)))
         if answers := read_last(self.run / "samples.jsonl"):
             rows: list[Any] = [
                 [short(last_message(row["row"])), short(row["response"]), worth(row)] for row in answers[:SAMPLES]

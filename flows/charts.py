@@ -109,6 +109,37 @@ def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
     }
 
 
+def timeline(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the Vega-Lite specification of when each role of a run computed, of rows of its `timeline.jsonl`."""
+    values, starts, begin = [], [], 0.0
+    for row in rows:
+        starts.append({"at": begin, "step": row["step"]})
+        values += [
+            {"role": role, "phase": phase, "from": begin + start, "to": begin + end, "step": row["step"]}
+            for role, phase, start, end in row["phases"]
+        ]
+        begin += row["seconds"]
+    x = {"type": "quantitative", "title": "seconds"}
+    bars = {
+        "data": {"values": values},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "x": {"field": "from", **x},
+            "x2": {"field": "to"},
+            "y": {"field": "role", "type": "nominal", "title": None},
+            "color": {"field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom"}},
+        },
+    }
+    steps = {"data": {"values": starts}, "mark": "rule", "encoding": {"x": {"field": "at", **x}}}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": f"timeline, steps {rows[0]['step']} to {rows[-1]['step']}",
+        "layer": [bars, steps],
+        "width": 720,
+        "height": 40 * len({value["role"] for value in values}),
+    }
+
+
 def thin(rows: list[Row], most: int) -> list[Row]:
     """Return at most `most` rows, evenly spaced, including the last one."""
     return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]

@@ -175,6 +175,7 @@ class PhaseRecord:
     workers: int
     seconds: float
     gib: float  # peak memory of the worker that used most
+    start: float  # time.perf_counter() at its beginning
     # offloaded roles → GiB that each still uses on the device, for the worker that uses most
     offloaded: dict[str, float] = field(default_factory=dict)
 
@@ -226,7 +227,7 @@ class PoolSchedule:
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, offloaded)
+            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, start, offloaded)
             self.table.append(record)
         record.gib = max(group.memory())
 

@@ -18,7 +18,7 @@ from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
-from ptf.compute.tracking import Tracker
+from ptf.compute.tracking import StepLines, Tracker
 from ptf.config import Job, dump
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.sample import PackUnit
@@ -113,6 +113,7 @@ class Controller:
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
         )
+        self.timeline = StepLines(run / "timeline.jsonl", self.step, lease)
         self.samples = ResponseLog(run, job.track, tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
@@ -138,7 +139,7 @@ class Controller:
             metrics |= self.sync()
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
                 metrics |= self.validate()
-            self._log(metrics, time.perf_counter() - began, reward_s)
+            self._log(metrics, began, reward_s)
             if self.step == first:
                 print(f"step {first}, its phases:\n{phase_table(self.cluster.table)}", flush=True)
             leaving = self.stop_signal.is_set
@@ -441,8 +442,13 @@ class Controller:
                 metrics |= {f"{key}/{name}": value for key, value in rates.items()}
         return metrics
 
-    def _log(self, metrics: dict[str, float], step_s: float, reward_s: float) -> None:
-        """Write the step's metrics with the seconds of each phase and the peak memory of each role."""
+    def _log(self, metrics: dict[str, float], began: float, reward_s: float) -> None:
+        """Write the step's metrics with the seconds of each phase and the peak memory of each role; and when each phase
+        was, in seconds since the step began, to `timeline.jsonl`."""
+        step_s = time.perf_counter() - began
+        table = sorted(self.cluster.table, key=lambda phase: phase.start)
+        spans = [[p.role, p.phase, round(p.start - began, 4), round(p.start - began + p.seconds, 4)] for p in table]
+        self.timeline.add({"step": self.step, "seconds": round(step_s, 4), "phases": spans})
         phases = self.cluster.seconds | {"reward_wait": reward_s}
         seconds = {f"seconds/{name}": value for name, value in phases.items()}
         # sorted by memory, so that the largest value of each role is written last and remains
@@ -504,6 +510,7 @@ class Controller:
             self.asynchronous.close()
         if self.functions:
             self.functions.close()
+        self.timeline.close()
         self.track.close()
         self.samples.close()
         for rewards in (self.rewards, self.validation_rewards):

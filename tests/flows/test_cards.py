@@ -79,6 +79,18 @@ def test_charts_follow_the_columns():
     assert charts.charts([]) == {}
 
 
+def test_a_timeline_places_the_phases_of_steps_one_after_the_other():
+    phases = [["rollout", "rollout", 0.0, 2.0], ["policy", "update", 2.0, 3.0], ["rollout", "update_slices", 2.0, 3.5]]
+    spec = charts.timeline([{"step": n, "seconds": 4.0, "phases": phases} for n in (7, 8)])
+    bars, steps = (layer["data"]["values"] for layer in spec["layer"])
+    assert [(bar["role"], bar["phase"], bar["from"], bar["to"]) for bar in bars[3:]] == [
+        ("rollout", "rollout", 4.0, 6.0),
+        ("policy", "update", 6.0, 7.0),
+        ("rollout", "update_slices", 6.0, 7.5),
+    ]
+    assert steps == [{"at": 0.0, "step": 7}, {"at": 4.0, "step": 8}]
+
+
 def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
     offline = arithmetic(tmp_path)
     offline["train"] |= {"steps": 1, "validate_every": 0}

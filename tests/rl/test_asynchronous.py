@@ -134,6 +134,12 @@ def test_slices_beside_an_update_are_those_that_run_after_it(raw, monkeypatch):
     last = read_metrics(Path(raw["output"]) / "beside" / "metrics.jsonl")[-1]
     assert min(last["seconds/engine_wait"], last["seconds/weights_wait"]) == 0.0
     assert last["update_slices_balanced"] > 0
+    spans = read_metrics(Path(raw["output"]) / "beside" / "timeline.jsonl")
+    assert [row["step"] for row in spans] == list(range(1, STEPS + 1))
+    for row in spans:
+        of = {phase: (start, end) for _, phase, start, end in row["phases"]}
+        assert 0 <= of["rollout"][1] <= of["update_slices"][0] <= of["update"][0], "the slices begin before the update"
+        assert max(of["update_slices"][1], of["update"][1]) <= row["seconds"]
 
 
 def test_another_number_of_slices_beside_an_update_is_refused_on_resume(raw, monkeypatch):
