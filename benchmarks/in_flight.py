@@ -32,6 +32,7 @@ from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
 from ptf.rl.in_flight import Clock, InFlight, ages  # noqa: E402
 
 PAGE = results_page("in_flight.md")
+PICTURE = PAGE.with_suffix(".svg")
 PROMPTS, GROUP, MEAN, MOST = 64, 8, 1000, 8000
 UPDATE = 0.15  # of a synchronous step
 BARS = {1: 1.5, 2: 2.0, 4: 3.0}  # steps a second, of those of the synchronous loop
@@ -93,10 +94,20 @@ async def play(prompt: Prompt, _: int, i: int, ask: Callable[[Request], Any]) ->
     return Trajectory(prompt, (whole,), "", Reward(0.0))
 
 
+Spans = list[tuple[str, int, float, float]]  # lane, step, and the seconds from and to which it computes
+
+
 def measured(
-    costs: Costs, k: int, steps: int, slice_tokens: int, update: float, update_slices: int, share: float = 0.5
+    costs: Costs,
+    k: int,
+    steps: int,
+    slice_tokens: int,
+    update: float,
+    update_slices: int,
+    share: float = 0.5,
+    spans: Spans | None = None,
 ) -> dict[str, float]:
-    """Return seconds a step, and what happened in the steps after the first `steps // 4`."""
+    """Return seconds a step, and what happened in the steps after the first `steps // 4`, which `spans` is given."""
     engine = Engine(costs)
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
     in_flight = PROMPTS + int(PROMPTS * k * share)
@@ -107,15 +118,23 @@ def measured(
     for step in range(steps):
         if step == steps // 4:  # the first steps begin with nothing in flight
             start, waited, found, busy, places = now, 0.0, [], engine.busy, engine.places
+        began = now
         engine.version, engine.seconds = step, 0.0
         groups = flight.batch(step, lambda: next(prompts))
         now += engine.seconds
+        taken = now
         found += ages(groups, step)
         engine.seconds = 0.0
         flight.beside_update(step, lambda: next(prompts), lambda: False)
         wait = max(0.0, update - engine.seconds)  # the engine waits for the weights, or they for the engine
         now += engine.seconds + wait
         waited += wait
+        if spans is not None and step >= steps // 4:
+            spans += [
+                ("engine", step, began - start, taken - start),
+                ("engine", step + 1, taken - start, taken - start + engine.seconds),
+                ("policy", step, taken - start, taken - start + update),
+            ]
     flight.close()
     seconds = now - start
     return {
@@ -125,6 +144,39 @@ def measured(
         "mean age": float(np.mean(found)),
         "largest age": max(found),
     }
+
+
+def picture(steps: int = 40, shown: float = 420.0) -> str:
+    """Return an SVG of when engine and policy compute, synchronous and at k = 2, over the same seconds."""
+    synchronous = measured(GPU, 0, steps, MOST, 0.0, 0)["seconds"]
+    update = UPDATE * synchronous / (1 - UPDATE)
+    lanes: list[tuple[str, Spans]] = []
+    for title, k, tokens in (("max_staleness: 0", 0, MOST), ("max_staleness: 2", 2, 1536)):
+        spans: Spans = []
+        measured(GPU, k, steps, tokens, update, 1, 0.75, spans)
+        lanes += [(f"{title}, {lane}", [span for span in spans if span[0] == lane]) for lane in ("engine", "policy")]
+    colours, left, width, height = ("#4c72b0", "#dd8452", "#55a868", "#c44e52"), 190, 700, 26
+    parts = []
+    for row, (title, spans) in enumerate(lanes):
+        top = 10 + row * (height + 8) + (14 if row > 1 else 0)
+        parts.append(f'<text x="{left - 8}" y="{top + 17}" text-anchor="end">{title}</text>')
+        for _, step, start, end in spans:
+            if end > start and start < shown:
+                x, w = left + start / shown * width, (min(end, shown) - start) / shown * width
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{top}" width="{w:.1f}" height="{height}" '
+                    f'fill="{colours[step % len(colours)]}"/>'
+                )
+    bottom = 10 + 4 * (height + 8) + 14
+    parts += [
+        f'<text x="{left + s / shown * width:.1f}" y="{bottom + 12}" text-anchor="middle">{s:.0f} s</text>'
+        for s in np.arange(0, shown + 1, 60)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 30}" height="{bottom + 22}" '
+        f'font-family="sans-serif" font-size="12"><title>When engine and policy compute; one colour is one step</title>'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
@@ -169,6 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
+    PICTURE.write_text(picture())
     gpu, missed = table(GPU, options.steps, True)
     cpu, _ = table(CPU, options.steps, False)
     about = (
