@@ -21,15 +21,19 @@ from ptf.errors import UserError
 F = TypeVar("F", bound=Callable)
 
 
-def split_over_workers(method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0) -> Any:
+def split_over_workers(
+    method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0, queued: bool = False
+) -> Any:
     """Split the first argument, a list, over the data-parallel workers and join the lists that they return.
 
-    Replicas get items of nearly the same total `cost`. Their method may be a generator of (index in its list, result)
-    in any order: results that arrived before a replica was lost are not computed again.
+    Replicas get items of nearly the same total `cost`; with `queued`, for items that are computed one after the other,
+    each replica takes the most expensive item that is left when it has ended its last one. Their method may be a
+    generator of (index in its list, result) in any order: results that arrived before a replica was lost are not
+    computed again.
     """
 
     def mark(method: F) -> F:
-        return _marked(method, dispatch="split", cost=cost)
+        return _marked(method, dispatch="split", cost=cost, queued=queued)
 
     return mark(method) if method else mark
 

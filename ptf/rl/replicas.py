@@ -5,6 +5,7 @@ Results that arrived from a replica before it was lost are kept. Its replacement
 weights) and then computes the missing results.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -57,7 +58,8 @@ class Replicas:
         function = getattr(self.spec.cls, method)
         dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "split":
-            return self._call_sharded(method, args[0], args[1:], function.cost, on_result)
+            call = self._call_queued if function.queued else self._call_sharded
+            return call(method, args[0], args[1:], function.cost, on_result)
         shared = tuple(put(arg) for arg in args)
         unreplayable = dispatch == "unreplayable_broadcast"
         self.irreplaceable |= unreplayable
@@ -88,6 +90,30 @@ class Replicas:
         for part in self._each(lambda i: self._part(i, method, items, shares[i], shared, on_result)):
             results |= part
         return [results[i] for i in range(len(items))]
+
+    def _call_queued(
+        self,
+        method: str,
+        items: Sequence[Any],
+        rest: Sequence[Any],
+        cost: Callable[[Any], float],
+        on_result: OnResult | None,
+    ) -> list[Any]:
+        """Return the result of each item; each replica takes one item after the other."""
+        shared = [put(arg) for arg in rest]
+        left = deque(sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)))
+
+        def take(i: int) -> Mapping[int, Any]:
+            results: dict[int, Any] = {}
+            while True:
+                try:
+                    k = left.popleft()  # of several threads, each gets another item
+                except IndexError:
+                    return results
+                results |= self._part(i, method, items, [k], shared, on_result)
+
+        results = {k: result for part in self._each(take) for k, result in part.items()}
+        return [results[k] for k in range(len(items))]
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""

@@ -109,7 +109,7 @@ class Sampler:
             if len(answers[which]) == n:
                 yield which, tuple(answers[which][i] for i in range(n))
 
-    @split_over_workers(cost=len)
+    @split_over_workers(cost=len, queued=True)
     def sample_parts(self, batches: list[list[Request]], version: int) -> Iterator[tuple[int, list[Generation]]]:
         """Yield (index of a batch, what was sampled for each of its requests); a batch is computed by itself.
 

@@ -249,3 +249,45 @@ def test_a_successor_is_asked_for_the_rest_alone():
     replicas._with_restarts = twice
     assert replicas._part(0, "squares", [5, 6, 7, 8], [3, 0, 2], ["shared"], None) == {3: 80, 0: 50, 2: 70}
     assert asked == [([8, 5, 7], ("shared",), "a role.squares"), ([7], ("shared",), "a role.squares")]
+
+
+class Pace:
+    """A gang that computes squares at its own pace, and fails once at an item."""
+
+    def __init__(self, name: int, seconds: float, fails_at: int | None = None) -> None:
+        self.name, self.seconds, self.fails_at, self.asked = name, seconds, fails_at, list[int]()
+
+    def stream(self, name: str, arguments: tuple, doing: str) -> Iterator[tuple[int, tuple[int, int]]]:
+        _, items = arguments
+        self.asked += items
+        for i, item in enumerate(items):
+            time.sleep(self.seconds)
+            if item == self.fails_at:
+                self.fails_at = None
+                raise RuntimeError("the engine is out of order")
+            yield i, (item * item, self.name)
+
+    def close(self) -> None:
+        pass
+
+
+class Queued:
+    @split_over_workers(cost=float, queued=True)
+    def squares(self, items: list[int]) -> None: ...
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_replicas_take_queued_items_as_they_end_others(fails):
+    replicas = Replicas.__new__(Replicas)
+    replicas.spec, replicas.count, replicas.closed = SimpleNamespace(name="a role", cls=Queued), 2, False
+    replicas.restarts, replicas.irreplaceable, replicas.offloaded, replicas.replayed = 1, False, False, {}
+    slow, fast = Pace(0, 0.3), Pace(1, 0.01, fails_at=5 if fails else None)
+    replicas.gangs, replicas.threads = [slow, fast], ThreadPoolExecutor(2)
+    replicas.start_gang = lambda i: (slow, fast)[i]
+    replicas._start = lambda i: ""
+    found = replicas.call("squares", ITEMS)
+    assert [square for square, _ in found] == [i * i for i in ITEMS]
+    assert len(slow.asked) <= 2, "the other took what it would have waited for"
+    assert sorted(slow.asked + fast.asked) == sorted(ITEMS + [5] * fails)
+    assert 8 in (slow.asked[0], fast.asked[0]), "the most expensive first"
+    replicas.threads.shutdown()
