@@ -138,9 +138,9 @@ class Check:
     bar: str = "reward reaches 0.95"
 
 
-def stale(k: int) -> dict[str, Any]:
-    """Return the keys of `rollout` with which every group is trained k steps after it was sampled, at first."""
-    return {"max_staleness": k, "slice_tokens": 1, "in_flight": 32 * (1 + k)} if k else {}
+def stale(k: int, slice_tokens: int = 1) -> dict[str, Any]:
+    """Return the keys of `rollout` with which every group is trained k steps after it was admitted."""
+    return {"max_staleness": k, "slice_tokens": slice_tokens, "in_flight": 32 * (1 + k)} if k else {}
 
 
 TWICE = {"update_epochs": 2}
@@ -233,8 +233,10 @@ CHECKS = {
         "count",
         {"use": "benchmarks.learning_rl:Uncorrected", "args": {}},
         EXPLORING | {"tis_cap": 2.0},
+        steps=200,
+        lr=2e-3,
         schedule="cosine",
-        rollout=stale(8),
+        rollout=stale(8, slice_tokens=4),
         bar="reward < 0.75",
     ),
     "control: targets shuffled": Check("shuffled", algo=EXPLORING, steps=200, bar="reward < 0.15"),

@@ -9,6 +9,7 @@ notebook, and plots the run's curves.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import ptf
@@ -79,12 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a model on rows and publish it.")
     parser.add_argument("--model", help="directory or Hugging Face id (default: a small one from random weights)")
     parser.add_argument("--output", default="runs/first_sft", help="where everything is written")
+    parser.add_argument("--run-name", help="continue the run of this name, if there is one")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override one key of the job")
     options = parser.parse_args()
 
     job = ptf.load(write_job(Path(options.output), rows(), options.model), overrides=options.set)
     print(ptf.check(job))
-    run = ptf.train(job)
+    run = ptf.train(job, options.run_name)
     metrics = ptf.evaluate(run)
     version = ptf.publish(run)
 
@@ -96,4 +98,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ptf.UserError as error:
+        sys.exit(str(error))

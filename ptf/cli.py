@@ -401,7 +401,9 @@ def publish(options: argparse.Namespace) -> int:
         print(f"{root}: {pointer.version} is what is published now")
         return 0
     now = published_versions.pointer(root)
-    for version in published_versions.versions(root):
+    with contextlib.suppress(storage.Missing):  # before the first one, the directory is not there
+        versions = published_versions.versions(root)
+    for version in versions if now else ():
         print(f"{'→' if now and version == now.version else ' '} {version}")
     if now is None:
         raise UserError(f"nothing is published in {root}")

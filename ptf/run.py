@@ -361,6 +361,8 @@ def main(arguments: list[str] | None = None) -> int:
                     shutdown.forget(directory)
                     remove_leftovers(job, run_name)
                 train_offline(job, world, directory, Lease.parse(str(text)))
+            if world.leads and not os.environ.get(launch.LAUNCHED):
+                print(f"trained: {directory / 'model'}", flush=True)
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2

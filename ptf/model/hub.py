@@ -73,6 +73,8 @@ def _obstacle(path: str, revision: str | None, *, ask: bool) -> str:
         return "the hub is not asked (HF_HUB_OFFLINE)"
     if not ask:
         return ""
+    if why := unreachable():  # at once, where the client below would try for half a minute
+        return why
     try:
         HfApi().model_info(path, revision=revision, timeout=TIMEOUT_S)
     except RevisionNotFoundError as error:

@@ -34,8 +34,8 @@ MOST_PROBED = 8  # episodes that each scripted probe plays
 
 
 def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], None]) -> Preview:
-    """Play episodes of an online job; `tell` is called with a line about the policy, and about the progress of long
-    plays. `policy` is as in `policy_of`.
+    """Play episodes of an online job; `tell` is called with lines about the progress of long plays. `policy` is as in
+    `policy_of`.
 
     Raises UserError for a job that has no rollouts, has a reward model, or has data that cannot be read.
     """
@@ -47,7 +47,6 @@ def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str
             "--set rollout.reward_model=null plays what else the job has"
         )
     chosen = policy_of(job, policy)
-    tell(f"policy: {chosen.line}")
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
         rewards = training_rewards(chosen.job)
         try:

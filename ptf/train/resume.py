@@ -9,7 +9,7 @@ def raise_if_fixed_keys_changed(saved: str, job: Job) -> None:
     changed = frozen_differences(loads(saved), job)
     if changed:
         raise UserError(
-            "this run's checkpoint was written with other values of keys that are fixed:\n  "
+            "this run was begun with other values of keys that are fixed:\n  "
             + "\n  ".join(changed)
             + "\nrestore these keys, or begin a run with another name"
         )
