@@ -205,8 +205,12 @@ CHECKS = {
         steps=100,
         rollout={"environment": {"use": "ptf.tasks.calculator:Calculator"}, "max_new_tokens": 4},
     ),
-    # with a constant learning rate the reward of stale runs falls again late, as it does not with half of that rate
-    **{f"GRPO, k = {k}": Check("count", algo=EXPLORING, rollout=stale(k), schedule="cosine") for k in (0, 1, 2, 4, 8)},
+    **{
+        f"GRPO, k = {k}": Check(
+            "count", algo=EXPLORING, steps=200, lr=2e-3, schedule="cosine", rollout=stale(k, slice_tokens=4)
+        )
+        for k in (0, 1, 2, 4, 8)
+    },
     **{
         f"SFT, then GRPO, k = {k}": Check(
             "reverse",

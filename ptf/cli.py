@@ -400,10 +400,10 @@ def publish(options: argparse.Namespace) -> int:
         pointer = published_versions.roll_back(root, options.rollback or None)
         print(f"{root}: {pointer.version} is what is published now")
         return 0
-    now = published_versions.pointer(root)
+    now, versions = published_versions.pointer(root), list[str]()
     with contextlib.suppress(storage.Missing):  # before the first one, the directory is not there
         versions = published_versions.versions(root)
-    for version in versions if now else ():
+    for version in versions:
         print(f"{'→' if now and version == now.version else ' '} {version}")
     if now is None:
         raise UserError(f"nothing is published in {root}")
