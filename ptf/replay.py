@@ -15,15 +15,15 @@ from ptf import scratch
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.errors import UserError
 from ptf.rl.flight_ledger import NAME
-from ptf.run import check_run_name
+from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
 
 
 def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     """Train a finished run again, as a run called `name`; return whether it ended with the same bits.
 
-    `report` is given what was compared. Raises UserError if the run has not ended, or there is a run called `name`.
-    A replay that was interrupted goes on.
+    `report` is given what was compared. Raises UserError if the run has not ended, or a run called `name` is not its
+    replay. A replay that was interrupted goes on.
     """
     run.raise_if_unfinished()
     check_run_name(name)
@@ -31,10 +31,12 @@ def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     if directory == run.directory.resolve():
         raise UserError(f"--run-name {name}: a run cannot be replayed into its own directory")
     ledger, copy = run.directory / NAME, directory / NAME
-    if directory.exists() and ledger.exists() and not copy.exists():
-        raise UserError(f"{directory} is a run that replays nothing; give another --run-name")
-    if ledger.exists() and not copy.exists():
-        directory.mkdir()
+    decided = ledger.read_bytes() if ledger.exists() else b""
+    begun_already = (directory / JOB).exists()
+    if begun_already and not (copy.read_bytes() if copy.exists() else b"").startswith(decided):
+        raise UserError(f"{directory} is a run that does not replay this one; give another --run-name")
+    if decided and not begun_already:
+        directory.mkdir(parents=True, exist_ok=True)
         with scratch.file(copy) as begun:
             shutil.copyfile(ledger, begun)
             begun.replace(copy)
@@ -58,20 +60,23 @@ def _different_tensors(one: Path, other: Path) -> list[str]:
         if not (other / file.name).exists():
             raise UserError(f"{other} has no {file.name}")
         with safe_open(file, "pt") as a, safe_open(other / file.name, "pt") as b:
-            if set(a.keys()) != set(b.keys()):
-                raise UserError(f"{other / file.name} has other tensors than {file}")
-            found += [
-                name
-                for name in a.keys()  # noqa: SIM118  it is no dict
-                if not torch.equal(a.get_tensor(name).view(torch.uint8), b.get_tensor(name).view(torch.uint8))
-            ]
+            both = set(a.keys()) & set(b.keys())
+            found += sorted((set(a.keys()) | set(b.keys())) - both)
+            found += [name for name in sorted(both) if not _are_equal(a.get_tensor(name), b.get_tensor(name))]
     return found
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _first_different_step(one: Path, other: Path) -> int | None:
     """Return the first step whose metrics differ, those apart that measure time or memory; None if none does."""
     rows, others = read_metrics(one), read_metrics(other)
     for a, b in zip(rows, others, strict=False):
-        if any(a.get(name) != b.get(name) for name in a.keys() | b.keys() if not is_clock(name)):
+        if any(repr(a.get(name)) != repr(b.get(name)) for name in a.keys() | b.keys() if not is_clock(name)):
             return a["step"]
     return None if len(rows) == len(others) else min(len(rows), len(others)) + 1

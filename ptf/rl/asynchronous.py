@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ptf.compute.lease import Lease
 from ptf.config import Job
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
-from ptf.errors import UserError
+from ptf.errors import UserError, full_text
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
@@ -40,16 +41,17 @@ class AsynchronousRollouts:
         self,
         job: Job,
         cluster: Cluster,
-        policy: RoleGroup,
         rollout: RoleGroup,
         functions: RolloutFunctions,
         tokenizer: Tokenizer,
         prompts: Callable[[], Prompt],
         run: Path,
+        lease: Lease,
     ) -> None:
         self.job, self.cluster, self.rollout, self.functions = job, cluster, rollout, functions
-        self.tokenizer, self.prompts, self.run = tokenizer, prompts, run
-        self.beside = cluster.pool(policy.spec.name) is not cluster.pool(rollout.spec.name)
+        self.tokenizer, self.prompts, self.run, self.lease = tokenizer, prompts, run, lease
+        # another role in the engines' pool would take their devices in the middle of a slice
+        self.beside = cluster.pool(rollout.spec.name).roles == {rollout.spec.name}
         self.version = 0  # of the engines' weights
         self.flight = self._in_flight()
         self.ages: Sequence[int] = ()
@@ -78,8 +80,13 @@ class AsynchronousRollouts:
             slices = thread.submit(self._slices, lambda: not updated.is_set())
             try:
                 yield groups
-            finally:
+            except BaseException as error:
+                self.flight.abandon()
                 updated.set()
+                if other := slices.exception():
+                    error.add_note(f"a slice beside it failed, too: {full_text(other)}")
+                raise
+            updated.set()
             done = time.perf_counter()
             ended = slices.result() or began
         self.waits = {
@@ -95,9 +102,9 @@ class AsynchronousRollouts:
 
     def responses(self) -> list[np.ndarray]:
         """Return the tokens [T] of responses in flight, with their contexts: of the oldest `SCORED` that have begun."""
-        members = (member for group in self.flight.groups for member in group.members)
-        begun = (one for member in members if (one := member.pending) and len(one.ids))
-        return [np.concatenate([one.request.context, one.ids]) for one in itertools.islice(begun, SCORED)]
+        parts = (member.begun for group in self.flight.groups for member in group.members)
+        begun = (part for part in parts if part and len(part["ids"]))
+        return [np.concatenate([part["context"], part["ids"]]) for part in itertools.islice(begun, SCORED)]
 
     def state(self) -> dict[str, Any]:
         """Return the state of the rollouts between two steps."""
@@ -107,11 +114,21 @@ class AsynchronousRollouts:
         """Continue from a state. Raises UserError if it had another `rollout.update_slices`."""
         before, now = state["update_slices"], self.flight.clock.update_slices
         if before != now:
+            mend = (
+                f"give the engines {'a pool' if before else 'no pool'} of their own, as before (compute.pools)"
+                if self.flight.clock.wall
+                else f"set rollout.update_slices={before}"
+            )
             raise UserError(
                 f"the checkpoint's run sampled {before} slices beside an update, and this one would sample {now} "
-                f"(the default depends on compute.pools); set rollout.update_slices={before}"
+                f"(the default depends on compute.pools); {mend}"
             )
         restore(self.flight, state)
+        if self.flight.clock.wall and self.flight.slice and self.flight.ledger.ended(self.flight.slice - 1) is None:
+            raise UserError(
+                f"{self.flight.ledger.path} does not reach the checkpoint (slice {self.flight.slice}): the file was "
+                "lost or damaged; restore it, or begin a run with another name"
+            )
 
     def close(self) -> None:
         """End the episodes that have not ended."""
@@ -158,4 +175,4 @@ class AsynchronousRollouts:
         def serve(batches: list[list[Request]]) -> list[list[Generation]]:
             return self.rollout.call("sample_parts", batches, self.version)
 
-        return InFlight(clock, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME))
+        return InFlight(clock, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME, self.lease))

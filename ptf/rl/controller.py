@@ -105,7 +105,7 @@ class Controller:
         self.canary: list[np.ndarray] = []
         self.functions = functions
         self.asynchronous = (
-            AsynchronousRollouts(job, cluster, policy, rollout, functions, tokenizer, partial(next, prompts), run)
+            AsynchronousRollouts(job, cluster, rollout, functions, tokenizer, partial(next, prompts), run, lease)
             if functions
             else None
         )
@@ -214,9 +214,11 @@ class Controller:
     def take_retries(self) -> float:
         """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
         retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
+        if self.functions:  # then the environments of training are here, and the engines may be sampling
+            return retried + self.functions.take_retries()
         if self.rollout_config.environments_by_source:
             retried += float(self.rollout.call("take_retries"))
-        return retried + (self.functions.take_retries() if self.functions else 0)
+        return retried
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics over the rewards of all responses. Raises UserError if too many responses have no reward."""
@@ -457,7 +459,7 @@ class Controller:
             for phase in sorted(self.cluster.table, key=lambda phase: phase.gib)
         }
         speed = {"step_tokens_per_s": metrics["sampled_tokens"] / step_s, "step_s": step_s}
-        if rollout_s := phases.get("rollout"):
+        if rollout_s := phases.get("rollout", 0.0) + phases.get("update_slices", 0.0):
             speed["rollout_tokens_per_s"] = metrics["sampled_tokens"] / rollout_s
         self.track.log(self.step, metrics | speed | seconds | memory)
 

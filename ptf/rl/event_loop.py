@@ -11,17 +11,18 @@ T = TypeVar("T")
 class EventLoop:
     """Runs one coroutine after another in a loop of its own; tasks that they began go on when the next one runs.
 
-    In a thread whose event loop is running, such as a notebook's, they run in a thread beside it. Leaving the context
+    In a thread whose event loop is running, such as a notebook's, or with `own_thread`, they run in a thread beside it.
+    Leaving the context
     cancels what has not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_thread: bool = False) -> None:
         self._runner = asyncio.Runner()
-        self._thread = ThreadPoolExecutor(1, "event loop") if _is_running() else None
+        self._thread = ThreadPoolExecutor(1, "event loop") if own_thread or _is_running() else None
         self._loop = self._thread.submit(self._runner.get_loop).result() if self._thread else self._runner.get_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns. If this thread is interrupted, the coroutine is cancelled."""
+        """Return what a coroutine returns. If this thread is interrupted, the loop's end cancels it at the latest."""
         if self._thread is None:
             # Runner.run would call signal.getsignal twice, which formats the whole result
             return self._loop.run_until_complete(coroutine)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptf.compute.lease import UNSHARED, Lease
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.errors import UserError
 from ptf.rl.trajectory_state import trajectory_from_json, trajectory_to_json
@@ -29,15 +30,19 @@ class Decided(NamedTuple):
 class FlightLedger:
     """The lines of a run; with `path` None they are kept nowhere."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, lease: Lease = UNSHARED) -> None:
+        self.path, self.lease = path, lease
+        self.updates: set[tuple[int, int]] = set()  # the slice before which an update ended, and its version
         self.slices: dict[int, dict[str, Any]] = {}
         self.ends: dict[int, frozenset[Name]] = {}
         self.no_results: dict[Name, dict[str, Any]] = {}
         if path is not None and path.exists():
             _end_at_a_line(path)
-            for line in path.read_text().splitlines():
-                self._read(json.loads(line))
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                try:
+                    self._read(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(f"{path}: line {number} is damaged; restore the file") from error
 
     def computed(self, slice_number: int, version: int) -> frozenset[Name] | None:
         """Return the episodes that a slice computes; None if it is not known. Raises UserError for another version."""
@@ -57,6 +62,8 @@ class FlightLedger:
 
     def is_beside_update(self, slice_number: int, version: int) -> bool | None:
         """Return whether a slice ran beside the update of the weights of `version`; None if it is not known."""
+        if (slice_number, version) in self.updates:
+            return False
         known = self.slices.get(slice_number)
         return None if known is None else known["beside_update"] and known["version"] == version
 
@@ -74,6 +81,10 @@ class FlightLedger:
         """Write which episodes ended by the end of a slice."""
         self._write({"slice": slice_number, "ended": list(names)})
 
+    def write_update_ended(self, slice_number: int, version: int) -> None:
+        """Write that no further slice ran beside the update of the weights of `version`; `slice_number` is the next."""
+        self._write({"update_ended": version, "slice": slice_number})
+
     def write_no_result(self, group: int, number: int, heard: int, trajectory: Trajectory) -> None:
         """Write that an episode has no result, after this many responses."""
         self._write({"no_result": [group, number], "heard": heard, "trajectory": trajectory_to_json(trajectory)})
@@ -81,7 +92,7 @@ class FlightLedger:
     def _write(self, line: dict[str, Any]) -> None:
         if self.path is None:
             return
-        with self.path.open("a") as file:
+        with self.lease.commit(local=True), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -89,6 +100,8 @@ class FlightLedger:
     def _read(self, line: dict[str, Any]) -> None:
         if "no_result" in line:
             self.no_results[tuple(line["no_result"])] = line
+        elif "update_ended" in line:
+            self.updates.add((line["slice"], line["update_ended"]))
         elif "ended" in line:
             self.ends[line["slice"]] = frozenset(map(tuple, line["ended"]))
         else:

@@ -55,14 +55,8 @@ def _restored_group(state: Mapping[str, Any]) -> FlyingGroup:
 def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
         return {"ended": trajectory_state(member.trajectory), "due": member.due, "counts": member.counts}
-    started = member.started
-    if one := member.pending:
-        started = {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
-    return {
-        "heard": [generation_state(generation) for generation in member.heard],
-        "started": started,
-        "due": member.due,
-    }
+    heard = [generation_state(generation) for generation in member.heard]
+    return {"heard": heard, "started": member.begun, "due": member.due}
 
 
 def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:

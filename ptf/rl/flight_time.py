@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from ptf.errors import UserError
 from ptf.rl.flying_group import FlyingGroup, Member
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ class WallTime:
         flying = members_of(flight.groups)
         if (names := self.ledger.computed(flight.slice, version)) is not None:
             named = [(g, m) for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for _, m in named if m.pending is None])
+            await flight.until(lambda: [m for _, m in named if m.is_thinking])
+            if len(named) < len(names) or any(m.pending is None for _, m in named):
+                raise UserError(
+                    f"{self.ledger.path}: an episode ended where it asked the policy before, in slice {flight.slice}: "
+                    "its environment does not repeat (ptf try finds that), so the run cannot be continued or replayed"
+                )
             return [(g.number, m) for g, m in named]
 
         def thinking() -> list[Member]:
@@ -102,7 +108,12 @@ class WallTime:
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
         """See Time."""
         known = self.ledger.is_beside_update(slice_number, version)
-        return updating() if known is None else known
+        if known is not None:
+            return known
+        if updating():
+            return True
+        self.ledger.write_update_ended(slice_number, version)
+        return False
 
 
 def members_of(groups: list[FlyingGroup]) -> list[tuple[FlyingGroup, int, Member]]:

@@ -53,6 +53,14 @@ class Member:
     task: "asyncio.Task[None] | None" = None
 
     @property
+    def begun(self) -> dict[str, np.ndarray]:
+        """Return the context and the parts of the response that is generated; empty if none is."""
+        one = self.pending
+        if one is None:
+            return self.started
+        return {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
+
+    @property
     def is_thinking(self) -> bool:
         """Return whether the episode has neither ended nor asked the policy."""
         return self.trajectory is None and self.pending is None

@@ -66,7 +66,8 @@ class InFlight:
         self.groups: list[FlyingGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
-        self.loop = EventLoop()
+        self.loop = EventLoop(own_thread=True)  # slices run in two threads, and episodes in one
+        self.abandoned = False
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
         # since the metrics were taken: tokens, places for them, slices, seconds of waiting for an environment and of
         # sampling
@@ -89,6 +90,10 @@ class InFlight:
         self.tokens = self.slots = self.slices = 0
         self.waited = self.serving = 0.0
         return found
+
+    def abandon(self) -> None:
+        """Begin no further slice beside an update, which has failed."""
+        self.abandoned = True
 
     def close(self) -> None:
         """Cancel the episodes that have not ended."""
@@ -140,7 +145,7 @@ class InFlight:
         """Run the slices of an update, under the version that the engines have until it is loaded; `updating` returns
         whether it goes on."""
         number = 0
-        while self.time.has_slice(self.slice, version, number, updating):
+        while not self.abandoned and self.time.has_slice(self.slice, version, number, updating):
             self.advance(version, prompts, updating)
             number += 1
 
@@ -215,7 +220,8 @@ class InFlight:
     async def _play(self, group: FlyingGroup, i: int) -> None:
         """Play an episode to its end; one without a result ends in the ledger first."""
         member, number = group.members[i], 0
-        decided, over = self.ledger.no_result(group.number, i, group.prompt), asyncio.Event()
+        decided = self.ledger.no_result(group.number, i, group.prompt)
+        over, gave_up = asyncio.Event(), asyncio.Event()
 
         async def ask(request: Request) -> Generation:
             nonlocal number
@@ -237,7 +243,11 @@ class InFlight:
             sampled = {name: part for name, part in parts.items() if name != "context"}
             member.pending = Pending(request, asyncio.get_running_loop().create_future(), **sampled)
             self.changed.set()
-            whole = await member.pending.response
+            try:
+                whole = await member.pending.response
+            except asyncio.CancelledError:
+                gave_up.set()
+                raise
             if decided and number >= decided.heard:
                 over.set()
             return whole
@@ -249,6 +259,8 @@ class InFlight:
                     ending = asyncio.ensure_future(over.wait())
                     await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
                     ending.cancel()
+                    if playing.done():
+                        playing.result()  # raises what is no result of the episode
                 playing.cancel()
                 member.trajectory = decided.trajectory
                 return
@@ -256,6 +268,13 @@ class InFlight:
                 trajectory = await playing
             finally:
                 playing.cancel()
+            if gave_up.is_set():
+                raise UserError(
+                    "rollout.max_staleness: an episode gave up a request that was being answered (a deadline around "
+                    "policy.generate?); with asynchronous rollouts it waits for its response"
+                )
+            if number < len(member.heard) or member.started:
+                raise_if_other_context(None, None, group.prompt)
             if isinstance(trajectory.outcome, NoResult):
                 self.ledger.write_no_result(group.number, i, len(member.heard), trajectory)
             member.trajectory = trajectory
@@ -268,9 +287,10 @@ class InFlight:
         self.admissions += 1
 
 
-def raise_if_other_context(request: Request, context: np.ndarray, prompt: Prompt) -> None:
-    """Raise UserError if an episode that is played again asks otherwise than before the run was continued."""
-    if not np.array_equal(request.context, context):
+def raise_if_other_context(request: Request | None, context: np.ndarray | None, prompt: Prompt) -> None:
+    """Raise UserError if an episode that is played again asks otherwise than before the run was continued; None: it
+    ended, where it asked before."""
+    if request is None or context is None or not np.array_equal(request.context, context):
         raise UserError(
             f"an episode of prompt {prompt.index} of {prompt.source} asked the policy otherwise than before the run "
             "was continued: its environment does not repeat (ptf try finds that), so with rollout.max_staleness it "

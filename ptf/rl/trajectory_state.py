@@ -65,6 +65,8 @@ def trajectory_from_json(value: Any, prompt: Prompt) -> Trajectory:
 def _to_json(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, Mapping):
         return {key: _to_json(one) for key, one in value.items()}
     return [_to_json(one) for one in value] if isinstance(value, list | tuple) else value

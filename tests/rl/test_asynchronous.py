@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ptf import cli
+from ptf import api, cli
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
@@ -229,6 +229,9 @@ def test_a_run_by_the_wall_clock_goes_on_with_the_same_bits(walled, monkeypatch)
     stopped = train(walled, "stopped")
     assert ledger.read_text().startswith(decided)
     assert cli.main(["replay", str(stopped)]) == 0
+    train(walled, "other")
+    with pytest.raises(UserError, match="does not replay this one"):
+        api.replay(stopped, "other")
 
 
 @pytest.mark.parametrize("failing", ["update", "slices"])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -191,8 +192,8 @@ def test_what_the_wall_clock_decided_is_repeated_from_its_ledger(k, tmp_path):
     assert any(json.loads(line).get("beside_update") for line in lines.splitlines())
     again = run(clock(k, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
     assert told(first[0]) == told(again[0])
-    assert first[1] == again[1][: len(first[1])], "beside the last update there may be more slices"
-    assert ledger.read_text().startswith(lines), "nothing was decided anew"
+    assert first[1] == again[1]
+    assert ledger.read_text() == lines, "nothing was decided anew, nor after the last update"
     other = run(clock(k, wall=True), player(2, pause=True), updating=sometimes)
     assert first[1] != other[1]  # negative control
 
@@ -235,6 +236,60 @@ def test_an_episode_without_a_result_ends_so_again(tmp_path):
     again = run(clock(2), play, ledger=ledger)
     assert (told(first[0]), first[1], outcomes(first[0])) == (told(again[0]), again[1], outcomes(again[0]))
     assert outcomes(run(clock(2), play)[0]) != outcomes(first[0])  # negative control
+
+
+@pytest.mark.parametrize("wall", [False, True])
+def test_an_episode_that_ends_before_what_it_heard_does_not_repeat(wall, tmp_path):
+    """When it is played again after a resume, it must ask for what it heard and for what is being generated."""
+    turns = [2]
+
+    async def play(prompt, version, i, ask):
+        found = [
+            await ask(Request(np.array([1, turn], np.int32), Sampling(40, 1.0, (9,)), prompt.index * 10 + turn))
+            for turn in range(turns[0])
+        ]
+        return Trajectory(prompt, tuple(found), "", Reward(0.0))
+
+    settings, prompts = clock(2, wall=wall), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
+    ledger = FlightLedger(tmp_path / "flight.jsonl")
+    flight = InFlight(settings, Engine(), play, 10.0, ledger)
+    flight.advance(0, lambda: next(prompts))
+    state = state_of(flight)
+    flight.close()
+    turns[0] = 0
+    again = InFlight(settings, Engine(), play, 10.0, ledger)
+    restore(again, state)
+    with pytest.raises(UserError, match="otherwise than before the run was continued"):
+        again.advance(0, lambda: next(prompts))
+    again.close()
+
+
+def test_an_episode_that_gives_up_a_request_is_named():
+    async def hasty(prompt, version, i, ask):
+        request = Request(np.array([1, 2], np.int32), Sampling(400, 1.0, (9,)), 3)
+        try:
+            async with asyncio.timeout(0.01):
+                await ask(request)
+        except TimeoutError:
+            pass
+        return Trajectory(prompt, (), "", Reward(0.0))
+
+    engine = Engine()
+
+    def slow(batches):
+        time.sleep(0.05)
+        return engine(batches)
+
+    flight = InFlight(clock(1, slice_tokens=1), slow, hasty, 10.0)
+    with pytest.raises(UserError, match="gave up a request"):
+        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+    flight.close()
+
+
+def test_a_ledger_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "flight.jsonl").write_text('{"slice": 0, "computed"\n{"slice": 1, "ended": []}\n')
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        FlightLedger(tmp_path / "flight.jsonl")
 
 
 def test_a_ledger_of_another_run_is_refused(tmp_path):
