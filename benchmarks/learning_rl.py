@@ -44,7 +44,7 @@ from ptf.config import loads  # noqa: E402
 from ptf.config.renames import with_first_names  # noqa: E402
 from ptf.data.sample import PackUnit, Sample  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
-from ptf.errors import UserError  # noqa: E402
+from ptf.errors import Stopped, UserError  # noqa: E402
 from ptf.recipes.grpo.recipe import GRPO  # noqa: E402
 from ptf.rl import controller  # noqa: E402
 from ptf.rl.cluster import LocalRoleGroup  # noqa: E402
@@ -376,6 +376,8 @@ class Seed:
                 faulty.enter_context(patched(LocalRoleGroup, "call", unsynced(LocalRoleGroup.call)))
             try:
                 made = self.run(raw, label)
+            except Stopped:  # by a signal: nothing was found
+                raise
             except (SyncError, UserError) as error:
                 at = len(read_metrics(self.place / "runs" / label / "metrics.jsonl"))
                 stopped = at == 0 and isinstance(error, SyncError)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ptf.api import chat, check, evaluate, inspect, load, publish, serve, train, try_episodes
+    from ptf.api import chat, check, evaluate, inspect, load, publish, replay, serve, train, try_episodes
     from ptf.config import Job
     from ptf.conversation import Chat
     from ptf.errors import UserError
