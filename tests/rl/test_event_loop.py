@@ -4,7 +4,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -80,7 +80,16 @@ def test_tasks_wait_between_runs_and_are_cancelled_at_the_end(where: Callable) -
     where(cell)
 
 
+@pytest.fixture
+def interrupted() -> Iterator[None]:
+    """As in a terminal: a process in the background may ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @WHERE
+@pytest.mark.usefixtures("interrupted")
 def test_an_interrupt_cancels_what_runs(where: Callable) -> None:
     said = list[str]()
 
