@@ -29,7 +29,7 @@ from benchmarks.flow_runs import commit, results_page  # noqa: E402
 from benchmarks.pages import write_page  # noqa: E402
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory  # noqa: E402
 from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
-from ptf.rl.in_flight import Clock, InFlight, ages  # noqa: E402
+from ptf.rl.in_flight import FlightSettings, InFlight, ages  # noqa: E402
 
 PAGE = results_page("in_flight.md")
 PICTURE = PAGE.with_suffix(".svg")
@@ -111,7 +111,7 @@ def measured(
     engine = Engine(costs)
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
     in_flight = PROMPTS + int(PROMPTS * k * share)
-    clock = Clock(PROMPTS, GROUP, k, slice_tokens, in_flight, 1, update_slices if k else 0)
+    clock = FlightSettings(PROMPTS, GROUP, k, slice_tokens, in_flight, 1, update_slices if k else 0)
     flight = InFlight(clock, engine, play, 60.0)
     now = waited = start = busy = places = 0.0
     found: list[int] = []

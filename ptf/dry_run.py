@@ -27,9 +27,9 @@ from ptf.errors import UserError
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
+from ptf.train.data_plan import preview_data
 from ptf.train.frozen_models import located, raise_if_other_architecture
 from ptf.train.job_tokenizer import rendered
-from ptf.train.preview import preview_data
 from ptf.train.trainer import load_model
 
 ROWS = 64  # of each source

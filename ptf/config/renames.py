@@ -64,6 +64,7 @@ KEYS = {
     "rollout.constrained_decoding.lines_per_answer": "rollout.constrained_decoding.lines_per_response",
     "rollout.constrained_decoding.repeat": "rollout.constrained_decoding.lines_per_response",
     "rollout.kv_cache_gib": "rollout.cpu_kv_cache_gib",
+    "rollout.batches": "rollout.generation_batches",
     "rollout.gpu_share": "rollout.gpu_memory_utilization",
     "rollout.group": "rollout.group_size",
     "rollout.logprob_diff_bound": "rollout.logprob_diff_threshold",

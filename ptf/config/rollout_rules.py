@@ -65,15 +65,12 @@ def asynchronous(job: Job) -> list[str]:
     assert config is not None
     k, fields = config.max_staleness, type(config).model_fields
     if not k:
-        unused = [
-            name
-            for name in ("slice_tokens", "in_flight", "batches", "clock", "update_slices", "environment_slices")
-            if getattr(config, name) != fields[name].default
-        ]
+        keys = ("slice_tokens", "in_flight", "generation_batches", "clock", "update_slices", "environment_slices")
+        unused = [name for name in keys if getattr(config, name) != fields[name].default]
         return [f"rollout.{name} has no effect without rollout.max_staleness" for name in unused]
     fewest, most = config.prompts_per_step, config.prompts_per_step * (1 + k)
     problems = {
-        "recipe: rollout.max_staleness is there for grpo, and for recipes of your own": (
+        "recipe: rollout.max_staleness is supported for grpo, and for recipes of your own, only": (
             isinstance(job.recipe, str) and job.recipe != "grpo"
         ),
         "algo.tis_cap: with rollout.max_staleness responses have tokens of earlier weights, and the loss must be "
@@ -95,8 +92,8 @@ def asynchronous(job: Job) -> list[str]:
         "rollout.update_slices and rollout.environment_slices are for rollout.clock: virtual": (
             config.clock == "wall" and (config.update_slices is not None or config.environment_slices > 0)
         ),
-        "rollout.batches must be at least rollout.replicas, each of which needs a batch": (
-            config.batches < config.replicas
+        "rollout.generation_batches must be at least rollout.replicas, each of which needs a batch": (
+            config.generation_batches < config.replicas
         ),
     }
     return [problem for problem, present in problems.items() if present]

@@ -22,8 +22,8 @@ def glance(job: Job) -> str:
     from ptf.data.added import tokenizer_of
     from ptf.data.sources.blocks import Location, resolve_files
     from ptf.recipes import registry
+    from ptf.train.data_plan import preview_data
     from ptf.train.job_tokenizer import rendered
-    from ptf.train.preview import preview_data
     from ptf.train.source_specs import specs
 
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:

@@ -27,8 +27,8 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
+from ptf.train.data_plan import preview_data
 from ptf.train.job_tokenizer import rendered
-from ptf.train.preview import preview_data
 from ptf.train.source_specs import specs
 
 FEW_ROWS = 2000  # rows of each source that are read if all sources together have more than `ALL_ROWS`

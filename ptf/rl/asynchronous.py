@@ -22,7 +22,7 @@ from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
 from ptf.rl.flight_ledger import NAME, FlightLedger
 from ptf.rl.flight_state import restore, state_of
-from ptf.rl.in_flight import Ask, Clock, InFlight, ages
+from ptf.rl.in_flight import Ask, FlightSettings, InFlight, ages
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.sampler import seed_of
@@ -108,15 +108,15 @@ class AsynchronousRollouts:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the rollouts between two steps."""
-        return {**state_of(self.flight), "update_slices": self.flight.clock.update_slices}
+        return {**state_of(self.flight), "update_slices": self.flight.settings.update_slices}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state. Raises UserError if it had another `rollout.update_slices`."""
-        before, now = state["update_slices"], self.flight.clock.update_slices
+        before, now = state["update_slices"], self.flight.settings.update_slices
         if before != now:
             mend = (
                 f"give the engines {'a pool' if before else 'no pool'} of their own, as before (compute.pools)"
-                if self.flight.clock.wall
+                if self.flight.settings.wall
                 else f"set rollout.update_slices={before}"
             )
             raise UserError(
@@ -124,7 +124,7 @@ class AsynchronousRollouts:
                 f"(the default depends on compute.pools); {mend}"
             )
         restore(self.flight, state)
-        if self.flight.clock.wall and self.flight.slice and self.flight.ledger.ended(self.flight.slice - 1) is None:
+        if self.flight.settings.wall and self.flight.slice and self.flight.ledger.ended(self.flight.slice - 1) is None:
             raise UserError(
                 f"{self.flight.ledger.path} does not reach the checkpoint (slice {self.flight.slice}): the file was "
                 "lost or damaged; restore it, or begin a run with another name"
@@ -137,7 +137,7 @@ class AsynchronousRollouts:
     @property
     def has_update_slices(self) -> bool:
         """Return whether slices may run between the take of a batch and its weights."""
-        clock = self.flight.clock
+        clock = self.flight.settings
         return self.beside if clock.wall else clock.update_slices > 0
 
     def _slices(self, updating: Callable[[], bool]) -> float | None:
@@ -153,13 +153,13 @@ class AsynchronousRollouts:
         config = self.job.rollout
         assert config is not None
         prompts, k = config.prompts_per_step, config.max_staleness
-        clock = Clock(
+        settings = FlightSettings(
             prompts,
             config.group_size,
             k,
             config.slice_tokens,
             config.in_flight or prompts + prompts * k // 2,
-            config.batches,
+            config.generation_batches,
             int(self.beside) if config.update_slices is None else config.update_slices,
             config.environment_slices,
             config.clock == "wall",
@@ -175,4 +175,4 @@ class AsynchronousRollouts:
         def serve(batches: list[list[Request]]) -> list[list[Generation]]:
             return self.rollout.call("sample_parts", batches, self.version)
 
-        return InFlight(clock, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME, self.lease))
+        return InFlight(settings, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME, self.lease))

@@ -1,8 +1,8 @@
-"""Who is computed in a slice, and which episodes have ended after it: by the virtual clock, or by what is there.
+"""Which requests a slice computes, and which episodes have ended after it: by the virtual or by the wall clock.
 
-With the virtual clock the answers are functions of the slices alone, and whoever is early waits. With the wall clock
-they are what has happened by then; a ledger gets them before they take effect, and where it already has lines, of a
-run that is continued or replayed, these decide.
+With the virtual clock a slice waits for every episode that is due, and an episode that is early waits for its slice.
+With the wall clock a slice takes the requests that have arrived; a ledger gets these choices before they take effect,
+and where it already has lines, of a run that is continued or replayed, these decide.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ class Member:
     heard: list[Generation] = field(default_factory=list)  # the whole responses so far
     started: dict[str, np.ndarray] = field(default_factory=dict)  # restored: the context and parts of the next response
     pending: Pending | None = None
-    due: int = 0  # the slice that needs what the episode does after its last response; not before it does that count
+    due: int = 0  # the first slice in which its next request, or its end, counts; earlier ones wait for it
     trajectory: Trajectory | None = None
     counts: bool = False  # whether its end counts: it may be earlier than the clock allows for
     task: "asyncio.Task[None] | None" = None

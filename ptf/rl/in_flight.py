@@ -35,8 +35,8 @@ PlayMember = Callable[[Prompt, int, int, Ask], Coroutine[Any, Any, Trajectory]]
 
 
 @dataclass(frozen=True)
-class Clock:
-    """The settings of the virtual clock."""
+class FlightSettings:
+    """The settings of rollouts in flight."""
 
     prompts: int  # groups of a batch
     group_size: int
@@ -46,7 +46,7 @@ class Clock:
     batches: int
     update_slices: int = 0  # slices under the old weights between the take of a batch and the weights trained on it
     environment_slices: int = 0  # slices that an environment has for its answer, beside the one in which it was asked
-    wall: bool = False  # what is there decides, and is written to a ledger; the two numbers of slices have no effect
+    wall: bool = False  # slices take the requests that have arrived, and a ledger has them; the two numbers are unused
 
 
 class InFlight:
@@ -58,11 +58,16 @@ class InFlight:
     """
 
     def __init__(
-        self, clock: Clock, serve: Serve, play: PlayMember, timeout_s: float, ledger: FlightLedger | None = None
+        self,
+        settings: FlightSettings,
+        serve: Serve,
+        play: PlayMember,
+        timeout_s: float,
+        ledger: FlightLedger | None = None,
     ) -> None:
-        self.clock, self.serve, self.play, self.timeout_s = clock, serve, play, timeout_s
+        self.settings, self.serve, self.play, self.timeout_s = settings, serve, play, timeout_s
         self.ledger = ledger or FlightLedger(None)
-        self.time = WallTime(self.ledger) if clock.wall else VirtualTime(clock.update_slices)
+        self.time = WallTime(self.ledger) if settings.wall else VirtualTime(settings.update_slices)
         self.groups: list[FlyingGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
@@ -119,8 +124,8 @@ class InFlight:
         Each must be trained in time. While a batch is trained, the next version is near: a group that begins before it
         has one step less, so for one step fewer prompts are admitted than could be.
         """
-        steps = version + self.clock.max_staleness - self.next_step + (version == self.next_step)
-        return min(self.clock.in_flight, self.clock.prompts * steps)
+        steps = version + self.settings.max_staleness - self.next_step + (version == self.next_step)
+        return min(self.settings.in_flight, self.settings.prompts * steps)
 
     def takeable(self, step: int) -> list[FlyingGroup] | None:
         """Return the batch of a step; None if it cannot be formed before a further slice.
@@ -129,7 +134,10 @@ class InFlight:
         trained at an age of at most `max_staleness`, now or, as the batches after this one have room, later: if one
         that must be in this batch has not ended, none is formed.
         """
-        size, last = self.clock.prompts, self.clock.max_staleness  # a group of version v may be trained until v + last
+        size, last = (
+            self.settings.prompts,
+            self.settings.max_staleness,
+        )  # a group of version v may be trained until v + last
         ended = [group for group in self.groups if group.ended is not None]
         chosen = sorted(ended, key=lambda group: (group.admitted, group.ended, group.number))[:size]
         if len(chosen) < size:
@@ -158,12 +166,12 @@ class InFlight:
             self._admit(prompts(), version)
         flying = any(group.ended is None for group in self.groups)
         members = self.loop.run(self._timed(self.time.computed(self, version, updating)))
-        dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.clock.batches)]
+        dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.settings.batches)]
         for number, member in members:
             assert member.pending is not None
-            dealt[number % self.clock.batches].append((member, member.pending))
+            dealt[number % self.settings.batches].append((member, member.pending))
         full = [batch for batch in dealt if batch]
-        parts_of = [[one.part(self.clock.slice_tokens) for _, one in batch] for batch in full]
+        parts_of = [[one.part(self.settings.slice_tokens) for _, one in batch] for batch in full]
         began = time.perf_counter()
         sampled = self.serve(parts_of) if full else []
         self.serving += time.perf_counter() - began
@@ -173,9 +181,9 @@ class InFlight:
                 if whole := one.add(part):
                     member.pending = None
                     member.heard.append(whole)
-                    member.due = self.slice + 1 + self.clock.environment_slices
+                    member.due = self.slice + 1 + self.settings.environment_slices
                     one.response.set_result(whole)
-        self.slots += self.clock.slice_tokens * self.clock.in_flight * self.clock.group_size
+        self.slots += self.settings.slice_tokens * self.settings.in_flight * self.settings.group_size
         self.slice += 1
         self.slices += 1
         for member in self.loop.run(self._timed(self.time.ended(self))):
@@ -282,7 +290,7 @@ class InFlight:
             self.changed.set()
 
     def _admit(self, prompt: Prompt, version: int) -> None:
-        members = [Member(due=self.slice) for _ in range(self.clock.group_size)]
+        members = [Member(due=self.slice) for _ in range(self.settings.group_size)]
         self.groups.append(FlyingGroup(self.admissions, prompt, version, members))
         self.admissions += 1
 
@@ -292,9 +300,9 @@ def raise_if_other_context(request: Request | None, context: np.ndarray | None, 
     ended, where it asked before."""
     if request is None or context is None or not np.array_equal(request.context, context):
         raise UserError(
-            f"an episode of prompt {prompt.index} of {prompt.source} asked the policy otherwise than before the run "
-            "was continued: its environment does not repeat (ptf try finds that), so with rollout.max_staleness it "
-            "cannot be resumed"
+            f"after the resume, an episode of prompt {prompt.index} of {prompt.source} sent another request to the "
+            "policy than before: its environment is not deterministic (take all randomness from its seed; ptf try "
+            "checks that), so with rollout.max_staleness the run cannot be continued"
         )
 
 

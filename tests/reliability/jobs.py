@@ -80,7 +80,13 @@ def asynchronous(k: int, episodes: bool = False) -> Callable[[Path], dict[str, A
 
     def made(directory: Path) -> dict[str, Any]:
         raw = online("grpo", {"num_minibatches": 2})(directory)
-        raw["rollout"] |= {"max_staleness": k, "slice_tokens": 4, "batches": 2, "max_new_tokens": 16, "group_size": 2}
+        raw["rollout"] |= {
+            "max_staleness": k,
+            "slice_tokens": 4,
+            "generation_batches": 2,
+            "max_new_tokens": 16,
+            "group_size": 2,
+        }
         if episodes:
             del raw["rollout"]["reward"]
             raw["rollout"] |= {"environment": {"use": "tests.rl.environments:Echo"}, "max_turns": 2}

@@ -37,7 +37,7 @@ def raw(tmp_path):
         "reward": {"use": "tests.rl.plugs:by_length"},
         "max_staleness": 2,
         "slice_tokens": 2,
-        "batches": 2,
+        "generation_batches": 2,
     }
     raw["data"] |= {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
     raw["train"] |= {"steps": STEPS, "validate_every": 0, "lr": 3e-3}
@@ -262,7 +262,9 @@ def test_two_replicas_sample_what_one_does(raw):
 
 
 def test_without_staleness_nothing_of_it_counts(raw):
-    plain = {k: v for k, v in raw["rollout"].items() if k not in ("max_staleness", "slice_tokens", "batches")}
+    plain = {
+        k: v for k, v in raw["rollout"].items() if k not in ("max_staleness", "slice_tokens", "generation_batches")
+    }
     rows, _, _ = found(train({**raw, "rollout": plain}, "plain"))
     assert {row["staleness"] for row in rows} == {0.0}
     assert "slices" not in rows[0]
@@ -271,7 +273,7 @@ def test_without_staleness_nothing_of_it_counts(raw):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"recipe": "ppo"}, "recipe .*is there for grpo, and"),
+        ({"recipe": "ppo"}, "recipe .*is supported for grpo, and"),
         ({"recipe": {"use": "ptf.recipes.grpo.recipe:GRPO"}}, r"algo\.tis_cap .*must be corrected"),
         ({"algo": {"tis_cap": None}}, r"algo\.tis_cap .*must be corrected"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p .*must be 1"),
@@ -279,10 +281,10 @@ def test_without_staleness_nothing_of_it_counts(raw):
         ({"rollout": {"in_flight": 5}}, r"rollout\.in_flight .*from 6 .* to 18"),
         ({"rollout": {"in_flight": 19}}, r"rollout\.in_flight .*from 6 .* to 18"),
         ({"rollout": {"zero_variance_groups": "replace"}}, "cannot be used with rollout.max_staleness yet"),
-        ({"rollout": {"replicas": 3}}, r"rollout\.batches .*at least rollout\.replicas"),
+        ({"rollout": {"replicas": 3}}, r"rollout\.generation_batches .*at least rollout\.replicas"),
         ({"rollout": {"max_staleness": 0}}, r"rollout\.slice_tokens .*has no effect"),
         (
-            {"rollout": {"max_staleness": 0, "slice_tokens": 256, "batches": 1, "update_slices": 1}},
+            {"rollout": {"max_staleness": 0, "slice_tokens": 256, "generation_batches": 1, "update_slices": 1}},
             "update_slices .*no",
         ),
     ],

@@ -15,12 +15,12 @@ from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.flight_state import restore, state_of
 from ptf.rl.flying_group import FlyingGroup
-from ptf.rl.in_flight import Clock, InFlight, ages
+from ptf.rl.in_flight import FlightSettings, InFlight, ages
 
 STEPS = 12
 
 
-def clock(k: int, **changes) -> Clock:
+def clock(k: int, **changes) -> FlightSettings:
     usual = {
         "prompts": 4,
         "group_size": 2,
@@ -29,7 +29,7 @@ def clock(k: int, **changes) -> Clock:
         "in_flight": 4 + 2 * k,
         "batches": 2,
     }
-    return Clock(**usual | changes)
+    return FlightSettings(**usual | changes)
 
 
 class Engine:
@@ -72,7 +72,7 @@ def player(turns: int = 1, pause: bool = False, most: int = 40):
     return play
 
 
-def run(settings: Clock, play, steps: int = STEPS, ledger: Path | None = None, updating=lambda: False):
+def run(settings: FlightSettings, play, steps: int = STEPS, ledger: Path | None = None, updating=lambda: False):
     """Return, of each step, the taken groups and their ages; and what the engine was asked."""
     engine = Engine()
     prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
@@ -259,7 +259,7 @@ def test_an_episode_that_ends_before_what_it_heard_does_not_repeat(wall, tmp_pat
     turns[0] = 0
     again = InFlight(settings, Engine(), play, 10.0, ledger)
     restore(again, state)
-    with pytest.raises(UserError, match="otherwise than before the run was continued"):
+    with pytest.raises(UserError, match=r"after the resume|ended where it asked the policy before"):
         again.advance(0, lambda: next(prompts))
     again.close()
 
@@ -377,7 +377,7 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
         assert ends[0] == ends[1]
         other, _, more = begun(player(1, most=41))
         restore(other, {**state, "groups": [moved(group) for group in state["groups"]]})
-        with pytest.raises(UserError, match="asked the policy otherwise than before the run was continued"):
+        with pytest.raises(UserError, match="sent another request to the policy than before"):
             other.batch(0, more)
     finally:
         for flight in (whole, first, second, other):

@@ -16,12 +16,13 @@ class PublishConfig(Section):
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["starting_model", "off"] = changeable("starting_model")
-    """`starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
+    """One of two comparisons before a version is published; the other, with the published version, is `metric`.
+    `starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
     the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below
     -`max_regression`). The comparison uses `metric` if it is set and was measured on the starting model; otherwise the
     default metrics: greedy responses, rankings or held-out losses, whichever of these the job has first. A metric that
     is not stored by row (`pass@k`, `accuracy`, `auc`, your own `evaluate.metrics`) has no interval: any change for the
-    worse beyond `max_regression` is refused. `off`: publish without this comparison."""
+    worse beyond `max_regression` is refused. `off`: publish without this comparison; `metric` is still compared."""
     metric: str | None = changeable(None)
     """A metric of the evaluate stage, such as `greedy_pass_rate/test`. A version is refused if its value is worse than
     the published version's by more than `max_regression`. Where it was not measured on the starting model, `gate`

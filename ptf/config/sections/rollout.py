@@ -117,29 +117,30 @@ class RolloutConfig(Section):
     Default: `reward_retries`."""
     max_staleness: Count = 0
     """Asynchronous rollouts: the most steps between the weights of a group's oldest token and those that are trained on
-    it. A step takes the groups that have ended; responses that have not go on under the next weights. 0: each step
-    waits for all its responses."""
+    it. A step takes the groups that have ended; unfinished responses continue under the next weights. 0: each step
+    waits for all its responses. The keys up to `environment_slices` are for values above 0."""
     slice_tokens: Positive = 256
-    """With `max_staleness`: tokens that each response may gain between two times at which weights may change. What is
-    not finished is prefilled again."""
+    """Generation proceeds in slices: in one slice every unfinished response gets at most this many tokens. Weights
+    change only between slices. A response that continues in the next slice is prefilled again."""
     in_flight: Positive | None = None
-    """With `max_staleness`: most groups that are generated or wait to be trained, from `prompts_per_step` to
+    """Largest number of groups that are being generated or wait to be trained, from `prompts_per_step` to
     `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
-    batches: Positive = 1
-    """With `max_staleness`: batches in which responses are generated, by the number of their group; at least
-    `replicas`. Their number belongs to the run, so that other replicas give the same bits."""
+    generation_batches: Positive = 1
+    """Into how many fixed batches the responses of a slice are divided (the number of the group modulo this); at least
+    `replicas`, which take them from a queue. It is fixed for a run, so that another number of replicas gives the same
+    bits."""
     clock: Literal["virtual", "wall"] = "virtual"
-    """With `max_staleness`: what decides who is computed in a slice. `virtual`: the slices, so that the run repeats,
-    and whoever is early waits. `wall`: who is there, so that no engine waits for an environment; what happened is
-    written to the run's `flight.jsonl`, from which `ptf replay` repeats it."""
+    """`virtual`: a slice waits for every environment whose reply is due, so that the run repeats to the bit, however
+    fast engines and environments are. `wall`: a slice generates the responses that have been requested by then, and
+    engines do not wait for environments; the choices are written to the run's `flight.jsonl`, from which `ptf replay`
+    repeats the run."""
     update_slices: Count | None = changeable(None)
-    """With `max_staleness`: slices that are sampled under the old weights between the moment at which a batch is taken
-    and the weights that are trained on it: beside the update where policy and engines have devices of their own
-    (`compute.pools`), after it otherwise. Default: 1 with devices of their own, otherwise 0. The metric
-    `update_slices_balanced` is the number with which neither side waits."""
+    """How many slices the engines generate with the old weights while a step is trained: in parallel if the engines
+    have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a pool of their own,
+    otherwise 0. The metric `update_slices_balanced` is the number with which neither side waits."""
     environment_slices: Count = 0
-    """With `max_staleness`: slices that an environment, or a function that plays, has to answer in while others are
-    sampled; an answer that is there earlier waits."""
+    """How many slices an environment may take for a reply, while the other responses go on. The reply is used that many
+    slices later also if it is there earlier. 0: engines wait for each reply."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
