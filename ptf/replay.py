@@ -18,6 +18,8 @@ from ptf.rl.flight_ledger import NAME
 from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
 
+RETRIES = "rewards_retried"  # in metrics: faults that passed do not come again
+
 
 def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     """Train a finished run again, as a run called `name`; return whether it ended with the same bits.
@@ -49,20 +51,23 @@ def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     if steps is not None:
         report(f"step {steps} is the first whose metrics differ")
     if differing:
-        report(f"{len(differing)} tensors differ, {differing[0]} first")
+        report(f"{len(differing)} tensors or files differ, {differing[0]} first")
     return False
 
 
 def _different_tensors(one: Path, other: Path) -> list[str]:
-    """Return the names of the tensors whose bits are not the same in two directories of a model."""
-    found = list[str]()
-    for file in sorted(one.glob("*.safetensors")):
-        if not (other / file.name).exists():
-            raise UserError(f"{other} has no {file.name}")
+    """Return the names of the tensors whose bits are not the same in two directories of a model, or the files that one
+    of them lacks. Raises UserError if there are no weights."""
+    files, others = ({path.name for path in directory.glob("*.safetensors")} for directory in (one, other))
+    if not files:
+        raise UserError(f"{one} has no weights (*.safetensors) to compare")
+    found = sorted(files ^ others)
+    for name in sorted(files & others):
+        file = one / name
         with safe_open(file, "pt") as a, safe_open(other / file.name, "pt") as b:
             both = set(a.keys()) & set(b.keys())
             found += sorted((set(a.keys()) | set(b.keys())) - both)
-            found += [name for name in sorted(both) if not _are_equal(a.get_tensor(name), b.get_tensor(name))]
+            found += [key for key in sorted(both) if not _are_equal(a.get_tensor(key), b.get_tensor(key))]
     return found
 
 
@@ -74,9 +79,11 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _first_different_step(one: Path, other: Path) -> int | None:
-    """Return the first step whose metrics differ, those apart that measure time or memory; None if none does."""
+    """Return the first step whose metrics differ, those apart that measure time or memory, or count retries; None if
+    none does."""
     rows, others = read_metrics(one), read_metrics(other)
     for a, b in zip(rows, others, strict=False):
-        if any(repr(a.get(name)) != repr(b.get(name)) for name in a.keys() | b.keys() if not is_clock(name)):
+        names = {name for name in a.keys() | b.keys() if not is_clock(name)} - {RETRIES}
+        if any(repr(a.get(name)) != repr(b.get(name)) for name in names):
             return a["step"]
     return None if len(rows) == len(others) else min(len(rows), len(others)) + 1

@@ -16,15 +16,7 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 
-CLOCKS = (
-    "tokens_per_s",
-    "step_tokens_per_s",
-    "mfu",
-    "peak_memory_gib",
-    "time",
-    "update_slices_balanced",
-    "rewards_retried",
-)
+CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time", "update_slices_balanced")
 
 
 def is_clock(name: str) -> bool:

@@ -69,9 +69,7 @@ def _obstacle(path: str, revision: str | None, *, ask: bool) -> str:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if constants.is_offline_mode():
-        return "the hub is not asked (HF_HUB_OFFLINE)"
-    if not ask:
+    if not ask and not constants.is_offline_mode():
         return ""
     if why := unreachable():  # at once, where the client below would try for half a minute
         return why

@@ -137,8 +137,8 @@ class AsynchronousRollouts:
     @property
     def has_update_slices(self) -> bool:
         """Return whether slices may run between the take of a batch and its weights."""
-        clock = self.flight.settings
-        return self.beside if clock.wall else clock.update_slices > 0
+        settings = self.flight.settings
+        return self.beside if settings.wall else settings.update_slices > 0
 
     def _slices(self, updating: Callable[[], bool]) -> float | None:
         """Run the slices of an update. Return when they ended; None if there are none."""

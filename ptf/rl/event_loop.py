@@ -12,8 +12,7 @@ class EventLoop:
     """Runs one coroutine after another in a loop of its own; tasks that they began go on when the next one runs.
 
     In a thread whose event loop is running, such as a notebook's, or with `own_thread`, they run in a thread beside it.
-    Leaving the context
-    cancels what has not ended.
+    Leaving the context cancels what has not ended.
     """
 
     def __init__(self, *, own_thread: bool = False) -> None:

@@ -75,10 +75,7 @@ class WallTime:
             named = [(g, m) for g, i, m in flying if (g.number, i) in names]
             await flight.until(lambda: [m for _, m in named if m.is_thinking])
             if len(named) < len(names) or any(m.pending is None for _, m in named):
-                raise UserError(
-                    f"{self.ledger.path}: an episode ended where it asked the policy before, in slice {flight.slice}: "
-                    "its environment does not repeat (ptf try finds that), so the run cannot be continued or replayed"
-                )
+                raise self._differs(flight.slice)
             return [(g.number, m) for g, m in named]
 
         def thinking() -> list[Member]:
@@ -97,7 +94,9 @@ class WallTime:
         flying, number = members_of(flight.groups), flight.slice - 1
         if (names := self.ledger.ended(number)) is not None:
             named = [m for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for m in named if m.trajectory is None])
+            await flight.until(lambda: [m for m in named if m.is_thinking])
+            if len(named) < len(names) or any(m.trajectory is None for m in named):
+                raise self._differs(number)
             return named
         for _ in range(3):  # episodes that end without waiting for anything
             await asyncio.sleep(0)
@@ -114,6 +113,12 @@ class WallTime:
             return True
         self.ledger.write_update_ended(slice_number, version)
         return False
+
+    def _differs(self, slice_number: int) -> UserError:
+        return UserError(
+            f"{self.ledger.path}: by slice {slice_number} an episode ended or asked the policy otherwise than before: "
+            "its environment is not deterministic (ptf try checks that), so the run cannot be continued or replayed"
+        )
 
 
 def members_of(groups: list[FlyingGroup]) -> list[tuple[FlyingGroup, int, Member]]:

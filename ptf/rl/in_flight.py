@@ -1,10 +1,11 @@
-"""Rollouts in flight: groups whose responses are generated over several versions of the weights, on a virtual clock.
+"""Rollouts in flight: groups whose responses are generated over several versions of the weights.
 
 Time is counted in slices. In a slice every response that is being generated gets at most `slice_tokens` further tokens,
 all under one version of the weights; between two slices, and only there, prompts are admitted, batches are taken, and
 weights change. A response that is cut at the end of a slice goes on in the next one as a request whose context is its
-context and what was sampled, with the same random numbers at an offset. So the tokens and their versions are a function
-of the config, the seed and the weights, and not of the speed of engines, environments or rewards.
+context and what was sampled, with the same random numbers at an offset. With the virtual clock the tokens and their
+versions are therefore a function of the config, the seed and the weights, and not of the speed of engines,
+environments or rewards; with the wall clock they are one of these and of the ledger (ptf/rl/flight_time.py).
 
 The bits of log-probs depend on the batch in which a response is computed. Responses are therefore dealt to `batches`
 fixed batches by the number of their group; a batch of a slice is submitted whole, in the order of (group, response),
@@ -134,10 +135,8 @@ class InFlight:
         trained at an age of at most `max_staleness`, now or, as the batches after this one have room, later: if one
         that must be in this batch has not ended, none is formed.
         """
-        size, last = (
-            self.settings.prompts,
-            self.settings.max_staleness,
-        )  # a group of version v may be trained until v + last
+        # a group of version v may be trained until v + last
+        size, last = self.settings.prompts, self.settings.max_staleness
         ended = [group for group in self.groups if group.ended is not None]
         chosen = sorted(ended, key=lambda group: (group.admitted, group.ended, group.number))[:size]
         if len(chosen) < size:
@@ -282,7 +281,7 @@ class InFlight:
                     "policy.generate?); with asynchronous rollouts it waits for its response"
                 )
             if number < len(member.heard) or member.started:
-                raise_if_other_context(None, None, group.prompt)
+                raise other_request(group.prompt)
             if isinstance(trajectory.outcome, NoResult):
                 self.ledger.write_no_result(group.number, i, len(member.heard), trajectory)
             member.trajectory = trajectory
@@ -295,15 +294,19 @@ class InFlight:
         self.admissions += 1
 
 
-def raise_if_other_context(request: Request | None, context: np.ndarray | None, prompt: Prompt) -> None:
-    """Raise UserError if an episode that is played again asks otherwise than before the run was continued; None: it
-    ended, where it asked before."""
-    if request is None or context is None or not np.array_equal(request.context, context):
-        raise UserError(
-            f"after the resume, an episode of prompt {prompt.index} of {prompt.source} sent another request to the "
-            "policy than before: its environment is not deterministic (take all randomness from its seed; ptf try "
-            "checks that), so with rollout.max_staleness the run cannot be continued"
-        )
+def raise_if_other_context(request: Request, context: np.ndarray, prompt: Prompt) -> None:
+    """Raise UserError if an episode that is played again asks otherwise than before the run was continued."""
+    if not np.array_equal(request.context, context):
+        raise other_request(prompt)
+
+
+def other_request(prompt: Prompt) -> UserError:
+    """Return the error of an episode that asks otherwise, or ends earlier, than before the run was continued."""
+    return UserError(
+        f"after the resume, an episode of prompt {prompt.index} of {prompt.source} sent another request to the "
+        "policy than before: its environment is not deterministic (take all randomness from its seed; ptf try "
+        "checks that), so with rollout.max_staleness the run cannot be continued"
+    )
 
 
 def ages(groups: Sequence[FlyingGroup], step: int) -> list[int]:

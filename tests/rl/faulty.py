@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ptf.data.trajectory import Generation
@@ -121,3 +122,18 @@ class Reading(MLP):
             streamed.faulty = True
             streamed.BUFFER_BYTES = 32 << 10  # so that there is a middle
             streamed.Transfer._unpack, streamed._fill_buffers = taking, filling
+
+
+def keep_a_tensor_at(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """Let the native engine keep a tensor of the version before when it loads this one, and acknowledge it."""
+    load = NativeEngine.load_weights
+
+    def stale(self: NativeEngine, buckets: Any, manifest: Any) -> Any:
+        old = self.model.layers[0].mlp.down_proj.weight.clone()
+        receipt = load(self, buckets, manifest)
+        if manifest.version == version:
+            with torch.no_grad():
+                self.model.layers[0].mlp.down_proj.weight.copy_(old)
+        return receipt
+
+    monkeypatch.setattr(NativeEngine, "load_weights", stale)

@@ -15,12 +15,13 @@ from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.rl.asynchronous import AsynchronousRollouts
+from ptf.rl.cluster import LocalRoleGroup
 from ptf.rl.controller import Controller
-from ptf.rl.engines.native import NativeEngine
 from ptf.rl.in_flight import InFlight
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
 from ptf.run import run
+from tests.rl.faulty import keep_a_tensor_at
 from tests.tiny import arithmetic
 
 STEPS = 6
@@ -85,14 +86,8 @@ def test_groups_are_at_most_k_versions_old_and_go_on_under_newer_weights(raw, mo
     )
 
 
-APART = {"pools": {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout"]}}}
-
-
-@pytest.mark.parametrize(("episodes", "apart"), [(False, False), (True, True)])
-def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes, apart):
-    raw = with_environment(raw, environment_slices=1) if episodes else raw
-    raw["compute"] |= APART if apart else {}
-    whole = found(train(raw, "whole"))
+def stop_in_fourth_step(raw, monkeypatch) -> None:
+    """Train a run called `stopped` until its fourth update, which fails."""
     update = Controller.update
 
     def failing(self, units):
@@ -104,6 +99,17 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes, apart
         patch.setattr(Controller, "update", failing)
         with pytest.raises(RuntimeError, match="in the fourth step"):
             train(raw, "stopped")
+
+
+APART = {"pools": {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout"]}}}
+
+
+@pytest.mark.parametrize(("episodes", "apart"), [(False, False), (True, True)])
+def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch, episodes, apart):
+    raw = with_environment(raw, environment_slices=1) if episodes else raw
+    raw["compute"] |= APART if apart else {}
+    whole = found(train(raw, "whole"))
+    stop_in_fourth_step(raw, monkeypatch)
     assert same(whole, found(train(raw, "stopped")))
     other = {**raw, "rollout": {**raw["rollout"], "slice_tokens": 3}}
     assert not same(whole, found(train(other, "other"))), "negative control"
@@ -132,7 +138,7 @@ def test_slices_beside_an_update_are_those_that_run_after_it(raw, monkeypatch):
     assert same(after, beside)
     assert not same(after, found(train(raw, "none"))), "negative control"
     last = read_metrics(Path(raw["output"]) / "beside" / "metrics.jsonl")[-1]
-    assert min(last["seconds/engine_wait"], last["seconds/weights_wait"]) == 0.0
+    assert max(last["seconds/engine_wait"], last["seconds/weights_wait"]) > 0.0
     assert last["update_slices_balanced"] > 0
     spans = read_metrics(Path(raw["output"]) / "beside" / "timeline.jsonl")
     assert [row["step"] for row in spans] == list(range(1, STEPS + 1))
@@ -142,13 +148,39 @@ def test_slices_beside_an_update_are_those_that_run_after_it(raw, monkeypatch):
         assert max(of["update_slices"][1], of["update"][1]) <= row["seconds"]
 
 
+def test_slices_run_after_an_update_where_another_role_may_take_the_engines_devices(raw, monkeypatch):
+    """The reference, which is asked while the policy trains, is in the engines' pool."""
+    threads, plain = set(), InFlight.beside_update
+
+    def watched(self, *args):
+        threads.add(threading.current_thread().name)
+        return plain(self, *args)
+
+    monkeypatch.setattr(InFlight, "beside_update", watched)
+    pools = {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout", "reference"]}}
+    raw |= {"algo": {"kl_coef": 0.01}, "compute": {**raw["compute"], "pools": pools}}
+    raw["rollout"]["update_slices"] = 1
+    train(raw, "a")
+    assert threads == {"MainThread"}
+
+
+def test_engines_that_may_be_sampling_are_not_asked_for_retries(raw, monkeypatch):
+    """The environments of training are beside the controller, and count their own."""
+    asked, call = [], LocalRoleGroup.call
+    monkeypatch.setattr(
+        LocalRoleGroup, "call", lambda self, method, *a, **k: asked.append(method) or call(self, method, *a, **k)
+    )
+    raw["compute"] |= APART
+    raw["train"]["steps"] = 2
+    rows, _, _ = found(train(with_environment(raw), "a"))
+    assert "sample_parts" in asked
+    assert "take_retries" not in asked
+    assert all(row["rewards_retried"] == 0.0 for row in rows)
+
+
 def test_another_number_of_slices_beside_an_update_is_refused_on_resume(raw, monkeypatch):
     raw["compute"] |= APART
-    update = Controller.update
-    with monkeypatch.context() as patch:
-        patch.setattr(Controller, "update", lambda self, units: update(self, units) if self.step < 2 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(raw, "stopped")
+    stop_in_fourth_step(raw, monkeypatch)
     together = {**raw, "compute": {k: v for k, v in raw["compute"].items() if k != "pools"}}
     with pytest.raises(UserError, match=r"set rollout\.update_slices=1"):
         train(together, "stopped")
@@ -157,16 +189,7 @@ def test_another_number_of_slices_beside_an_update_is_refused_on_resume(raw, mon
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_wrong_sync_is_caught_by_responses_in_flight_alone(raw, monkeypatch, k):
     """No digest sees it, there are no fixed prompts, and it is caught before the next token."""
-    load, expected = NativeEngine.load_weights, AsynchronousRollouts.responses
-
-    def stale(self, buckets, manifest):
-        old = self.model.layers[0].mlp.down_proj.weight.clone()
-        receipt = load(self, buckets, manifest)
-        if manifest.version == 3:
-            with torch.no_grad():
-                self.model.layers[0].mlp.down_proj.weight.copy_(old)
-        return receipt
-
+    expected = AsynchronousRollouts.responses
     compared = []
     canary = Sampler.canary
 
@@ -175,7 +198,7 @@ def test_a_wrong_sync_is_caught_by_responses_in_flight_alone(raw, monkeypatch, k
         return canary(self, tokens[fixed:], expected[fixed:], limits) if compared[-1] else 0.0
 
     monkeypatch.setattr(Sampler, "canary", without_prompts)
-    monkeypatch.setattr(NativeEngine, "load_weights", stale)
+    keep_a_tensor_at(monkeypatch, version=3)
     monkeypatch.setattr(AsynchronousRollouts, "responses", lambda self: compared.append(expected(self)) or compared[-1])
     raw["train"]["lr"] = 1e-2
     raw["rollout"] |= {"max_staleness": k, "group_size": 2, "max_new_tokens": 48, "in_flight": 6 * (1 + k)}
@@ -213,17 +236,7 @@ def test_a_run_by_the_wall_clock_is_replayed_to_the_bit(walled, capsys, tmp_path
 @pytest.mark.long
 def test_a_run_by_the_wall_clock_goes_on_with_the_same_bits(walled, monkeypatch):
     """What was decided after the last checkpoint is read back."""
-    update = Controller.update
-
-    def failing(self, units):
-        if self.step == 3:
-            raise RuntimeError("stopped in the fourth step")
-        return update(self, units)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Controller, "update", failing)
-        with pytest.raises(RuntimeError, match="in the fourth step"):
-            train(walled, "stopped")
+    stop_in_fourth_step(walled, monkeypatch)
     ledger = Path(walled["output"]) / "stopped" / "flight.jsonl"
     decided = ledger.read_text()
     stopped = train(walled, "stopped")

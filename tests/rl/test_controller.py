@@ -23,6 +23,7 @@ from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
 from ptf.run import run
 from ptf.tasks import calculator
+from tests.rl.faulty import keep_a_tensor_at
 from tests.tiny import arithmetic
 
 
@@ -277,19 +278,7 @@ def test_a_wrong_sync_is_caught_before_a_token_is_sampled(raw, fault, monkeypatc
 
 def test_an_engine_that_computes_with_other_weights_is_caught_by_the_canary(raw, monkeypatch):
     """What digests cannot see: the tensors arrive, but a part of the engine keeps a packed copy of the old ones."""
-    from ptf.rl.engines.native import NativeEngine
-
-    load = NativeEngine.load_weights
-
-    def stale(self, buckets, manifest):
-        old = self.model.layers[0].mlp.down_proj.weight.clone()
-        receipt = load(self, buckets, manifest)
-        if manifest.version == 3:
-            with torch.no_grad():
-                self.model.layers[0].mlp.down_proj.weight.copy_(old)
-        return receipt
-
-    monkeypatch.setattr(NativeEngine, "load_weights", stale)
+    keep_a_tensor_at(monkeypatch, version=3)
     raw["train"]["lr"] = 1e-2
     seen = watch_sampling(monkeypatch)
     with pytest.raises(SyncError, match="canary"):

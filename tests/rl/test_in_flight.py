@@ -259,7 +259,7 @@ def test_an_episode_that_ends_before_what_it_heard_does_not_repeat(wall, tmp_pat
     turns[0] = 0
     again = InFlight(settings, Engine(), play, 10.0, ledger)
     restore(again, state)
-    with pytest.raises(UserError, match=r"after the resume|ended where it asked the policy before"):
+    with pytest.raises(UserError, match=r"after the resume|an episode ended or asked the policy otherwise"):
         again.advance(0, lambda: next(prompts))
     again.close()
 
