@@ -23,6 +23,7 @@ class Rope:
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
     scale: float = 1.0  # factor of cosines and sines (yarn's attention factor)
+    partial: float = 1.0  # the share of a head's dimensions that is rotated: the first ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,15 +42,17 @@ def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Ten
 
 
 def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
-    """Return the cosines and sines of the positions: [B, T] → two of [B, T, 1, dim], fp32."""
-    angles = positions[..., None].float() * frequencies(rope, dim, positions.device)
+    """Return the cosines and sines of the positions for heads of `dim`: [B, T] → two of [B, T, 1, rotated], fp32."""
+    angles = positions[..., None].float() * frequencies(rope, int(dim * rope.partial), positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if rope.scale == 1.0 else (cos * rope.scale, sin * rope.scale)
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Apply the rotation to queries or keys, [B, T, heads, dim]."""
+    """Apply the rotation to queries or keys, [B, T, heads, dim]; dimensions beyond the table's are not rotated."""
     cos, sin = (t.to(x.dtype) for t in table)
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    turned = x * cos + torch.cat((-b, a), dim=-1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -72,9 +72,18 @@ def raise_if_unsupported(model_type: str, settings: Mapping[str, Any]) -> None:
         raise UserError(f"{model_type}: not supported: {', '.join(unsupported)}")
 
 
-def rope(c: Mapping[str, Any], parameters: Mapping[str, Any] | None = None, theta: float = 10_000.0) -> Rope:
+def rope(
+    c: Mapping[str, Any],
+    parameters: Mapping[str, Any] | None = None,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+) -> Rope:
     """Return the rotary settings of a config.json, in the form of transformers 5 (`rope_parameters`) or before
-    (`rope_theta`, `rope_scaling`)."""
+    (`rope_theta`, `rope_scaling`).
+
+    `partial` is the default share of a head's dimensions that is rotated, in families that read
+    `partial_rotary_factor`; the others refuse it.
+    """
     if parameters is None:
         parameters = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -82,22 +91,19 @@ def rope(c: Mapping[str, Any], parameters: Mapping[str, Any] | None = None, thet
     raise_if_unsupported(
         str(c["model_type"]), {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind}
     )
-    raise_if_unsupported(
-        str(c["model_type"]),
-        {"partial_rotary_factor": (f := parameters.get("partial_rotary_factor", 1.0)) != 1.0 and f},
-    )
+    share = parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial or 1.0
+    if partial is None:
+        raise_if_unsupported(str(c["model_type"]), {"partial_rotary_factor": share != 1.0 and share})
     original = parameters.get("original_max_position_embeddings") or c.get("max_position_embeddings", 0)
     if kind == "llama3":
-        return Rope(
-            base, kind, parameters["factor"], original, parameters["low_freq_factor"], parameters["high_freq_factor"]
-        )
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        return Rope(base, kind, parameters["factor"], original, low, high, partial=share)
     if kind == "yarn":
         factor = parameters.get("factor") or c["max_position_embeddings"] / original
         low, high = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
-        return Rope(
-            base, kind, factor, original, low, high, parameters.get("truncate", True), _yarn_scale(factor, parameters)
-        )
-    return Rope(base, kind, parameters.get("factor", 1.0))
+        scale = _yarn_scale(factor, parameters)
+        return Rope(base, kind, factor, original, low, high, parameters.get("truncate", True), scale, share)
+    return Rope(base, kind, parameters.get("factor", 1.0), partial=share)
 
 
 def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
