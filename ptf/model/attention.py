@@ -8,7 +8,7 @@ blocks between documents.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
+from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, chunked, convolve, windows
 from ptf.model.document_mask import BLOCK, DocumentMasks
 from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table, rotate
+
+if TYPE_CHECKING:
+    from ptf.model.gated_delta import GatedDeltaNet
 
 
 class Attend(Protocol):
@@ -33,6 +37,14 @@ class Attend(Protocol):
         """
         ...
 
+    def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return the output of linear attention [B, T, value_heads, value_dim] (gated_delta.py).
+
+        `qkv` [B, T, channels] is the convolution's input, `decay` and `beta` are [B, T, value_heads]; `layer` has the
+        convolution's weights and divides its result into heads.
+        """
+        ...
+
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions; the way tokens attend is given by an
@@ -43,10 +55,12 @@ class Attention(nn.Module):
         self.layer, self.head_dim = layer, c.head_dim
         self.window = c.layers[layer].window
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
-        self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim, c.qkv_bias)
+        # with a gate, each head's rows are those of its query, then those of its gate
+        self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim * (1 + c.attention_gate), c.qkv_bias)
         self.k_proj = factory.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
         self.v_proj = factory.linear(f"{path}.v_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.head_dim, c.dim, c.out_bias)
+        self.gated = c.attention_gate
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
@@ -55,10 +69,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""
-        # [B, T, heads, D]
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))  # [B, T, kv_heads, D]
+        q = self.q_proj(x)
+        if self.gated:
+            q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        else:
+            q, gate = q.unflatten(-1, (-1, self.head_dim)), None  # [B, T, heads, D]
         q, k = self.rotate(self.q_norm(q), rope), self.rotate(self.k_norm(k), rope)
-        return self.o_proj(attend(self, q, k, v).flatten(-2))
+        out = attend(self, q, k, v)
+        return self.o_proj((out if gate is None else out * gate.sigmoid()).flatten(-2))
 
 
 @functools.cache
@@ -103,6 +122,30 @@ def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | No
     return out[..., :-1]
 
 
+class PackedDelta:
+    """Linear attention inside each document of a packed batch, from a state of zeros."""
+
+    def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        self.positions = positions
+        self.chunks = Chunks.of(segments, GPU_CHUNK if segments.is_cuda else CPU_CHUNK)
+        if bool((positions.reshape(-1)[self.chunks.starts] > 0).any()):
+            raise ValueError("a document that continues a shared prefix has no state to begin with")
+
+    def __call__(
+        self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output [B, T, value_heads, value_dim], and what the documents' next tokens need: the last inputs
+        of the convolution [documents, width − 1, channels] and the states [documents, value_heads, key_dim, value_dim].
+
+        The other arguments are those of `Attend.delta`.
+        """
+        heads = layer.heads(convolve(qkv, self.positions, layer.conv.weight))
+        flat = (t.flatten(0, 1) for t in (*heads, decay, beta))
+        out, states = chunked(*flat, self.chunks)
+        last = windows(qkv, self.chunks, layer.conv.weight.shape[-1])
+        return out.unflatten(0, qkv.shape[:2]), last, states
+
+
 class PerDocument:
     """Causal attention inside each document, computed as a few dense batches of documents of similar length.
 
@@ -115,11 +158,9 @@ class PerDocument:
     ratio = 1.25  # longest to shortest in one batch: at most a fifth of the batch is filling
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        flat = segments.reshape(-1).numpy()
-        starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
-        lengths = np.diff(starts, append=len(flat))
-        real = flat[starts] >= 0
-        starts, lengths = starts[real], lengths[real]
+        self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
+        flat = segments.reshape(-1)
+        starts, lengths = Documents.of(segments)
         prefix_length = positions.reshape(-1).numpy()[starts]
         # for each document, the start of the document whose first `prefix_length` tokens are its prefix
         whole = np.maximum.accumulate(np.where(prefix_length == 0, starts, 0))
@@ -159,6 +200,10 @@ class PerDocument:
         parts.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
         # indexing with brackets takes three times as long, forward and backward together
         return torch.cat(parts).index_select(0, self.back).view_as(q)
+
+    def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """See Attend."""
+        return self.packed_delta()(layer, qkv, decay, beta)[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,6 +255,7 @@ class Flex:
     """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
         self.sequences, self.length = sequences, length = segments.shape
         self.added = bucket(sequences) - sequences, BLOCK * bucket(-(-length // BLOCK)) - length
         if any(self.added):
@@ -245,6 +291,10 @@ class Flex:
         if layer.sinks is not None:
             out = out * torch.sigmoid(lse - layer.sinks.float()[:, None])[..., None].to(out.dtype)
         return out[: self.sequences, :, : self.length].transpose(1, 2)
+
+    def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """See Attend."""
+        return self.packed_delta()(layer, qkv, decay, beta)[0]
 
 
 def backend(device: torch.device) -> type[PerDocument] | type[Flex]:

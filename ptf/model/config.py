@@ -33,6 +33,7 @@ class Layer:
     rope: Rope
     window: int | None = None  # how many keys a query attends to, its own included; None: all before it
     moe: bool = False
+    delta: bool = False  # linear attention by the gated delta rule, instead of softmax attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,18 @@ class MoE:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """The sizes of linear attention (gated_delta.py)."""
+
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # a multiple of them
+    key_dim: int  # width of a head of queries or keys
+    value_dim: int
+    conv: int  # tokens that the convolution reads, the present one included
+    fused: bool = False  # two projections, whose rows are grouped by key head, instead of four
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The architecture of one decoder."""
 
@@ -64,6 +77,8 @@ class DecoderConfig:
     tied: bool  # the head shares the embedding's weight
     layers: tuple[Layer, ...]
     qk_norm: bool = False
+    attention_gate: bool = False  # attention's output times sigmoid of a gate, which the query projection makes too
+    delta: GatedDelta | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -82,6 +97,11 @@ class DecoderConfig:
     def padded(self) -> int:
         """Rows of the embedding and of the head: the vocabulary, padded with rows that are zero and stay zero."""
         return -(-self.vocab // PADDED_TO) * PADDED_TO
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with softmax attention, which keep keys and values of every token."""
+        return sum(not layer.delta for layer in self.layers)
 
     @property
     def num_layers(self) -> int:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
+from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
@@ -31,7 +32,8 @@ class Block(nn.Module):
             return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
 
         self.attn_norm = norm()
-        self.attn = factory.component(f"{path}.attn", Attention, c, layer, factory, f"{path}.attn")
+        kind = GatedDeltaNet if c.layers[layer].delta else Attention
+        self.attn = factory.component(f"{path}.attn", kind, c, layer, factory, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
         self.mlp_norm = norm()
         moe = c.layers[layer].moe
@@ -100,11 +102,13 @@ class Decoder(nn.Module):
 
     @property
     def supports_shared_prefixes(self) -> bool:
-        """Whether documents may share a prefix: true where nothing but our attention mixes tokens.
+        """Whether documents may share a prefix: true where nothing but our softmax attention mixes tokens.
 
-        A component of the user's own could mix them in another way; a head cannot.
+        Linear attention would need the state after the prefix. A component of the user's own could mix tokens in
+        another way; a head cannot.
         """
-        return all(path == "head" for path in self.factory.constructors)
+        linear = any(layer.delta for layer in self.config.layers)
+        return not linear and all(path == "head" for path in self.factory.constructors)
 
     def output(self) -> Output:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""

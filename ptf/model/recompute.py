@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ptf.model.attention import Attend
+
 Recompute = Literal["none", "block", "offload", "selective"]
 aten = torch.ops.aten
 SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
@@ -27,7 +29,7 @@ SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm
 class _Kept:
     """An `Attend` that runs once: in the recomputation it returns the outputs of the forward pass."""
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, attend: Attend) -> None:
         self.attend, self.outputs = attend, deque[Tensor]()
         self.inside = self.again = False  # attention runs; the block is recomputed
 
@@ -43,6 +45,14 @@ class _Kept:
         if torch.is_grad_enabled():
             self.outputs.append(out.detach().requires_grad_(out.requires_grad))
         return out
+
+    def delta(self, *inputs: Any) -> Tensor:
+        """Run linear attention, in the forward pass and again in the recomputation: what is inside is not saved."""
+        self.inside = True
+        try:
+            return self.attend.delta(*inputs)
+        finally:
+            self.inside = False
 
     def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Save the outputs of matrix products, outside attention; recompute the others."""

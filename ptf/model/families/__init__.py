@@ -5,7 +5,7 @@ import importlib
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,6 +22,8 @@ MODULES = {  # model_type → the file of its family
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "gpt_oss": "gpt_oss",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5": "qwen3_5",
 }
 
 
@@ -170,6 +172,12 @@ MLP: tuple[TensorMapping, ...] = tuple(
     for w in ("weight", "bias")
 )
 DENSE: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
+
+
+def inside(mappings: Iterable[TensorMapping], part: str) -> tuple[TensorMapping, ...]:
+    """Return the mappings of a wrapper whose language model lies in `part` of `model.`: `model.layers.0.…` is there
+    `model.language_model.layers.0.…`."""
+    return tuple(replace(mapping, other=mapping.other.replace("model.", f"model.{part}.", 1)) for mapping in mappings)
 
 
 def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:

@@ -5,13 +5,48 @@ own, a response only those of its new tokens, and one softmax is over both (Athi
 attention).
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, backend
+from ptf.model.attention import Attend, Attention, PackedDelta, backend
 from ptf.model.config import DecoderConfig
+from ptf.model.gated_delta import GatedDeltaNet
+from ptf.rl.engines.delta_cache import DeltaCache
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttend:
+    """An `Attend` over caches."""
+
+    attention: Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
+    delta: Callable[[GatedDeltaNet, Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See Attend."""
+        return self.attention(layer, q, k, v)
+
+
+def filling(
+    cache: DeltaCache, segments: Tensor, positions: Tensor, rows: Tensor
+) -> Callable[[GatedDeltaNet, Tensor, Tensor, Tensor], Tensor]:
+    """Return linear attention over contexts, which leaves what comes after context i in row `rows[i]` of the cache."""
+    packed = functools.cache(lambda: PackedDelta(segments, positions))
+
+    def delta(layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        out, windows, states = packed()(layer, qkv, decay, beta)
+        cache.put(layer, rows, windows, states)
+        return out
+
+    return delta
+
+
+def places_of(c: DecoderConfig) -> dict[int, int]:
+    """Return the place of each layer with softmax attention in a cache of keys and values."""
+    return {layer: place for place, layer in enumerate(i for i, kind in enumerate(c.layers) if not kind.delta)}
 
 
 class Cache:
@@ -21,11 +56,13 @@ class Cache:
         self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.lengths = torch.tensor(lengths, device=device)  # [contexts]
+        self.place = places_of(c)
+        self.delta = DeltaCache()  # of contexts, then of responses
         # keys; values
         self.context = torch.zeros(
-            2, c.num_layers, len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
+            2, len(self.place), len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
         )
-        self.answers = self.context.new_zeros(2, c.num_layers, 0, c.kv_heads, new, c.head_dim)
+        self.answers = self.context.new_zeros(2, len(self.place), 0, c.kv_heads, new, c.head_dim)
 
     def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each context and store its keys and values in row `segments`."""
@@ -34,20 +71,22 @@ class Cache:
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.context[:, layer.layer], (k, v), strict=True):
+            for stored, values in zip(self.context[:, self.place[layer.layer]], (k, v), strict=True):
                 stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
-        return attend
+        return CachedAttend(attend, filling(self.delta, segments, positions, row.unique()))
 
     def map_contexts(self, which: Tensor) -> None:
         """Begin n responses to the contexts with these indices, [n]."""
         self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
+        self.delta.select(which)
         self._arrange(which)
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these responses only."""
         self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
+        self.delta.select(rows)
         needed, self.owner = self.owner[rows].unique(return_inverse=True)
         self._of_contexts(needed)
         if len(self.lengths) * self.width > 2 * len(rows):
@@ -56,6 +95,7 @@ class Cache:
     def branch(self, rows: Tensor) -> None:
         """Continue with these responses; one of them may be continued several times."""
         self.answers = self.answers[:, :, rows]
+        self.delta.select(rows)
         self._arrange(self.owner[rows])
 
     def _arrange(self, which: Tensor) -> None:
@@ -87,8 +127,9 @@ class Cache:
         ragged = bool(after.any())
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.answers[0, layer.layer, :, :, turn], self.answers[1, layer.layer, :, :, turn] = k[:, 0], v[:, 0]
-            context, answers = self.context[:, layer.layer], self.answers[:, layer.layer, :, :, : turn + 1]
+            place = self.place[layer.layer]
+            self.answers[0, place, :, :, turn], self.answers[1, place, :, :, turn] = k[:, 0], v[:, 0]
+            context, answers = self.context[:, place], self.answers[:, place, :, :, : turn + 1]
             hidden = after if ragged else None
             if layer.window is not None:
                 answers = answers[:, :, :, max(0, turn + 1 - layer.window) :]
@@ -108,7 +149,7 @@ class Cache:
             out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]
             return out.view(n, 1, heads, size).to(q.dtype)
 
-        return attend
+        return CachedAttend(attend, self.delta.step)
 
     def _together(self, x: Tensor) -> Tensor:
         """Group the responses by context: [n, kv_heads, g, E] → [contexts, kv_heads, width·g, E].

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
+from ptf.rl.engines.delta_cache import DeltaCache
+from ptf.rl.engines.kv_cache import CachedAttend, filling, places_of
 
 BLOCK = 128  # the slots' length is a multiple of it
 
@@ -18,7 +20,9 @@ class SlotCache:
     def __init__(self, c: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths = np.zeros(0, np.int64)
         # keys; values
-        self.stored = torch.zeros(2, c.num_layers, 0, c.kv_heads, 0, c.head_dim, device=device, dtype=dtype)
+        self.place = places_of(c)
+        self.stored = torch.zeros(2, len(self.place), 0, c.kv_heads, 0, c.head_dim, device=device, dtype=dtype)
+        self.delta = DeltaCache()  # by slot
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for so many slots of so many tokens."""
@@ -45,16 +49,18 @@ class SlotCache:
         row, at = slots[segments.reshape(-1)[real]], positions.reshape(-1)[real]
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.stored[:, layer.layer], (k, v), strict=True):
+            for stored, values in zip(self.stored[:, self.place[layer.layer]], (k, v), strict=True):
                 stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
-        return attend
+        here = segments.reshape(-1)[segments.reshape(-1) >= 0].unique()
+        return CachedAttend(attend, filling(self.delta, segments, positions, slots[here]))
 
     def copy(self, source: int, target: int) -> None:
         """Copy the tokens of a slot to another one."""
         n = int(self.lengths[source])
         self.stored[:, :, target, :, :n] = self.stored[:, :, source, :, :n]
+        self.delta.copy(source, target)
         self.lengths[target] = n
 
     def free(self, slot: int) -> None:
@@ -73,11 +79,10 @@ class SlotCache:
         self.lengths = self.lengths + 1
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.stored[:, layer.layer], (k, v), strict=True):
+            place = self.place[layer.layer]
+            for stored, values in zip(self.stored[:, place], (k, v), strict=True):
                 stored[slots, :, lengths] = values[:, 0].to(stored.dtype)
-            keys, values = self.stored[
-                :, layer.layer, :n, :, :longest
-            ].float()  # a cache of bf16 is computed with in fp32
+            keys, values = self.stored[:, place, :n, :, :longest].float()  # a cache of bf16 is computed with in fp32
             hidden = later if layer.window is None else later | (lengths[:, None] - at >= layer.window)
             _, _, heads, size = q.shape
             kv_heads = keys.shape[1]
@@ -89,4 +94,4 @@ class SlotCache:
             out = scores.softmax(-1)[..., :longest] @ values
             return out.view(n, 1, heads, size).to(q.dtype)
 
-        return attend
+        return CachedAttend(attend, self.delta.step)
