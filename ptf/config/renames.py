@@ -136,6 +136,7 @@ VALUES = {
         "length": "constant_length",
     },
     "algo.ratio": {"sample": "sequence", "answer": "sequence"},
+    "compute.pools.NAME.roles": {"reward": "reward_model"},
     "data.answer_text": {"generation_prompt": "append"},
     "data.render": {"served": "append"},
     "publish.gate": {"start": "starting_model"},

@@ -281,10 +281,11 @@ compute:
     learning: {roles: [policy]}
     sampling: {roles: [rollout, 'reward']}  # the model
 """
-GRPO_TODAY = GRPO.replace("in_flight: 3}}  #", "max_concurrent_calls: 3}}  #")
+GRPO_TODAY = GRPO.replace("in_flight: 3}}  #", "max_concurrent_calls: 3}}  #").replace("'reward'", "'reward_model'")
 PART = "rollout.reward.args.parts.0.args"
 RENAMES = [
     f"a.yaml:9  {PART}.in_flight{{}} is now {PART}.max_concurrent_calls",
+    "a.yaml:15  compute.pools.sampling.roles  reward is now reward_model",
 ]
 
 
@@ -293,7 +294,7 @@ def test_an_argument_and_an_item_of_a_list_are_refused_rewritten_and_translated(
     assert refusal("a.yaml") == [f"{line.format(' ')}; `ptf upgrade a.yaml` rewrites it" for line in RENAMES]
     assert upgraded(GRPO, "a.yaml") == (GRPO_TODAY, [line.format("") for line in RENAMES])
     today = loads(GRPO_TODAY)
-    assert today.compute.pools["sampling"].roles == ["rollout", "reward"]
+    assert today.compute.pools["sampling"].roles == ["rollout", "reward_model"]
     first = with_first_names(today.model_dump())
     assert first["compute"]["pools"]["sampling"]["roles"] == ["rollout", "reward"]
     http, own = first["rollout"]["reward"]["args"]["parts"]
@@ -307,7 +308,7 @@ def test_an_argument_and_an_item_of_a_list_are_refused_rewritten_and_translated(
 def test_an_argument_in_an_override_is_refused_with_its_new_name(here, name):
     reward = f"  reward: {{use: 'ptf.rl.rewards:{name}', args: {{url: 'http://a'}}}}\n"
     start, end = GRPO.index("  reward:"), GRPO.index("train:")
-    Path("a.yaml").write_text(GRPO_TODAY[:start] + reward + GRPO[end:])
+    Path("a.yaml").write_text(GRPO_TODAY[:start] + reward + GRPO[end:].replace("'reward'", "'reward_model'"))
     with pytest.raises(ConfigError, match=r"has no argument 'in_flight': it is now max_concurrent_calls"):
         load_checked("a.yaml", overrides=["rollout.reward.args.in_flight=3"])
 
