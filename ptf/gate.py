@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf import storage, verified
+from ptf import file_verification, storage
 from ptf.config import Job
 from ptf.config.renames import RESPONSES, current_record, responses_of
 from ptf.config.section import AlgoConfig
@@ -90,7 +90,7 @@ def commit_rows(run: Path) -> None:
     """Commit the directories of rows; called after the evaluation has written all of them."""
     for place in (run / name for name in (LOSSES, RESPONSES, RANKED)):
         if place.is_dir():
-            storage.commit(place, verified.of_run(place))
+            storage.commit(place, file_verification.of_run(place))
 
 
 def defaults(job: Job) -> Iterator[list[str]]:
@@ -148,7 +148,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
 def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows at the start and now; both lists are empty if the evaluation wrote none."""
     if place.is_dir():
-        verified.raise_if_different(str(place), verified.of_run(place), float("inf"), AGAIN)
+        file_verification.raise_if_different(str(place), file_verification.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
     then, now = (
         [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
