@@ -1,8 +1,10 @@
 """The gate: decides whether a trained model is worse than the model that training started from.
 
 Both models are measured on the same held-out rows, and their values are compared row by row. The trained model is worse
-if the whole 95 % interval of the mean difference is on the wrong side of zero; a difference whose interval contains
-zero does not prevent publishing.
+if the whole 95 % interval of the mean difference is on the wrong side of the limit, which is zero or, with
+`publish.metric`, `publish.max_regression`; a difference whose interval contains the limit does not prevent publishing.
+The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
+without an interval, and with the same limit.
 """
 
 import json
@@ -48,7 +50,7 @@ class Comparison:
     high: float
 
     def is_worse(self, allowed: float = 0.0) -> bool:
-        """Return whether the whole interval lies below `-allowed`."""
+        """Return whether the upper end of the interval of the improvement is below `-allowed`."""
         return self.high < -allowed
 
     @property
@@ -222,8 +224,9 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
+        limit = f" The limit of the improvement is {-allowed:g} (publish.max_regression)." if allowed else ""
         raise Worse(
-            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "
+            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}.{limit} "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )
