@@ -27,9 +27,9 @@ from loader_cost import write
 from ptf import storage
 from ptf.compute.peers import ProcessPeers
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.exchange import GROUP, Peers, group_size
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
+from ptf.data.rank_balancing import GROUP, Peers, group_size
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenized import made_by
 from ptf.data.tokenizer import Tokenizer

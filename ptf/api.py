@@ -18,8 +18,8 @@ from ptf.serving.options import ServingOptions
 
 if TYPE_CHECKING:
     from ptf.conversation import Chat
+    from ptf.episode_preview.report import Preview
     from ptf.inspection.report import Report
-    from ptf.preview.report import Preview
     from ptf.training_run import Run
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
@@ -79,7 +79,7 @@ def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "
     Hugging Face id, or the YAML of a job that has published one. None is the model that the job begins with, or `echo`
     if its weights are not on this machine. Raises UserError for a job that cannot be played.
     """
-    from ptf.preview.preview_job import preview_job
+    from ptf.episode_preview.preview_job import preview_job
 
     return preview_job(job, episodes, policy, lambda line: print(line, flush=True))
 

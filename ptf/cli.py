@@ -1,8 +1,8 @@
 """The console script `ptf`.
 
 torch is imported only by the commands that need it; rich is imported here, in ptf/inspection/{plan,terminal}.py and
-in ptf/preview/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception is a
-fault of ptf and keeps its traceback.
+in ptf/episode_preview/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception
+is a fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -236,7 +236,7 @@ def try_episodes(options: argparse.Namespace) -> int:
     """Play episodes of a job without training and show them. Returns 1 if none of them has a result."""
     with only_ours(True) as out:
         job = load_checked(*options.config, overrides=options.set)
-        from ptf.preview import page, report, terminal
+        from ptf.episode_preview import page, report, terminal
 
         preview = api.try_episodes(job, options.episodes, policy=options.policy)
         if options.html:

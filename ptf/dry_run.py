@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ptf import storage
 from ptf.compute.world import World
 from ptf.config import Job, resolve
@@ -68,7 +70,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         if place:
             writable(key, place)
             tell(f"{key}: {place} can be written")
-    if job.compute.device != "cpu" and job.model.backend == "ptf":
+    on_gpu = job.compute.device == "cuda" or (job.compute.device == "auto" and torch.cuda.is_available())
+    if on_gpu and job.model.backend == "ptf":
         tell(memory(job))
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"

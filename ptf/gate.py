@@ -1,8 +1,10 @@
 """The gate: decides whether a trained model is worse than the model that training started from.
 
 Both models are measured on the same held-out rows, and their values are compared row by row. The trained model is worse
-if the whole 95 % interval of the mean difference is on the wrong side of zero; a difference whose interval contains
-zero does not prevent publishing.
+if the whole 95 % interval of the mean difference is on the wrong side of the limit, which is zero or, with
+`publish.metric`, `publish.max_regression`; a difference whose interval contains the limit does not prevent publishing.
+The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
+without an interval, and with the same limit.
 """
 
 import json
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf import storage, verified
+from ptf import file_verification, storage
 from ptf.config import Job
 from ptf.config.renames import RESPONSES, current_record, responses_of
 from ptf.config.section import AlgoConfig
@@ -48,7 +50,7 @@ class Comparison:
     high: float
 
     def is_worse(self, allowed: float = 0.0) -> bool:
-        """Return whether the whole interval lies below `-allowed`."""
+        """Return whether the upper end of the interval of the improvement is below `-allowed`."""
         return self.high < -allowed
 
     @property
@@ -90,7 +92,7 @@ def commit_rows(run: Path) -> None:
     """Commit the directories of rows; called after the evaluation has written all of them."""
     for place in (run / name for name in (LOSSES, RESPONSES, RANKED)):
         if place.is_dir():
-            storage.commit(place, verified.of_run(place))
+            storage.commit(place, file_verification.of_run(place))
 
 
 def defaults(job: Job) -> Iterator[list[str]]:
@@ -148,7 +150,7 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
 def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows at the start and now; both lists are empty if the evaluation wrote none."""
     if place.is_dir():
-        verified.raise_if_different(str(place), verified.of_run(place), float("inf"), AGAIN)
+        file_verification.raise_if_different(str(place), file_verification.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
     then, now = (
         [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
@@ -222,8 +224,9 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
+        limit = f" The limit of the improvement is {-allowed:g} (publish.max_regression)." if allowed else ""
         raise Worse(
-            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}. "
+            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}.{limit} "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )

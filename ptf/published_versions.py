@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptf import storage, verified
+from ptf import file_verification, storage
 from ptf.errors import UserError
 from ptf.storage import Corrupt
 
@@ -108,7 +108,7 @@ def roll_back(root: str, to: str | None = None) -> Pointer:
         )
     to = to or seen.before[-1]
     try:
-        if (held := verified.verify(f"{root}/{to}").get("version")) != to:
+        if (held := file_verification.verify(f"{root}/{to}").get("version")) != to:
             raise Corrupt(f"{root}/{to} holds another version, {held}")
     except storage.Missing:
         raise UserError(f"{root} has no version {to}; it has {', '.join(versions(root))}") from None
@@ -139,7 +139,9 @@ def raise_if_damaged(directory: Path, path: str, up_to: float, without: Sequence
             flush=True,
         )
         return
-    held = verified.verify(str(directory), up_to, "ptf publish … --rollback goes back to another version", without)
+    held = file_verification.verify(
+        str(directory), up_to, "ptf publish … --rollback goes back to another version", without
+    )
     root, _, name = path.rstrip("/").rpartition("/")
     # elsewhere a copy may have any name
     if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):

@@ -13,7 +13,7 @@ from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
 from ptf.evaluation_check import with_current_names
-from ptf.load_check import adapter_difference, model_difference
+from ptf.export_comparison import adapter_difference, model_difference
 from ptf.measurement import raise_if_regression
 from ptf.model_card import card
 from ptf.train.export import raise_if_damaged

@@ -255,8 +255,8 @@ def test_every_public_name_is_documented_and_typed(name: str) -> None:
     if isinstance(found, type):
         return
     function = getattr(api, name)
+    from ptf.episode_preview.report import Preview
     from ptf.inspection.report import Report
-    from ptf.preview.report import Preview
 
     hints = typing.get_type_hints(function, localns={"Run": Run, "Chat": Chat, "Report": Report, "Preview": Preview})
     parameters = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
 
@@ -59,6 +60,7 @@ def test_a_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.Cap
     assert status == 0, text
     assert "no problem found" in text
     assert "step 1/1" in text
+    assert ("GPU" in text) is torch.cuda.is_available(), "its memory is of interest where there is one"
 
 
 def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

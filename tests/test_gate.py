@@ -271,6 +271,18 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
     assert published_versions.pointer(job.versions) is None
 
 
+def test_the_refusal_names_the_limit(tmp_path: Path) -> None:
+    raw, worse = arithmetic(tmp_path), Comparison("pass@8/dev", 0, 0.5, 0.3, -0.2, -0.2)
+    named = {"metric": "pass@8/dev", "max_regression": 0.1}
+    for publish_section, limit in (
+        (named, r"The limit of the improvement is -0\.1 \(publish\.max_regression\)\. publish\.gate: off"),
+        ({}, r"so it has no interval\. publish\.gate: off"),
+    ):
+        with pytest.raises(Worse, match=limit):
+            gate.raise_if_worse(loads(yaml.safe_dump(raw | {"publish": publish_section})), [worse])
+    gate.raise_if_worse(loads(yaml.safe_dump(raw | {"publish": named | {"max_regression": 0.3}})), [worse])
+
+
 def test_a_metric_of_all_rows_together_is_compared_without_an_interval():
     metrics = {"starting_model/auc": 0.5, "auc": 0.75}
     up, down = (gate._compared("auc", more, None, metrics) for more in (True, False))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
 DATA = BASE | {"config", "storage", "data", "model"}
-TRAIN = DATA | {"verified", "compute", "recipes"}
+TRAIN = DATA | {"file_verification", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "": {"api", "config", "conversation", "errors", "training_run"},  # for type checkers
     "artifact": BASE | {"config", "data"},
@@ -26,11 +26,11 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "disk": {"errors"},
     "config": BASE,  # and REGISTRIES, inside functions
     "storage": BASE,
-    "gate": BASE | {"config", "storage", "verified"},
-    "verified": BASE | {"storage"},
-    "published_versions": BASE | {"storage", "verified"},
-    "data": BASE | {"config", "storage", "verified"},
-    "model": BASE | {"config", "storage", "published_versions", "verified"},
+    "gate": BASE | {"config", "storage", "file_verification"},
+    "file_verification": BASE | {"storage"},
+    "published_versions": BASE | {"storage", "file_verification"},
+    "data": BASE | {"config", "storage", "file_verification"},
+    "model": BASE | {"config", "storage", "published_versions", "file_verification"},
     "compute": BASE | {"config", "storage"},
     "events": TRAIN | {"rl"},
     "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugins: found by name, imported by nobody
@@ -44,16 +44,16 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
     "replay": TRAIN | {"rl", "run", "training_run"},
     "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "training_run"},
-    "load_check": TRAIN | {"train"},
+    "export_comparison": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN
-    | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "load_check"}
+    | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "export_comparison"}
     | {"model_card"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
     "doctor": {"model"},
     "inspection": DATA | {"recipes", "train", "rl", "run"},
-    "preview": TRAIN | {"train", "rl", "run"},
+    "episode_preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
     | {
         "config",
@@ -65,11 +65,23 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
         "publishing",
         "conversation",
         "serving",
-        "preview",
+        "episode_preview",
         "replay",
     },
     "cli": TRAIN
-    | {"", "api", "train", "rl", "run", "doctor", "published_versions", "inspection", "dry_run", "serving", "preview"},
+    | {
+        "",
+        "api",
+        "train",
+        "rl",
+        "run",
+        "doctor",
+        "published_versions",
+        "inspection",
+        "dry_run",
+        "serving",
+        "episode_preview",
+    },
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
 FLOWS = {"config", "errors", "credentials", "disk"}
@@ -108,7 +120,7 @@ PACKAGES = {
     "textarena": ["ptf/rl/environments/textarena.py"],
     "reasoning_gym": ["ptf/rl/environments/reasoning_gym.py"],
     "mcp": ["ptf/rl/environments/mcp_connection.py"],
-    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/preview/terminal.py"],
+    "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/episode_preview/terminal.py"],
 }
 ALGO_CONFIGS = [
     "ptf/recipes/registry.py",

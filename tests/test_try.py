@@ -14,10 +14,10 @@ from ptf.cli import main
 from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
+from ptf.episode_preview import player, policies, scripts
+from ptf.episode_preview.clock import EpisodeTimes, start_seconds, turns_of
+from ptf.episode_preview.repeats import differences
 from ptf.errors import UserError
-from ptf.preview import player, policies, scripts
-from ptf.preview.clock import EpisodeTimes, start_seconds, turns_of
-from ptf.preview.repeats import differences
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.train.starting_model import start_directory

@@ -14,7 +14,7 @@ from ptf.compute.world import World
 
 
 class ProcessPeers:
-    """ptf.data.exchange.Peers over a process group."""
+    """ptf.data.rank_balancing.Peers over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()

@@ -32,7 +32,7 @@ TOOLS = (
     "api.py",
     "conversation.py",
     "evaluation.py",
-    "load_check.py",
+    "export_comparison.py",
     "model_card.py",
     "publishing.py",
     "training_run.py",

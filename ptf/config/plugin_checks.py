@@ -9,7 +9,8 @@ from typing import Any
 
 from ptf.config import plugin
 from ptf.config.load import ConfigError, checked, on_path
-from ptf.config.reward_signature import reward_fault
+from ptf.config.renames import ARGUMENTS
+from ptf.config.reward_signature import attribute_fault, reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
 
@@ -60,7 +61,8 @@ def problems(root: Node) -> Iterator[Problem]:
         if where in EPISODES and (error := episode_fault(target, use, args, EPISODES[where])):
             yield problem(root, (*where, "use"), error)
         is_environment = where == ("rollout", "environment") or where[:-1] == ("rollout", "environments")
-        if is_environment and isinstance(target, type) and (error := environment_fault(target)):
+        methods_fault = environment_fault(target) if isinstance(target, type) else None
+        if is_environment and (error := methods_fault or attribute_fault(target)):
             yield problem(root, (*where, "use"), f"{use} {error}")
         if where == ("recipe",):
             algo = values.get("algo")
@@ -137,7 +139,9 @@ def unknown(
     names = [name for name, p in taken.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
         if name not in names:
-            yield problem(root, (*where, name), f"{use} has no argument {name!r}{near(name, names)}")
+            renamed = ARGUMENTS.get(use, {}).get(name)
+            hint = f": it is now {renamed}" if renamed else near(name, names)
+            yield problem(root, (*where, name), f"{use} has no argument {name!r}{hint}")
 
 
 def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""Config keys and values that were renamed, and plugins that moved to a different module.
+"""Config keys, values and arguments of plugins that were renamed, and plugins that moved to a different module.
 
 The tables have three uses. A config with an old name is refused with an error that gives the new one
 (`ptf.config.tree`); `ptf upgrade` rewrites the config (`ptf.config.upgrade`); jobs that an earlier version of ptf has
@@ -124,7 +124,8 @@ MODULES = {
     "ptf.rl.sandbox": "ptf.rl.rewards.sandbox",
     "ptf.rl.vllm_engine": "ptf.rl.engines.vllm_engine",
 }
-# dotted key → old value → new value; a key that was renamed stands here with each name under which it had old values.
+# dotted key → old value → new value, also of an item of a list; NAME as above. A key that was renamed stands here with
+# each name under which it had old values.
 # If two old values have one new value, the last one listed is the oldest, and is used for fingerprints.
 VALUES = {
     "algo.mean_over": {
@@ -135,10 +136,15 @@ VALUES = {
         "length": "constant_length",
     },
     "algo.ratio": {"sample": "sequence", "answer": "sequence"},
+    "compute.pools.NAME.roles": {"reward": "reward_model"},
     "data.answer_text": {"generation_prompt": "append"},
     "data.render": {"served": "append"},
     "publish.gate": {"start": "starting_model"},
     "rollout.transport": {"path": "files"},
+}
+# address of a plugin → old argument → new argument
+ARGUMENTS = {
+    f"ptf.rl.rewards:{name}": {"in_flight": "max_concurrent_calls"} for name in ("http", "http_batch", "judge")
 }
 # metrics of responses: old name → new name
 METRICS = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
@@ -164,6 +170,7 @@ RESPONSES, FORMER_RESPONSES = "responses", "answers"  # the second: of earlier v
 RETURNED = ("rollout.reward_timeout_s",)  # keys that have their first name again
 FIRST_KEYS = {new: old for old, new in KEYS.items()} | {key: key for key in RETURNED}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
+FIRST_ARGUMENTS = {use: {new: old for old, new in names.items()} for use, names in ARGUMENTS.items()}
 FIRST_VALUES = {KEYS.get(key, key): {new: old for old, new in values.items()} for key, values in VALUES.items()}
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
 SEAL = "# SHA-256 of the run name and of what is above: "
@@ -183,29 +190,39 @@ class Names(NamedTuple):
     modules: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
     patterns: Mapping[str, Sequence[tuple[str, str]]]
+    arguments: Mapping[str, Mapping[str, str]]
     to_current: bool  # from earlier names to those of today; otherwise from those to the first ones
 
     def value(self, key: str, value: str) -> str:
         """Return the value that replaces `value` of a dotted key; the same one if it was not renamed."""
-        new = self.values.get(key, {}).get(value, value)
+        steps = key.split(".")
+        values = next((found for pattern, found in self.values.items() if _matches(pattern, steps)), {})
+        new = values.get(value, value)
         for pattern, replacement in self.patterns.get(key, ()):
             new = re.sub(rf"\A(?:{pattern})\Z", replacement, new)
         return new
 
+    def arguments_of(self, use: Any) -> Mapping[str, str]:
+        """Return the replacements of the arguments of a plugin, by its address."""
+        current = address(use) or use if isinstance(use, str) else ""
+        return self.arguments.get(current, {})
 
-TODAY = Names(KEYS, MODULES, VALUES, PATTERNS, True)
-FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES, FIRST_PATTERNS, False)
+
+TODAY = Names(KEYS, MODULES, VALUES, PATTERNS, ARGUMENTS, True)
+FIRST = Names(FIRST_KEYS, FIRST_MODULES, FIRST_VALUES, FIRST_PATTERNS, FIRST_ARGUMENTS, False)
 
 
 class Rename(NamedTuple):
     """One name in the values of a config, and the name that replaces it."""
 
     path: tuple[str | int, ...]  # path of the key, or of the address or value, from the top of the values
-    key: str  # the same path as a dotted key; in a trial of a sweep, the key begins at the top of the job
+    # the same path as a dotted key, without the number of an item; in a trial of a sweep, the key begins at the top of
+    # the job
+    key: str
     old: str  # the old name: a dotted key, an address or a value
     new: str
     text: str  # the replacement in the text: the key without its section, or the address or value
-    of_key: bool  # whether a key was renamed; otherwise an address or a value
+    of_key: bool  # whether a key was renamed, also that of an argument; otherwise an address or a value
 
 
 def outdated(values: Any) -> list[Rename]:
@@ -279,11 +296,20 @@ def _renames(value: Any, names: Names, path: tuple[str | int, ...], at: tuple[st
     `at` is the value's key in a job. It equals `path`, except in a sweep's trial, whose dotted keys begin at the top.
     """
     if isinstance(value, list):
+        key = ".".join(at)
         for number, inner in enumerate(value):
+            if isinstance(inner, str) and (new := names.value(key, inner)) != inner:
+                yield Rename((*path, number), key, inner, new, new, False)
             below = () if at == ("flow", "sweep") else (*at, str(number))
             yield from _renames(inner, names, (*path, number), below)
     elif isinstance(value, dict):
+        arguments = names.arguments_of(value.get("use"))
         for name, inner in value.items():
+            if name == "args" and isinstance(inner, dict):
+                args = ".".join((*at, "args"))
+                for argument in [argument for argument in inner if argument in arguments]:
+                    old, new = f"{args}.{argument}", arguments[argument]
+                    yield Rename((*path, "args", argument), old, old, f"{args}.{new}", new, True)
             steps = name.split(".") if path and not at else [name]
             now = _renamed(at, steps, names.keys)
             old, new, here = ".".join((*at, *steps)), ".".join((*at, *now)), (*path, name)
@@ -304,11 +330,12 @@ def _renamed(at: tuple[str, ...], steps: list[str], keys: Mapping[str, str]) -> 
 
 def _last(key: tuple[str, ...], keys: Mapping[str, str]) -> str:
     for old, new in keys.items():
-        if not old.endswith(f".{key[-1]}"):
-            continue
-        pattern = old.split(".")
-        if len(pattern) == len(key) and all(
-            step in (key_part, "NAME") for step, key_part in zip(pattern, key, strict=True)
-        ):
+        if old.endswith(f".{key[-1]}") and _matches(old, key):
             return new.rpartition(".")[2]
     return key[-1]
+
+
+def _matches(pattern: str, key: Sequence[str]) -> bool:
+    """Return whether the steps of a key match a dotted key in which NAME stands for any name."""
+    steps = pattern.split(".")
+    return len(steps) == len(key) and all(step in (part, "NAME") for step, part in zip(steps, key, strict=True))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.answers import as_history, differ, history_of, is_conversation, join_answer
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
@@ -18,6 +17,7 @@ from ptf.data.messages import finite
 from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
+from ptf.data.response_conversation import as_history, differ, history_of, is_conversation, join_answer
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import RawRow
 from ptf.data.tokenizer import Tokenizer

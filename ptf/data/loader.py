@@ -5,7 +5,7 @@ Sequence g of the run comes from partition g % partitions, whichever rank trains
 partitions ≡ r mod W. Since W divides the number of partitions and of sequences, these are the sequences ≡ r mod W of
 every step. The global batches therefore do not depend on W, and a run may resume with a different W. A rank makes only
 the sequences of its own partitions; the rank of a group that trains a sequence is chosen to balance the work of
-attention (ptf/data/exchange.py).
+attention (ptf/data/rank_balancing.py).
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from ptf.data.batch import Batch, Memory, lay_out
 from ptf.data.documents import Documents
-from ptf.data.exchange import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
 from ptf.data.packing import idle
+from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
 from ptf.data.stream_units import StreamUnit, documents_of, stream_units_of, units_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf import scratch, storage, verified
+from ptf import file_verification, scratch, storage
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, counts_of
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
@@ -103,7 +103,7 @@ def write(
     made_with = {**made_by(tokenizer), "config": config_fingerprint}
     root = Path(directory)
     if (root / storage.MANIFEST).exists():
-        manifest = verified.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
+        manifest = file_verification.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
         if manifest.items() >= made_with.items():
             return manifest | counts_of(manifest)
     with scratch.directory(root) as part:  # other processes may be reading the old files
@@ -303,14 +303,14 @@ def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) 
 
 
 def whole(path: str, verify_up_to: float) -> dict[str, Any]:
-    """Return the manifest of tokenized data, once they are verified (ptf.verified).
+    """Return the manifest of tokenized data, once they are verified (ptf.file_verification).
 
     Raises UserError that names what is wrong.
     """
     if not storage.exists(f"{path.rstrip('/')}/{storage.MANIFEST}"):
         raise UserError(f"{path} is not tokenized data, or its writing never finished: it has no {storage.MANIFEST}")
     remedy = f"remove {path}: it is made again"
-    manifest = verified.verify(path, verify_up_to, remedy)
+    manifest = file_verification.verify(path, verify_up_to, remedy)
     config, key = manifest.get("config", ""), path.rstrip("/").rpartition("-")[2]
     if "tokenizer" not in manifest or (re.fullmatch("[0-9a-f]{16}", key) and config and config != key):
         raise storage.Corrupt(f"{path} holds other data ({config or 'not tokenized data'}); {remedy}")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import published_versions, storage, verified
+from ptf import file_verification, published_versions, storage
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.checkpoint_mapping import PaddedRows, Rename, Slices, TensorMapping
@@ -72,14 +72,14 @@ def local_directory(
 ) -> Path:
     """Return the local directory of a model or an adapter: a directory (of versions: the one named by the pointer), a
     URI (copied into `cache`), or a Hugging Face id, through its cache. A published version and a copy are verified
-    first (ptf.verified), up to `verify_up_to` bytes; None is for callers that read no weights, and verifies nothing.
-    Raises UserError if there is no such model."""
+    first (ptf.file_verification), up to `verify_up_to` bytes; None is for callers that read no weights, and verifies
+    nothing. Raises UserError if there is no such model."""
     path = published_versions.latest(path) or path
     if "://" in path:
         into = cache or os.path.join("runs", "models")
         if verify_up_to is None:
             return Path(storage.localize(path, into, without=hub.COPIES))
-        local = Path(verified.localized(path, into, verify_up_to, without=hub.COPIES))
+        local = Path(file_verification.localized(path, into, verify_up_to, without=hub.COPIES))
         published_versions.raise_if_damaged(local, path, verify_up_to, without=hub.COPIES)
         return local
     if os.path.isdir(path):

@@ -1,8 +1,8 @@
 """Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that
 ptf does not define.
 
-Each document is a sequence of its own in the batch that transformers computes, padded on the right. In a causal model
-no token attends to padding on its right, and the sequences of a batch are independent, whether tokens are mixed by
+Each document stands alone in the batch that transformers computes, padded on the right. In a causal model no token
+attends to padding on its right, and the documents of a batch are independent, whether tokens are mixed by
 attention or by something else. A batch costs its number of documents × the longest of them. The head is taken from the
 model and checked against the model's own logits when it is loaded, so a model that computes logits in another way is
 refused instead of trained wrongly.
@@ -124,7 +124,7 @@ class HFDecoder(nn.Module):
 
 
 def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index maps between the flat batch and sequences of one document each.
+    """Return the index maps between the flat batch and the batch with one document on each line.
 
     The first is, for each place of [documents, longest], the flat index of its token; the second is, for each flat
     index, the place of its token. Filling repeats a document's last token; padding of the batch maps to an arbitrary
@@ -345,7 +345,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 def _probe(c: Any, max_positions: int) -> Tensor:
-    """Return a sequence of tokens that two models are compared with, [1, T]."""
+    """Return the tokens that two models are compared with, [1, T]."""
     g = torch.Generator().manual_seed(0)
     return torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
 

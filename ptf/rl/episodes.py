@@ -14,7 +14,7 @@ from typing import Any
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError, full_text
-from ptf.rl.engines.answers import answered, streamed
+from ptf.rl.engines.generation_checks import answered, streamed
 from ptf.rl.engines.protocol import Progress, Request, RolloutEngine, StreamingEngine
 from ptf.rl.lockstep_batches import LockstepBatches
 from ptf.rl.policy.calls import Context

@@ -151,7 +151,7 @@ def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[
                 None,
             )
     if reward := job.rollout.reward_model:
-        models["reward"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
+        models["reward_model"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
     for role, (place, head, length) in models.items():
         memory = frozen_memory(job, place, gpus, head, length)
         found[role] = RoleMemory(gpus, memory.weights, {role: memory.total - memory.weights})

@@ -188,7 +188,7 @@ def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, A
 def role_specs(
     job: Job, run: Path, recipe: Recipe, start: Start, processing: LogitsProcessing, trie: Trie | None
 ) -> dict[str, RoleSpec]:
-    """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward and rollout."""
+    """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward model and rollout."""
     rollout_config, workers = job.rollout, job.compute.workers
     assert rollout_config is not None
     mesh: dict[str, Any] = {
@@ -222,7 +222,7 @@ def role_specs(
         train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
         plans["critic"] = RoleSpec("critic", Learner, {**learner, "train": train, "recipe": critic}, workers, **mesh)
     if rollout_config.reward_model:
-        plans["reward"] = RoleSpec("reward", RewardModel, _reward_model(job), workers, **mesh)
+        plans["reward_model"] = RoleSpec("reward_model", RewardModel, _reward_model(job), workers, **mesh)
     plans["rollout"] = sampler_spec(
         job,
         start.directory,
@@ -283,6 +283,8 @@ def _reward_model_client(
     reward_model = job.rollout and job.rollout.reward_model
     if not reward_model:
         return None
-    directory = Path(plans["reward"].kwargs["directory"])
+    directory = Path(plans["reward_model"].kwargs["directory"])
     tokenizer = with_run_rendering(job, Tokenizer.load(str(directory)), run)
-    return RewardModelClient(groups["reward"], tokenizer, _reward_model_length(job, directory), reward_model.weight)
+    return RewardModelClient(
+        groups["reward_model"], tokenizer, _reward_model_length(job, directory), reward_model.weight
+    )

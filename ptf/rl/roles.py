@@ -261,7 +261,7 @@ class Learner:
 
     @split_over_workers
     def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probs of tokens 1…n-1 of each sequence at temperature 1: the trainer's side of the canary."""
+        """Return the log-probs of tokens 1…n-1 of each context at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
         return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ptf.config import Plugin, plugin
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
-from ptf.rl.endpoint.harness import HarnessRollout
+from ptf.rl.endpoint.harness_rollout import HarnessRollout
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import RolloutFunction, one_response

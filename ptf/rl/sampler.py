@@ -24,7 +24,7 @@ from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
-from ptf.rl.engines.answers import answered
+from ptf.rl.engines.generation_checks import answered
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.event_loop import EventLoop, run_coroutine

@@ -1,7 +1,8 @@
 """The program of a worker process (ptf.rl.worker_process): it answers numbered questions from a pipe, many at once.
 
 A coroutine function runs in the process's event loop. A plain function runs in a thread, an environment in one of its
-own for all of its calls; a reward whose attribute `in_flight` is 1 runs in the main thread, one call after the other.
+own for all of its calls; a reward whose attribute `max_concurrent_calls` is 1 runs in the main thread, one call after
+the other.
 Threads help only calls that wait, so no call begins in a thread while two others compute.
 
 A thread cannot be ended. If its call takes too long, it is left alone, and the process ends as soon as nothing else is
@@ -85,7 +86,10 @@ def fault_of(error: BaseException) -> Fault:
     """Return an error of the users' code as a fault."""
     hint = ""
     if "main thread of the main interpreter" in str(error):
-        hint = "; it runs in a thread: give the function the attribute `in_flight = 1`, and it runs in the main thread"
+        hint = (
+            "; it runs in a thread: give the function the attribute `max_concurrent_calls = 1`, and it runs in the "
+            "main thread"
+        )
     return Fault(f"{type(error).__name__}: {error}{hint}")
 
 
@@ -187,16 +191,16 @@ class RewardCalls:
         overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
         self.timeout_s = timeout_s
         self.is_coroutine = overlapping.is_asynchronous(self.function)
-        self.in_flight = overlapping.in_flight(self.function)
+        self.max_concurrent_calls = overlapping.max_concurrent_calls(self.function)
 
     def begin(self) -> None:
         """Prepare for concurrent calls, in the event loop."""
-        self.limit = asyncio.Semaphore(self.in_flight)
-        self.threads = Threads(self.in_flight, self.timeout_s)
-        self.pool = concurrent.futures.ThreadPoolExecutor(self.in_flight)
+        self.limit = asyncio.Semaphore(self.max_concurrent_calls)
+        self.threads = Threads(self.max_concurrent_calls, self.timeout_s)
+        self.pool = concurrent.futures.ThreadPoolExecutor(self.max_concurrent_calls)
         if not self.is_coroutine:  # threads are begun now, and not while another call computes
             all_begun = threading.Event()
-            for _ in range(min(self.in_flight, overlapping.THREADS)):
+            for _ in range(min(self.max_concurrent_calls, overlapping.THREADS)):
                 self.pool.submit(all_begun.wait)
             all_begun.set()
 
@@ -228,7 +232,7 @@ class EnvironmentCalls:
 
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.what, self.make, self.timeout_s = what, plugin.bind(what), timeout_s
-        self.in_flight = overlapping.in_flight(plugin.resolve(what.use), overlapping.THREADS)
+        self.max_concurrent_calls = overlapping.max_concurrent_calls(plugin.resolve(what.use), overlapping.THREADS)
         self.coroutines = 0  # calls in the event loop
         self.environments = dict[int, Any]()
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
@@ -236,7 +240,7 @@ class EnvironmentCalls:
 
     def begin(self) -> None:
         """Prepare for concurrent calls, in the event loop."""
-        self.threads = Threads(self.in_flight, self.timeout_s)
+        self.threads = Threads(self.max_concurrent_calls, self.timeout_s)
 
     @property
     def is_done_for(self) -> bool:
@@ -368,7 +372,7 @@ def serve(connection: mpc.Connection) -> None:
     kind, what, timeout_s = connection.recv()
     pipe = Pipe(connection)
     calls = {"reward": RewardCalls, "environment": EnvironmentCalls}[kind](Plugin(**what), timeout_s)
-    one_by_one = calls.in_flight == 1 and isinstance(calls, RewardCalls) and not calls.is_coroutine
+    one_by_one = calls.max_concurrent_calls == 1 and isinstance(calls, RewardCalls) and not calls.is_coroutine
     questions: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def read(take: Callable[[int, Any], object]) -> None:

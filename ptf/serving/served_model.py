@@ -22,9 +22,9 @@ from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.served_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine
-from ptf.serving.answers import AnswerService
 from ptf.serving.options import BEAM, LONGEST, ServingOptions
 from ptf.serving.ranking import RankService
+from ptf.serving.response_service import ResponseService
 from ptf.serving.scores import ScoreService, raise_if_not_scalar
 from ptf.serving.service import Service
 from ptf.train.components import layer_factory_of, without_adapters
@@ -60,7 +60,7 @@ class ServedModel:
         length = max_length_of(engine.model.config, options)
         services: list[Service] = [self._ranking(engine, tokenizer, catalogue, length)] if catalogue else []
         if tokenizer.hf.chat_template:
-            services.append(AnswerService(engine, tokenizer, self.name, length, options.max_new_tokens))
+            services.append(ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens))
         if not services:
             raise UserError(
                 f"{self.where} has no chat template, so it cannot answer conversations; ptf chat continues texts"
@@ -143,7 +143,7 @@ class ServedModel:
         directory.fill(engine)
         return engine
 
-    def _by_vllm(self, directory: ServedDirectory, tokenizer: Tokenizer, options: ServingOptions) -> AnswerService:
+    def _by_vllm(self, directory: ServedDirectory, tokenizer: Tokenizer, options: ServingOptions) -> ResponseService:
         """Start vLLM in this process."""
         from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
@@ -151,7 +151,7 @@ class ServedModel:
         length = max_length_of(bridge.build(directory.base, head="lm")[0].config, options)
         dtype = "float32" if bridge.export_dtype(directory.base) == torch.float32 else "bfloat16"
         engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)
-        return AnswerService(engine, tokenizer, self.name, length, options.max_new_tokens)
+        return ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens)
 
 
 def _raise_unless_native(options: ServingOptions, what: str) -> None:

@@ -36,7 +36,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
 
     A local directory is returned as it is, a remote one copied to a place of its own below `into`. The copy appears
     only when it is complete, whoever else makes it at the same time, and is made again only when something at `uri` has
-    changed. What it holds is written beside it, for `ptf.verified`. Raise Missing if nothing is there.
+    changed. What it holds is written beside it, for `ptf.file_verification`. Raise Missing if nothing is there.
     """
     files, path = store_of(uri)
     if not retry(files, uri, lambda: files.exists(path)):

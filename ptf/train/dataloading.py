@@ -6,13 +6,13 @@ from pathlib import Path
 from ptf.compute.peers import peers
 from ptf.compute.world import World
 from ptf.config import Job
-from ptf.data.exchange import group_size
 from ptf.data.forms import Row
 from ptf.data.kinds import unread
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.quarantine import Quarantine
+from ptf.data.rank_balancing import group_size
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import SourceSpec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf import storage, verified
+from ptf import file_verification, storage
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -66,7 +66,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         writes=world.leads,
         tokenizer=tokenizer,
         config=config,
-        manifest=verified.of_run(directory),
+        manifest=file_verification.of_run(directory),
     )
     world.barrier()
 
@@ -78,7 +78,7 @@ def write_probe(directory: Path, values: dict[str, list]) -> None:
 
 def raise_if_damaged(run: Path, up_to: float) -> None:
     """Raise Corrupt if the exported model or its probe is not what this run wrote."""
-    verified.raise_if_different(str(run / MODEL), verified.of_run(run / MODEL), up_to, ADVICE)
+    file_verification.raise_if_different(str(run / MODEL), file_verification.of_run(run / MODEL), up_to, ADVICE)
     probe_of(run)
 
 

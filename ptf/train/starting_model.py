@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from ptf import scratch, verified
+from ptf import file_verification, scratch
 from ptf.compute.world import World
 from ptf.config.schema import Job
 from ptf.config.sections.model import ModelConfig, TokensConfig
@@ -94,7 +94,7 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
     Raises Corrupt if its files changed since, or if it belongs to another run.
     """
-    verified.make_once(directory, verified.of_run(directory), make)
+    file_verification.make_once(directory, file_verification.of_run(directory), make)
     return directory
 
 

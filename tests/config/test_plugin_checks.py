@@ -50,6 +50,14 @@ class OfBatch:
 def of_pairs(row, text, *, scale): return [1.0]
 class NotCalled:
     def __init__(self, scale): pass
+class OldName(Environment): in_flight = 1
+def old_name(row, text, *, scale): return 1.0
+old_name.in_flight = 1
+@batched(max_size=8)
+class OldBatch:
+    in_flight = 4
+    def __init__(self, *, scale): pass
+    def __call__(self, items): return [1.0]
 number = 3
 """
 CONFIG = """
@@ -174,6 +182,18 @@ def test_what_is_right_is_right(written):
             {"reward": "OldEnvironment", "key": "environment", "scale": "seed"},
             "9 rollout.environment.use MODULE:OldEnvironment has no method `reset` and no method `step`: "
             "rename `begin` to `reset` and `act` to `step`",
+        ),
+        *(
+            (
+                {"reward": name, "key": key, "scale": scale},
+                f"9 rollout.{key}.use MODULE:{name} has the attribute `in_flight`, which is now called "
+                "`max_concurrent_calls`: rename it",
+            )
+            for name, key, scale in (
+                ("old_name", "reward", "scale"),
+                ("OldBatch", "reward", "scale"),
+                ("OldName", "environment", "seed"),
+            )
         ),
         (
             {"recipe": "OldRecipe"},

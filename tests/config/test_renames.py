@@ -2,6 +2,7 @@
 an older version of ptf has stored."""
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ from ptf.cli import main
 from ptf.config import ConfigError, Job, dump, fingerprint, frozen_differences, load, loads
 from ptf.config.explain import keys, section_at
 from ptf.config.plugin import resolve
+from ptf.config.plugin_checks import load_checked
 from ptf.config.renames import (
+    ARGUMENTS,
     FIRST_KEYS,
     FIRST_MODULES,
     FIRST_PATTERNS,
@@ -164,6 +167,10 @@ def test_the_table_can_be_read_in_both_directions():
         "sequence": "answer"
     }  # not `sample`, which it was in between
     assert FIRST_PATTERNS.keys() == PATTERNS.keys()
+    for use, arguments in ARGUMENTS.items():
+        taken = inspect.signature(resolve(use)).parameters
+        assert {*arguments.values()} <= taken.keys()
+        assert not arguments.keys() & taken.keys()
     assert not PATTERNS.keys() & {*KEYS, *KEYS.values(), *VALUES}
     assert section_at(Job, ["train", "early_stopping"]) is not None
 
@@ -255,6 +262,60 @@ def test_both_names_at_once_are_refused(here):
         loads(Path("a.yaml").read_text())
     with pytest.raises(ConfigError, match="remove one"):
         upgraded(Path("a.yaml").read_text(), "a.yaml")
+
+
+GRPO = """\
+recipe: grpo
+model: {path: m}
+data: {sources: {p: {path: p.jsonl, kind: prompt}}}
+rollout:
+  reward:
+    use: ptf.rl.rewards:weighted
+    args:
+      parts:
+        - {use: "ptf.rl.rewards:http", args: {url: "http://a", in_flight: 3}}  # a server
+        - {use: "mine:reward", args: {in_flight: 3}}
+train: {steps: 10, lr: 1e-4}
+compute:
+  pools:
+    learning: {roles: [policy]}
+    sampling: {roles: [rollout, 'reward']}  # the model
+"""
+GRPO_TODAY = GRPO.replace("in_flight: 3}}  #", "max_concurrent_calls: 3}}  #").replace("'reward'", "'reward_model'")
+PART = "rollout.reward.args.parts.0.args"
+RENAMES = [
+    f"a.yaml:9  {PART}.in_flight{{}} is now {PART}.max_concurrent_calls",
+    "a.yaml:15  compute.pools.sampling.roles  reward is now reward_model",
+]
+
+
+def test_an_argument_and_an_item_of_a_list_are_refused_rewritten_and_translated(here):
+    Path("a.yaml").write_text(GRPO)
+    assert refusal("a.yaml") == [f"{line.format(' ')}; `ptf upgrade a.yaml` rewrites it" for line in RENAMES]
+    assert upgraded(GRPO, "a.yaml") == (GRPO_TODAY, [line.format("") for line in RENAMES])
+    today = loads(GRPO_TODAY)
+    assert today.compute.pools["sampling"].roles == ["rollout", "reward_model"]
+    first = with_first_names(today.model_dump())
+    assert first["compute"]["pools"]["sampling"]["roles"] == ["rollout", "reward"]
+    http, own = first["rollout"]["reward"]["args"]["parts"]
+    assert http["args"] == {"url": "http://a", "in_flight": 3}
+    assert own["args"] == {"in_flight": 3}  # a reward of the user's own
+    assert loads(GRPO) == today  # what a run has stored
+    assert fingerprint(loads(GRPO)) == fingerprint(today)
+
+
+@pytest.mark.parametrize("name", ["http", "http_batch", "judge"])
+def test_an_argument_in_an_override_is_refused_with_its_new_name(here, name):
+    reward = f"  reward: {{use: 'ptf.rl.rewards:{name}', args: {{url: 'http://a'}}}}\n"
+    start, end = GRPO.index("  reward:"), GRPO.index("train:")
+    Path("a.yaml").write_text(GRPO_TODAY[:start] + reward + GRPO[end:].replace("'reward'", "'reward_model'"))
+    with pytest.raises(ConfigError, match=r"has no argument 'in_flight': it is now max_concurrent_calls"):
+        load_checked("a.yaml", overrides=["rollout.reward.args.in_flight=3"])
+
+
+def test_both_names_of_an_argument_at_once_are_refused():
+    with pytest.raises(ConfigError, match=r"args\.in_flight  is now .*\.max_concurrent_calls, which is set too"):
+        loads(GRPO.replace("in_flight: 3}}  #", "in_flight: 3, max_concurrent_calls: 4}}  #"))
 
 
 def test_names_of_the_users_own_are_left_alone():

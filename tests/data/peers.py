@@ -8,7 +8,7 @@ from ptf.data.loader import Loader
 
 
 class Threads:
-    """ptf.data.exchange.Peers"""
+    """ptf.data.rank_balancing.Peers"""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, boxes: list[list[bytes]]) -> None:
         self.rank, self.size, self._barrier, self._boxes = rank, size, barrier, boxes

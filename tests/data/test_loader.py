@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
-from ptf.data.exchange import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
+from ptf.data.rank_balancing import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
 from ptf.data.sample import Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle

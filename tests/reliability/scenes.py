@@ -22,7 +22,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from ptf import gate, published_versions, storage, verified
+from ptf import file_verification, gate, published_versions, storage
 from ptf import run as running
 from ptf.compute import lease as leases
 from ptf.compute import provenance
@@ -440,13 +440,13 @@ def lease_file(made: Made) -> Scene:
 
 @contextlib.contextmanager
 def remembering(place: Path) -> Iterator[None]:
-    before, fresh = os.environ.get("PTF_CACHE"), verified.FRESH_NS
+    before, fresh = os.environ.get("PTF_CACHE"), file_verification.FRESH_NS
     os.environ["PTF_CACHE"] = str(place)
-    verified.FRESH_NS = -1  # what was just written counts as settled
+    file_verification.FRESH_NS = -1  # what was just written counts as settled
     try:
         yield
     finally:
-        verified.FRESH_NS = fresh
+        file_verification.FRESH_NS = fresh
         os.environ.pop("PTF_CACHE") if before is None else os.environ.__setitem__("PTF_CACHE", before)
 
 

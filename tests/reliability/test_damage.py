@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ptf import storage, verified
+from ptf import file_verification, storage
 from ptf.errors import UserError
 from tests.reliability import scenes
 from tests.reliability.damage import HARMS, SAID, Scene, put, trials
@@ -60,7 +60,7 @@ def test_the_trials_see_what_is_silent(made: Made, monkeypatch: pytest.MonkeyPat
     scene, place = whole(made, next(make for name, make in SCENES.items() if name.startswith(kind)))
     sizes = storage.verify
     monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: sizes(directory, 0.0))
-    monkeypatch.setattr(verified, "_sha256", lambda uri: place_hash(scene, place, uri))
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri: place_hash(scene, place, uri))
     monkeypatch.setattr("tests.reliability.damage.HARMS", {"flip": HARMS["flip"]})
     assert any("silent" in fault or "Error" in fault for fault in trials(scene, place, 20, seed=0)[1])
 

@@ -50,14 +50,14 @@ def test_two_roles_of_a_pool_are_loaded_together_and_then_the_second_alone(calls
 
 
 def test_what_another_role_holds_of_the_second_pool_is_freed_first(calls: list[str]) -> None:
-    policy, rollout, reward = (Group(name, calls) for name in ("policy", "rollout", "reward"))
-    pools = schedule(("policy",), ("rollout", "reward"))
-    with pools.phase(reward, "reward"):
+    policy, rollout, reward = (Group(name, calls) for name in ("policy", "rollout", "reward_model"))
+    pools = schedule(("policy",), ("rollout", "reward_model"))
+    with pools.phase(reward, "reward_model"):
         pass
     calls.clear()
     with pools.together(policy, rollout, "sync"):
         calls.append("sync")
-    assert calls == ["policy onload", "reward offload", "rollout onload", "sync"]
+    assert calls == ["policy onload", "reward_model offload", "rollout onload", "sync"]
     calls.clear()
     with pools.together(policy, rollout, "sync"):
         calls.append("sync")

@@ -16,7 +16,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, group_into_documents, samples_of
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl.engines.answers import EngineFault
+from ptf.rl.engines.generation_checks import EngineFault
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments

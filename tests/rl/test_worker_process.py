@@ -171,7 +171,7 @@ def test_a_plain_reward_that_needs_the_main_thread_is_told_how_to_get_it() -> No
     with scored_by("with_alarm") as rewards:
         (outcome,) = rewards.score([({}, "")])
     assert isinstance(outcome, NoResult)
-    assert "give the function the attribute `in_flight = 1`" in outcome.reason
+    assert "give the function the attribute `max_concurrent_calls = 1`" in outcome.reason
 
 
 def test_calls_in_threads_begin_while_the_processor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

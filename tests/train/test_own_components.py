@@ -17,7 +17,7 @@ from ptf.config import ConfigError, Job, loads
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.load_check import model_difference
+from ptf.export_comparison import model_difference
 from ptf.measurement import measure_run
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run

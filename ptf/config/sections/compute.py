@@ -22,8 +22,8 @@ class PoolConfig(Section):
     """Devices that some roles of an online job use in turn, and that no other role uses."""
 
     roles: Annotated[list[str], Field(min_length=1)]
-    """The roles of the pool: any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward` (the reward
-    model) that the job has. The pool has as many devices as its largest role needs."""
+    """The roles of the pool: any of `policy`, `rollout`, `critic`, `reference`, `teacher` and `reward_model`
+    that the job has. The pool has as many devices as its largest role needs."""
     offload: Literal["auto", "disk"] = changeable("auto")
     """Where the weights and the optimizer of a role are while another role uses the devices. `auto`: in host memory;
     without a GPU they stay in place. `disk`: in files under the run's directory, also on a CPU, for models that do not

@@ -16,21 +16,26 @@ class PublishConfig(Section):
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["starting_model", "off"] = changeable("starting_model")
-    """One of two comparisons before a version is published; the other, with the published version, is `metric`.
-    `starting_model`: refuse to publish a model that is worse than the one that training started from. It is worse if
-    the whole 95 % interval of the difference on the same held-out rows lies below 0 (with `metric`, below
-    -`max_regression`). The comparison uses `metric` if it is set and was measured on the starting model; otherwise the
-    default metrics: greedy responses, rankings or held-out losses, whichever of these the job has first. A metric that
-    is not stored by row (`pass@k`, `accuracy`, `auc`, your own `evaluate.metrics`) has no interval: any change for the
-    worse beyond `max_regression` is refused. `off`: publish without this comparison; `metric` is still compared."""
+    """The first of two comparisons before a version is published: with the model that training started from.
+    (`metric` is the second: with the published version.) `starting_model`: for each held-out row, by how much
+    the trained model's value is better than the starting model's (negative if it is worse), and the 95 % interval of
+    the mean of these differences. The model is refused if the upper end of the interval is below the limit: 0, or
+    -`max_regression` if `metric` is set. The values are those of `metric` if it is set and was measured on the
+    starting model; otherwise of the default metrics: greedy responses, rankings or held-out losses, whichever of these
+    the job has first. A metric that is not stored by row (`pass@k`, `accuracy`, `auc`, your own `evaluate.metrics`) has
+    no interval: the difference of the two numbers itself is compared with the limit. `off`: publish without this
+    comparison; the second is still made."""
     metric: str | None = changeable(None)
-    """A metric of the evaluate stage, such as `greedy_pass_rate/test`. A version is refused if its value is worse than
-    the published version's by more than `max_regression`. Where it was not measured on the starting model, `gate`
-    compares the default metrics."""
+    """A metric of the evaluate stage, such as `greedy_pass_rate/test`, for both comparisons. In the second, the trained
+    model's value is compared with the published version's, two numbers without an interval: it is refused if it is
+    worse by more than `max_regression`. Without `metric` there is no second comparison. Where it was not measured on
+    the starting model, `gate` compares the default metrics."""
     metric_direction: Literal["min", "max"] = changeable("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = changeable(0.0)
-    """By how much `metric` may be worse (lower, or with `metric_direction: min` higher) and still be published."""
+    """By how much the value may be worse (lower, or with `metric_direction: min` higher) and still be published, if
+    `metric` is set. It is in the metric's own unit, and the limit of both comparisons: in `gate` of the upper end of
+    the interval, against the published version of the difference itself."""
     hub: str | None = changeable(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""

@@ -5,11 +5,12 @@ without a critic.
          for every token of a response; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl_coef · K,     ρ = π / π_old
-    ρ  of a token; or of a sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    ρ  of a token; or of a sequence (here: one response, or one turn's sample; not a packed sequence), the geometric
+         mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
     + c_H H(π)  with `entropy_coef`, of each token's distribution
     w  = min(π_old / π_engine, `tis_cap`): the engine's distribution differs slightly from the trainer's π_old
-         (truncated importance sampling, Yao et al. 2025); `tis_level` takes the product over a sequence, and `tis_mode:
-         mask` gives weights above the cap or below its inverse a w of 0
+         (truncated importance sampling, Yao et al. 2025); `tis_level: sequence` takes the product over such a
+         sequence, and `tis_mode: mask` gives weights above the cap or below its inverse a w of 0
     With `dual_clip` c, J of a token with Â < 0 is at least c Â (Ye et al. 2020, eq. 5). With `policy_loss: cispo` it is
     w · sg(clip(ρ, 1 − clip_low, 1 + clip_high)) Â log π, where sg is a constant (MiniMax-M1, 2025, eq. 4 and 5).
     K  estimates KL(π ‖ π_ref): log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
@@ -235,7 +236,7 @@ class GRPO:
         log_ratio = logprobs - old
         if self.importance_sampling_level == "sequence":
             # its value is the mean over the sample, its gradient that of each token
-            log_ratio = self.sequence_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
+            log_ratio = self.sample_means(log_ratio.detach(), batch) + logprobs - logprobs.detach()
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = self.policy_losses(ratio, clipped, advantages, logprobs)
@@ -311,8 +312,8 @@ class GRPO:
             batch.loss_weights / broadcast_to_tokens(tokens, batch) * broadcast_to_tokens(episode_shares(batch), batch)
         )
 
-    def sequence_means(self, values: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over each sequence's tokens, at every one of them: [B, T]."""
+    def sample_means(self, values: Tensor, batch: Batch) -> Tensor:
+        """Return the mean over each sample's tokens, at every one of them: [B, T]."""
         tokens = sums(torch.ones_like(values), batch).clamp(min=1)
         return broadcast_to_tokens(sums(values, batch) / tokens, batch)
 

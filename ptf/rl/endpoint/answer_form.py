@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint.chat import ChatRequest
-from ptf.rl.endpoint.exchange import Exchange
 from ptf.rl.endpoint.http_message import HttpError, HttpResponse
+from ptf.rl.endpoint.request_exchange import Exchange
 from ptf.rl.endpoint.response_form import ResponseEvents, response, response_id
 from ptf.rl.endpoint.responses import Message, ResponsesRequest
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 from ptf.rl.endpoint.answer_stream import ENDS
-from ptf.rl.endpoint.exchange import Choice, Exchange
+from ptf.rl.endpoint.request_exchange import Choice, Exchange
 from ptf.rl.endpoint.responses import ResponsesRequest
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item → type of its one part

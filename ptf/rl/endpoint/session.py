@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from ptf.data.tool_calls import Format
 from ptf.errors import UserError
 from ptf.rl.endpoint.chat import ChatRequest
-from ptf.rl.endpoint.exchange import Choice, Exchange
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
+from ptf.rl.endpoint.request_exchange import Choice, Exchange
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 

@@ -307,9 +307,9 @@ class ConformanceSuite:
 
     def prompt_logprobs(self) -> None:
         """Check that `prompt_logprobs` gives the log-probs of all tokens but the first, at temperature 1."""
-        sequences = [request.context for request in self.ask() if len(request.context) > 2]
+        contexts = [request.context for request in self.ask() if len(request.context) > 2]
         for ours, theirs in zip(
-            self.reference.prompt_logprobs(sequences), self.engine.prompt_logprobs(sequences), strict=True
+            self.reference.prompt_logprobs(contexts), self.engine.prompt_logprobs(contexts), strict=True
         ):
             if len(ours) != len(theirs) or not np.abs(ours - theirs).max() <= self.bound:
                 raise Violation("a log-prob of `prompt_logprobs` differs from that of ptf's decoder")

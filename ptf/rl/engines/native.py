@@ -273,17 +273,17 @@ class NativeEngine:
             first += len(group)
         return torch.cat(found)
 
-    def _passes(self, sequences: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-        """Yield the sequences in passes of at most `prefill_tokens` tokens; a longer one has a pass to itself."""
+    def _passes(self, contexts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
+        """Yield the contexts in passes of at most `prefill_tokens` tokens; a longer one has a pass to itself."""
         if self.prefill_tokens is None:
-            yield sequences
+            yield contexts
             return
         group: list[np.ndarray] = []
-        for sequence in sequences:
-            if group and sum(map(len, group)) + len(sequence) > self.prefill_tokens:
+        for context in contexts:
+            if group and sum(map(len, group)) + len(context) > self.prefill_tokens:
                 yield group
                 group = []
-            group.append(sequence)
+            group.append(context)
         yield group
 
     def warm_up(self) -> None:
@@ -293,11 +293,11 @@ class NativeEngine:
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)
 
-    def _packed(self, sequences: Sequence[np.ndarray]) -> Batch:
-        """Return one packed sequence of these documents, in which every token has weight 1, padded to
+    def _packed(self, contexts: Sequence[np.ndarray]) -> Batch:
+        """Return one packed sequence of these contexts, in which every token has weight 1, padded to
         `prefill_tokens`."""
-        units = [(Sample(s, np.ones(len(s), np.float32)),) for s in sequences]
-        return Batch.of([units], max(sum(map(len, sequences)), self.prefill_tokens or 0)).to(self.device)
+        units = [(Sample(s, np.ones(len(s), np.float32)),) for s in contexts]
+        return Batch.of([units], max(sum(map(len, contexts)), self.prefill_tokens or 0)).to(self.device)
 
     @torch.no_grad()
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -89,7 +89,7 @@ class RolloutEngine(Protocol):
         ...
 
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probs of each sequence's tokens 1…n-1, given those before them, at temperature 1."""
+        """Return the log-probs of each context's tokens 1…n-1, given those before them, at temperature 1."""
         ...
 
     def sleep(self) -> None:

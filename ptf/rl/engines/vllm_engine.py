@@ -261,18 +261,18 @@ class VLLMEngine:
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
         self._raise_if_unusable()
-        for sequence in tokens:
-            self._check_context(sequence, self.max_model_len - 1)  # vLLM gives them only if it may add a token
+        for context in tokens:
+            self._check_context(context, self.max_model_len - 1)  # vLLM gives them only if it may add a token
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
         with self.stepper.exclusively("compute prompt log-probs"):
             if self._adapter:
-                return [self._prompt_logprobs([sequence])[0] for sequence in tokens]
+                return [self._prompt_logprobs([context])[0] for context in tokens]
             return self._prompt_logprobs(tokens)
 
     def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         order = {
-            self._submit(sequence, temperature=0.0, max_tokens=1, prompt_logprobs=0): i
-            for i, sequence in enumerate(tokens)
+            self._submit(context, temperature=0.0, max_tokens=1, prompt_logprobs=0): i
+            for i, context in enumerate(tokens)
         }
         logprobs: dict[int, np.ndarray] = {}
         while self.engine.has_unfinished_requests():

@@ -88,7 +88,7 @@ class Mcp:
         """Return the reward of the last response; functions that do not overlap run in the event loop."""
         if concurrent.is_asynchronous(self.reward):
             return await self.reward(self.row, text)
-        if concurrent.in_flight(self.reward) == 1:
+        if concurrent.max_concurrent_calls(self.reward) == 1:
             return self.reward(self.row, text)
         return await asyncio.to_thread(self.reward, self.row, text)
 

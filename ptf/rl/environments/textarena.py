@@ -26,7 +26,7 @@ class TextArena:
     text of its move. The reward is the game's own, at its end.
     """
 
-    in_flight = 1  # the global generators belong to one game at a time
+    max_concurrent_calls = 1  # the global generators belong to one game at a time
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""How many calls of a reward or of an environment overlap in one process (ptf.rl.worker_server): 256 of an `async
-def`, up to 64 of a plain function, in threads, and as many as its attribute `in_flight` says, if it has one.
+"""How many calls of a reward or of an environment overlap in one process (ptf.rl.worker_server).
+
+They are 256 of an `async def`, up to 64 of a plain function, in threads, and as many as its attribute
+`max_concurrent_calls` says, if it has one.
 
 A function may have an equivalent coroutine function, which is used instead (`concurrent`).
 """
@@ -11,9 +13,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ptf.config import Plugin, plugin
+from ptf.config.reward_signature import attribute_fault
 from ptf.credentials import resolved
+from ptf.errors import UserError
 
-IN_FLIGHT = 256  # of a coroutine function without an attribute `in_flight`
+COROUTINES = 256  # of a coroutine function without an attribute `max_concurrent_calls`
 THREADS = 64  # of a plain function without one
 
 
@@ -22,19 +26,19 @@ def concurrent(
     lines: Callable[..., Iterable[str]],
     *,
     where: Callable[..., bool] = lambda **_: True,
-    in_flight: Callable[..., int] = lambda **_: len(os.sched_getaffinity(0)),
+    max_concurrent_calls: Callable[..., int] = lambda **_: len(os.sched_getaffinity(0)),
 ) -> Callable[[Callable], Callable]:
     """Declare `coroutine` as the coroutine function that computes the same reward as the decorated function.
 
-    As many of its calls overlap as `in_flight` returns for its arguments, by default as many as this process has cores.
-    It is used only with arguments for which `where` returns True. `lines` is called with the reward's arguments and
-    returns the first lines that a run prints about it; it raises UserError if the reward cannot be used on this
-    machine.
+    As many of its calls overlap as `max_concurrent_calls` returns for its arguments, by default as many as this process
+    has cores. It is used only with arguments for which `where` returns True. `lines` is called with the reward's
+    arguments and returns the first lines that a run prints about it; it raises UserError if the reward cannot be used
+    on this machine.
     """
 
     def mark(function: Callable) -> Callable:
         vars(function).update(asynchronous=coroutine, first_lines=lines, where=where)
-        vars(coroutine).update(in_flight=in_flight)
+        vars(coroutine).update(max_concurrent_calls=max_concurrent_calls)
         return function
 
     return mark
@@ -45,7 +49,7 @@ def one_by_one(function: Callable) -> Callable:
 
     Of a class, those are the calls of its instance.
     """
-    setattr(function, "in_flight", 1)  # noqa: B010 - a function's type has no such attribute
+    setattr(function, "max_concurrent_calls", 1)  # noqa: B010 - a function's type has no such attribute
     return function
 
 
@@ -67,10 +71,15 @@ def first_lines(what: Plugin) -> list[str]:
     return list(lines(**what.args)) if lines else []
 
 
-def in_flight(function: Callable, default: int | None = None) -> int:
-    """Return how many calls of a reward, or of environments, may overlap."""
+def max_concurrent_calls(function: Callable, default: int | None = None) -> int:
+    """Return how many calls of a reward, or of environments, may overlap.
+
+    Raises UserError if it has the attribute under its earlier name.
+    """
     own, arguments = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
-    found: Any = getattr(own, "in_flight", default or (IN_FLIGHT if is_asynchronous(own) else THREADS))
+    if fault := attribute_fault(own):
+        raise UserError(f"{getattr(own, '__qualname__', type(own).__qualname__)} {fault}")
+    found: Any = getattr(own, "max_concurrent_calls", default or (COROUTINES if is_asynchronous(own) else THREADS))
     return int(found(**arguments)) if callable(found) else int(found)  # pyright: ignore[reportArgumentType]
 
 

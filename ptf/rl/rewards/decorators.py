@@ -28,13 +28,14 @@ def batched(max_size: int | Callable[..., int]) -> Callable[[Target], Target]:
 
     `max_size` may be a function of the reward's arguments. If a call fails, its responses are scored again one by one.
     Calls of a plain function, or of an object with a plain `__call__`, are made one after the other, unless its
-    attribute `in_flight` says how many may overlap: it computes, with a model that is used by one thread at a time.
+    attribute `max_concurrent_calls` says how many may overlap: it computes, with a model that is used by one thread at
+    a time.
     """
     if isinstance(max_size, int) and max_size < 1:
         raise ValueError(f"a batch has at least one response, so max_size cannot be {max_size}")
 
     def declare(reward: Target) -> Target:
-        if not (hasattr(reward, "in_flight") or inspect.iscoroutinefunction(called(reward))):
+        if not (hasattr(reward, "max_concurrent_calls") or inspect.iscoroutinefunction(called(reward))):
             one_by_one(reward)
         return _declared(reward, "batch", max_size)
 

@@ -25,7 +25,7 @@ class EpisodeView:
     @classmethod
     def of(cls, trajectory: Trajectory) -> "EpisodeView":
         """Return the view of an episode. Raises UserError if its row has two different prompts."""
-        from ptf.data.answers import as_history, history_of
+        from ptf.data.response_conversation import as_history, history_of
 
         generations, nothing = trajectory.generations, np.zeros(0, np.int32)
         answer = [{"role": "assistant", "content": trajectory.text}] if len(generations) == 1 else []

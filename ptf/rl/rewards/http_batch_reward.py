@@ -5,7 +5,7 @@ from typing import Any
 
 from ptf.rl.rewards.decorators import batched
 from ptf.rl.rewards.episode_view import EpisodeView
-from ptf.rl.rewards.http_reward import IN_FLIGHT, HttpReward, raise_if_no_count
+from ptf.rl.rewards.http_reward import MAX_CONCURRENT_CALLS, HttpReward, raise_if_no_count
 from ptf.rl.rewards.json_endpoint import RequestFault
 
 BATCH = 32
@@ -31,7 +31,7 @@ class HttpBatchReward(HttpReward):
         retries: int = 3,
         wait_s: float = 0.5,
         max_bytes: int = 1 << 20,
-        in_flight: int = IN_FLIGHT,
+        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
         send_episode: bool = False,
     ) -> None:
         raise_if_no_count("batch", batch)
@@ -42,7 +42,7 @@ class HttpBatchReward(HttpReward):
             retries=retries,
             wait_s=wait_s,
             max_bytes=max_bytes,
-            in_flight=in_flight,
+            max_concurrent_calls=max_concurrent_calls,
             send_episode=send_episode,
         )
 

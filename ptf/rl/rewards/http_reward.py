@@ -7,7 +7,7 @@ from ptf.errors import UserError
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.rewards.json_endpoint import JsonEndpoint, RequestFault
 
-IN_FLIGHT = 64
+MAX_CONCURRENT_CALLS = 64
 
 
 def raise_if_no_count(name: str, value: Any) -> None:
@@ -20,10 +20,10 @@ class HttpReward:
     """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
 
     `headers_from_env` maps headers to the environment variables that hold their values, `timeout_s` limits one request,
-    and `in_flight` is how many are made at once in a process. Connections that fail and replies with status 408, 429
-    or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after `Retry-After`; at
-    most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the object, the fields of
-    EpisodeView.
+    and `max_concurrent_calls` is how many are made at once in a process. Connections that fail and replies with status
+    408, 429 or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after
+    `Retry-After`; at most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the
+    object, the fields of EpisodeView.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class HttpReward:
         retries: int = 3,
         wait_s: float = 0.5,
         max_bytes: int = 1 << 20,
-        in_flight: int = IN_FLIGHT,
+        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
         send_episode: bool = False,
     ) -> None:
-        raise_if_no_count("in_flight", in_flight)
+        raise_if_no_count("max_concurrent_calls", max_concurrent_calls)
         if not isinstance(send_episode, bool):
             raise UserError(f"send_episode: it must be true or false, not {send_episode!r}")
         self.endpoint = JsonEndpoint(url, headers_from_env or {}, timeout_s, retries, wait_s, max_bytes)
-        self.in_flight, self.send_episode = in_flight, send_episode
+        self.max_concurrent_calls, self.send_episode = max_concurrent_calls, send_episode
 
     async def __call__(self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None) -> float:
         """Return the server's reward. Raises RequestFault."""
@@ -67,7 +67,8 @@ class HttpReward:
         """Return the first line that a run prints about the reward. Raises UserError if it cannot be used here."""
         reward = cls(**args)
         reward.endpoint.raise_if_unusable()
-        return [f"reward: rows and responses are sent to {reward.endpoint.address}, up to {reward.in_flight} at once"]
+        address, most = reward.endpoint.address, reward.max_concurrent_calls
+        return [f"reward: rows and responses are sent to {address}, up to {most} at once"]
 
     @staticmethod
     def sees_episodes(*, send_episode: bool = False, **_: Any) -> bool:

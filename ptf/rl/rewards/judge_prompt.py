@@ -65,7 +65,7 @@ class JudgePrompt:
 
 def prompt_of(row: Mapping[str, Any]) -> str:
     """Return the prompt of a row as text: of several messages, each with its role before it."""
-    from ptf.data.answers import as_history, history_of
+    from ptf.data.response_conversation import as_history, history_of
 
     messages = as_history(history_of(row))
     contents = [_content(message) for message in messages]

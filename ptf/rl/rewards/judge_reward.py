@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ptf.errors import UserError
-from ptf.rl.rewards.http_reward import IN_FLIGHT, raise_if_no_count
+from ptf.rl.rewards.http_reward import MAX_CONCURRENT_CALLS, raise_if_no_count
 from ptf.rl.rewards.json_endpoint import JsonEndpoint
 from ptf.rl.rewards.judge_prompt import JudgePrompt
 
@@ -48,9 +48,9 @@ class JudgeReward:
         retries: int = 3,
         wait_s: float = 0.5,
         max_bytes: int = 1 << 20,
-        in_flight: int = IN_FLIGHT,
+        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
     ) -> None:
-        for name, value in (("in_flight", in_flight), ("samples", samples)):
+        for name, value in (("max_concurrent_calls", max_concurrent_calls), ("samples", samples)):
             raise_if_no_count(name, value)
         if samples > 1 and temperature == 0:
             raise UserError("samples: several judgements are the same at temperature 0: give a temperature above 0")
@@ -68,7 +68,7 @@ class JudgeReward:
         self.prompt, self.scale = JudgePrompt(prompt), checked_scale(scale)
         self.pattern = checked_pattern(BOXED if score is None else score)
         self.closing = "" if score is not None else boxed_instruction(self.scale)
-        self.samples, self.retries, self.in_flight = samples, retries, in_flight
+        self.samples, self.retries, self.max_concurrent_calls = samples, retries, max_concurrent_calls
         fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
@@ -137,7 +137,8 @@ class JudgeReward:
         judge = cls(**args)
         judge.endpoint.raise_if_unusable()
         name = judge.fields["model"]
-        return [f"reward: responses are judged by {name} at {judge.endpoint.address}, up to {judge.in_flight} at once"]
+        address, most = judge.endpoint.address, judge.max_concurrent_calls
+        return [f"reward: responses are judged by {name} at {address}, up to {most} at once"]
 
 
 def completions_url(url: Any) -> str:

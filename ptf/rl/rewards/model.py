@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ptf.data.answers import history_of
 from ptf.data.encode import answered
+from ptf.data.response_conversation import history_of
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward

@@ -8,7 +8,7 @@ from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.errors import UserError
 from ptf.rl.rewards.calls import checked_reward
-from ptf.rl.rewards.concurrent import asynchronous, first_lines, in_flight, is_asynchronous
+from ptf.rl.rewards.concurrent import asynchronous, first_lines, is_asynchronous, max_concurrent_calls
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
 
@@ -29,7 +29,8 @@ class Part:
         self.use, self.weight = what.use, float(part.get("weight", 1.0))
         self.function = asynchronous(what)
         self.sees_episode = RewardSignature.of(plugin.resolve(what.use), what.args).sees_episodes
-        self.is_coroutine, self.in_flight = is_asynchronous(self.function), in_flight(self.function)
+        self.is_coroutine = is_asynchronous(self.function)
+        self.max_concurrent_calls = max_concurrent_calls(self.function)
 
     def call(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> Any:
         """Call the reward; of a coroutine function the result is a coroutine."""
@@ -54,10 +55,10 @@ class WeightedSum:
 
     def __init__(self, *, parts: Parts) -> None:
         self.parts = [Part(part) for part in parts]
-        alone = {part.in_flight == 1 for part in self.parts}
+        alone = {part.max_concurrent_calls == 1 for part in self.parts}
         self.is_coroutine = any(part.is_coroutine for part in self.parts) or len(alone) > 1
-        overlapping = [part.in_flight for part in self.parts if part.is_coroutine or part.in_flight > 1]
-        self.in_flight = min(overlapping, default=1)
+        overlapping = [part for part in self.parts if part.is_coroutine or part.max_concurrent_calls > 1]
+        self.max_concurrent_calls = min((part.max_concurrent_calls for part in overlapping), default=1)
 
     def __call__(
         self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None
@@ -72,7 +73,7 @@ class WeightedSum:
         for part in self.parts:
             if part.is_coroutine:
                 value = await part.call(row, text, episode)
-            elif part.in_flight == 1:
+            elif part.max_concurrent_calls == 1:
                 value = part.call(row, text, episode)
             else:
                 value = await asyncio.to_thread(part.call, row, text, episode)

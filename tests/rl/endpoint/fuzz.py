@@ -20,7 +20,7 @@ import numpy as np
 from ptf.data.tool_calls import parser
 from ptf.data.trajectory import Generation, Prompt, Trajectory, samples_of
 from ptf.rl.endpoint.endpoint import Endpoint
-from ptf.rl.endpoint.exchange import Exchange
+from ptf.rl.endpoint.request_exchange import Exchange
 from ptf.rl.endpoint.session import Bounds, Session
 from ptf.rl.engines.protocol import Progress, Request, Sampling
 from ptf.rl.episodes import Episode, run_all

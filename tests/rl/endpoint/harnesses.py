@@ -8,7 +8,7 @@ import numpy as np
 
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.trajectory import Prompt, Trajectory
-from ptf.rl.endpoint.harness import HarnessRollout
+from ptf.rl.endpoint.harness_rollout import HarnessRollout
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits

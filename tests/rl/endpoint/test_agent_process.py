@@ -16,7 +16,7 @@ from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.trajectory import NoResult, Prompt, Reward
 from ptf.errors import UserError
 from ptf.rl.endpoint.agent_process import STOPS_WITHIN_S
-from ptf.rl.endpoint.harness import HarnessRollout
+from ptf.rl.endpoint.harness_rollout import HarnessRollout
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits

@@ -80,8 +80,8 @@ def test_samples_follow_the_distribution(engine):
 
 def test_scores_equal_transformers(directory, engine):
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    sequences = contexts(5)
-    for tokens, got in zip(sequences, engine.prompt_logprobs(sequences), strict=True):
+    several = contexts(5)
+    for tokens, got in zip(several, engine.prompt_logprobs(several), strict=True):
         ids = torch.tensor(tokens[None].astype(np.int64))
         expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         assert np.abs(expected.detach().numpy() - got).max() <= 1e-5

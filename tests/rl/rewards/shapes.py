@@ -106,7 +106,7 @@ async def lengths(items, *, episodes):
 class Counts:
     """Counts its own calls, one after the other."""
 
-    in_flight = 1
+    max_concurrent_calls = 1
 
     def __init__(self, *, start: int) -> None:
         self.calls = start
@@ -120,3 +120,20 @@ class Counts:
 def in_the_main_thread(row, text):
     """1, in the main thread alone."""
     return float(threading.current_thread() is threading.main_thread())
+
+
+class OldName:
+    """Has the number of calls that may overlap under its former name."""
+
+    in_flight = 1
+
+    def __call__(self, row, text):
+        return 1.0
+
+
+def old_name(row, text):
+    """As OldName."""
+    return 1.0
+
+
+old_name.in_flight = 1  # type: ignore[attr-defined]

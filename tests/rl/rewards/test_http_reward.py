@@ -159,7 +159,7 @@ def test_the_wait_is_that_of_the_server_or_doubles_and_is_bounded() -> None:
         ({"retries": 1.5}, "retries: it must be"),
         ({"timeout_s": "5"}, "timeout_s: it must be"),
         ({"timeout_s": float("nan")}, "timeout_s: it must be"),
-        ({"in_flight": 0}, "in_flight: it must be"),
+        ({"max_concurrent_calls": 0}, "max_concurrent_calls: it must be"),
         ({"send_episode": "no"}, "send_episode: it must be"),
         ({"headers_from_env": ["A"]}, "headers_from_env: it must be"),
         ({"headers_from_env": {"A": None}}, "headers_from_env: it must be"),

@@ -47,7 +47,7 @@ def liked(tmp_path_factory) -> str:
 @pytest.fixture
 def taste(liked) -> RewardModelClient:
     spec = RoleSpec(
-        "reward",
+        "reward_model",
         RewardModel,
         {
             "directory": liked,
@@ -58,7 +58,7 @@ def taste(liked) -> RewardModelClient:
             "micro_batch_sequences": 2,
         },
     )
-    group = LocalCluster(World(), [Pool("all", frozenset({"reward"}), (1,))]).start(spec)
+    group = LocalCluster(World(), [Pool("all", frozenset({"reward_model"}), (1,))]).start(spec)
     return RewardModelClient(group, Tokenizer.load(liked), 64, 0.5)
 
 
@@ -109,7 +109,7 @@ def test_a_policy_learns_what_it_likes(raw, liked):
     made = train({**raw, "evaluate": {}})
     rows = read_metrics(made / "metrics.jsonl")
     assert np.mean([row["reward"] for row in rows[-5:]]) > rows[0]["reward"] + 0.5
-    assert {"seconds/reward_model", "peak_memory_gib/reward"} <= rows[0].keys()
+    assert {"seconds/reward_model", "peak_memory_gib/reward_model"} <= rows[0].keys()
 
 
 def test_held_out_answers_need_a_reward_that_was_not_trained_on(raw, liked):
@@ -129,7 +129,7 @@ def test_its_pool_may_be_its_own(raw, liked):
         "rollout": {**raw["rollout"], "reward_model": {"path": liked, "weight": 0.1}, "max_no_result_share": 0.8},
         "train": {**raw["train"], "steps": 1},
     }
-    pools = {"a": {"roles": ["policy", "rollout"]}, "b": {"roles": ["reward"], "offload": "disk"}}
+    pools = {"a": {"roles": ["policy", "rollout"]}, "b": {"roles": ["reward_model"], "offload": "disk"}}
     rows = [
         read_metrics(train({**with_model, "compute": {**raw["compute"], "pools": p}}, name) / "metrics.jsonl")
         for name, p in (("x", {}), ("y", pools))

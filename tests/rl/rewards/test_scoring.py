@@ -17,9 +17,10 @@ from ptf.errors import UserError
 from ptf.rl.rewards import batched, scores_groups
 from ptf.rl.rewards.by_source import Rewards, score_groups
 from ptf.rl.rewards.calls import Answer, call_arguments, checked_rewards
-from ptf.rl.rewards.concurrent import IN_FLIGHT, in_flight
+from ptf.rl.rewards.concurrent import COROUTINES, max_concurrent_calls
 from ptf.rl.rewards.scoring import RewardWorkers, answers_to
 from ptf.rl.worker_messages import Fault
+from tests.rl.rewards import shapes
 from tests.rl.rewards.shapes import Sizes, lengths
 
 HERE = "tests.rl.rewards.shapes"
@@ -122,7 +123,7 @@ def test_of_a_batch_that_fails_the_answer_at_fault_alone_has_no_result() -> None
 
 
 def test_batches_of_a_plain_reward_do_not_overlap_and_a_declaration_is_made_once() -> None:
-    assert (Sizes.in_flight, in_flight(lengths)) == (1, IN_FLIGHT)  # type: ignore[attr-defined]
+    assert (Sizes.max_concurrent_calls, max_concurrent_calls(lengths)) == (1, COROUTINES)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="declared twice"):
         scores_groups(lengths)
     with pytest.raises(ValueError, match="at least one response"):
@@ -187,3 +188,12 @@ def test_the_row_of_a_group_is_sent_once_and_the_episode_only_if_it_is_asked_for
         sent = answers_to(rewards, group("p", ["a", "b", "c"]))
     assert len({id(answer.row) for answer in sent}) == 1
     assert [answer.episode is not None for answer in sent] == [asks] * 3
+
+
+@pytest.mark.parametrize("name", ["OldName", "old_name"])
+def test_a_reward_with_the_former_attribute_is_refused(name: str) -> None:
+    message = "has the attribute `in_flight`, which is now called `max_concurrent_calls`: rename it"
+    with pytest.raises(UserError, match=message):
+        RewardWorkers(Plugin(use=f"{HERE}:{name}", args={})).close()
+    with pytest.raises(UserError, match=message):
+        max_concurrent_calls(getattr(shapes, name))

@@ -23,7 +23,7 @@ BREVITY = {"use": "ptf.rl.rewards:brevity", "args": {"longest": 10, "margin": 5}
 def test_sums_of_rewards() -> None:
     weighted = WeightedSum(parts=[EXACT, BREVITY])
     assert not weighted.is_coroutine
-    assert weighted.in_flight == 1, "as its parts"
+    assert weighted.max_concurrent_calls == 1, "as its parts"
     assert weighted({"answer": "12345"}, "12345") == 2.0
     assert weighted({"answer": "1234567"}, "1234567") == pytest.approx(2.0 - 0.4)
     with pytest.raises(KeyError):
@@ -45,8 +45,8 @@ def test_calls_of_a_part_that_must_not_overlap_do_not_beside_others() -> None:
     plugin = Plugin(use="ptf.rl.rewards:weighted", args={"parts": parts})
     with contextlib.closing(RewardWorkers(plugin, timeout_s=40.0, retries=0)) as rewards:
         assert rewards.score([({}, "")] * 32) == [Reward(1.5)] * 32
-    assert WeightedSum(parts=parts[:1]).in_flight == 1
-    assert WeightedSum(parts=parts[1:]).in_flight == 64
+    assert WeightedSum(parts=parts[:1]).max_concurrent_calls == 1
+    assert WeightedSum(parts=parts[1:]).max_concurrent_calls == 64
 
 
 def test_an_object_and_a_server_are_parts() -> None:

@@ -30,7 +30,7 @@ COMMAND = [
     "-s",
     "-S",
     "-c",
-    f"import sys; sys.path.insert(0, {ROOT!r}); from ptf.rl.rewards.sandbox.harness import main; main()",
+    f"import sys; sys.path.insert(0, {ROOT!r}); from ptf.rl.rewards.sandbox.judgement import main; main()",
 ]
 ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 

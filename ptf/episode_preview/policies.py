@@ -8,10 +8,10 @@ from pathlib import Path
 from ptf.config import Job, load, resolve
 from ptf.data.added import add, tokenizer_of
 from ptf.data.tokenizer import Tokenizer
+from ptf.episode_preview import scripts
+from ptf.episode_preview.scripts import Script
 from ptf.errors import UserError
 from ptf.model import bridge, hub
-from ptf.preview import scripts
-from ptf.preview.scripts import Script
 from ptf.run import dataset_commits, prepared_directory, published_models, unpublished
 from ptf.train.job_tokenizer import rendered
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from ptf.preview.report import Preview, PreviewEpisode
-from ptf.preview.words import count_lines, reward_bins, reward_lines, time_rows, title
+from ptf.episode_preview.report import Preview, PreviewEpisode
+from ptf.episode_preview.words import count_lines, reward_bins, reward_lines, time_rows, title
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --mark: #2e9e4f38; --edge: #2e9e4f; }

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import yaml
 
-from ptf import published_versions, storage, verified
+from ptf import file_verification, published_versions, storage
 from ptf.config import loads
 from ptf.data import prepare as preparing
 from ptf.data import tokenized
@@ -32,7 +32,7 @@ Open = Callable[[], Any]
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of what was verified; and files that were just written count as settled."""
     monkeypatch.setenv("PTF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(verified, "FRESH_NS", -1)
+    monkeypatch.setattr(file_verification, "FRESH_NS", -1)
     return tmp_path / "cache"
 
 
@@ -193,13 +193,13 @@ def test_a_second_look_reads_nothing(tmp_path: Path, kind: Callable, monkeypatch
     place, open_it = kind(tmp_path)
     open_it()
     with monkeypatch.context() as patch:
-        patch.setattr(verified, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
+        patch.setattr(file_verification, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
         open_it()
     file = largest(place)
     file.write_bytes(file.read_bytes())  # the same again: other times
-    read = verified._sha256
+    read = file_verification._sha256
     seen: list[str] = []
-    monkeypatch.setattr(verified, "_sha256", lambda uri: seen.append(uri) or read(uri))
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri: seen.append(uri) or read(uri))
     open_it()
     assert seen == [str(file)]
 
@@ -208,11 +208,11 @@ def test_a_second_look_reads_nothing(tmp_path: Path, kind: Callable, monkeypatch
 def test_a_file_that_may_still_be_written_to_under_the_same_times_is_not_remembered(
     tmp_path: Path, kind: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified, "FRESH_NS", 10**18)
+    monkeypatch.setattr(file_verification, "FRESH_NS", 10**18)
     _, open_it = kind(tmp_path)
     open_it()
     seen: list[str] = []
-    monkeypatch.setattr(verified, "_sha256", lambda uri: seen.append(uri) or "")
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri: seen.append(uri) or "")
     with pytest.raises(Corrupt):
         open_it()
     assert seen
@@ -221,10 +221,10 @@ def test_a_file_that_may_still_be_written_to_under_the_same_times_is_not_remembe
 def test_times_of_whole_seconds_settle_later() -> None:
     second = 1_700_000_000 * 10**9
     now = second + 10**9
-    assert not verified._settled(f"file 1 2 3 {second} {second}", now)
-    assert verified._settled(f"file 1 2 3 {second} {second + 1}", now)
-    assert verified._settled(f"file 1 2 3 {second} {second}", now + 2 * 10**9)
-    assert not verified._settled("", now)
+    assert not file_verification._settled(f"file 1 2 3 {second} {second}", now)
+    assert file_verification._settled(f"file 1 2 3 {second} {second + 1}", now)
+    assert file_verification._settled(f"file 1 2 3 {second} {second}", now + 2 * 10**9)
+    assert not file_verification._settled("", now)
 
 
 def test_objects_are_known_by_their_entity_tags(
@@ -238,7 +238,7 @@ def test_objects_are_known_by_their_entity_tags(
         published_versions.point(root, name, published_versions.pointer(root))
     published_versions.roll_back(root)
     with monkeypatch.context() as patch:
-        patch.setattr(verified, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
+        patch.setattr(file_verification, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
         published_versions.roll_back(root, "one")
     config = storage.read_text(f"{root}/one/config.json")
     storage.write_text(f"{root}/one/config.json", config.replace("2", "3", 1))

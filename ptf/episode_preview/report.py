@@ -8,7 +8,7 @@ import numpy as np
 
 from ptf.config import Job
 from ptf.data.trajectory import Prompt
-from ptf.preview.clock import Turn
+from ptf.episode_preview.clock import Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from functools import partial
 
 from ptf.config import Job
 from ptf.data.trajectory import Prompt, Trajectory
-from ptf.preview.clock import Clock, EpisodeTimes, TimedEngine
-from ptf.preview.scripts import Script
+from ptf.episode_preview.clock import Clock, EpisodeTimes, TimedEngine
+from ptf.episode_preview.scripts import Script
 from ptf.rl.engines.protocol import StreamingEngine
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.episodes import Episode, run_episodes

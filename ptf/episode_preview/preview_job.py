@@ -18,12 +18,12 @@ from ptf.compute.world import World, joined
 from ptf.config import Job
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Reward, Trajectory, documents_of
+from ptf.episode_preview.clock import start_seconds, turns_of
+from ptf.episode_preview.player import Played, Player
+from ptf.episode_preview.policies import ECHO, EMPTY, PreviewPolicy, policy_of, script_of, tokenizer_without_model
+from ptf.episode_preview.repeats import differences
+from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe
 from ptf.errors import UserError
-from ptf.preview.clock import start_seconds, turns_of
-from ptf.preview.player import Played, Player
-from ptf.preview.policies import ECHO, EMPTY, PreviewPolicy, policy_of, script_of, tokenizer_without_model
-from ptf.preview.repeats import differences
-from ptf.preview.report import Piece, Preview, PreviewEpisode, Probe
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
 from ptf.rl.rollout_role import rollout_options, sampler_spec, training_rewards, trie_of

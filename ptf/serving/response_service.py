@@ -19,9 +19,9 @@ from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
 from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
 from ptf.rl.endpoint.chat import ChatRequest
-from ptf.rl.endpoint.exchange import Choice, Exchange
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
-from ptf.rl.engines import answers as checked
+from ptf.rl.endpoint.request_exchange import Choice, Exchange
+from ptf.rl.engines import generation_checks
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.policy.policy import Limits, NoRoom, Policy
@@ -38,7 +38,7 @@ class SteppedEngine(StreamingEngine, Protocol):
     stepper: Stepper
 
 
-class AnswerService:
+class ResponseService:
     """Answers conversations with an engine.
 
     `max_length` is the most tokens of a context with its response, `max_new_tokens` those of a response whose request
@@ -139,10 +139,10 @@ class AnswerService:
         return Sampling(longest, temperature, self.tokenizer.stop_ids, top_p)
 
     async def _generate(self, request: Request) -> Generation:
-        return await checked.answered(self.engine, request, None)
+        return await generation_checks.answered(self.engine, request, None)
 
     async def _stream(self, request: Request) -> AsyncGenerator[Progress]:
-        async with contextlib.aclosing(checked.streamed(self.engine, request, None)) as news:
+        async with contextlib.aclosing(generation_checks.streamed(self.engine, request, None)) as news:
             async for progress in news:
                 yield progress
 

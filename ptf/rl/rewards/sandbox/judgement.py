@@ -2,8 +2,8 @@
 and ends all processes that either has started.
 
 It runs as long as its standard input is open, so when the process that started it ends, for whatever reason, it and its
-cells end too. It is run as `python -c 'from ptf.rl.rewards.sandbox.harness import main; main()' JSON`, reads a line of
-JSON and writes another.
+cells end too. It is run as `python -c 'from ptf.rl.rewards.sandbox.judgement import main; main()' JSON`, reads a line
+of JSON and writes another.
 """
 
 import contextlib

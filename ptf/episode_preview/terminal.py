@@ -5,8 +5,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.preview.report import Preview, PreviewEpisode
-from ptf.preview.words import count_lines, problem_lines, reward_lines, time_rows, title
+from ptf.episode_preview.report import Preview, PreviewEpisode
+from ptf.episode_preview.words import count_lines, problem_lines, reward_lines, time_rows, title
 
 
 def show(preview: Preview, console: Console, *, conversations: bool = True) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ptf.preview.report import Preview, PreviewEpisode, median_and_max
+from ptf.episode_preview.report import Preview, PreviewEpisode, median_and_max
 
 BAR = 40  # characters of the longest bar
 BINS = 10
