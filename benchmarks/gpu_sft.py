@@ -1,7 +1,8 @@
 """Packed SFT at the shapes of published models, with random weights, through `ptf train`: tokens a second, MFU and peak
 memory of one GPU. Prints a table, and a JSON line a shape.
 
-    python benchmarks/gpu_sft.py [--shapes Qwen3-0.6B …] [--seq-len 8192] [--rows 1] [--steps 20] [--device cuda]
+    python benchmarks/gpu_sft.py [--shapes Qwen3-0.6B …] [--seq-len 8192] [--rows 1] [--steps 20] [--fused …]
+        [--device cuda]
 
 Documents have log-normal lengths (median 180, 99th percentile about 2,000); bf16 compute over fp32 master weights,
 AdamW. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
@@ -65,11 +66,17 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
             "micro_batch_sequences": given.rows,
             "precision": "bf16",
             "activation_checkpointing": given.checkpointing,
+            "fused": "auto" if given.fused is None else given.fused,
         },
         "compute": {"launcher": "local", "device": given.device},
         "checkpoint": {"every": 10 * steps},
         "track": {"tensorboard": False, "print_every": steps},
     }
+
+
+def computes_with(said: str) -> str:
+    """Return the attention and the kernels that a run's first lines name."""
+    return next(line.partition("attention=")[2] for line in said.splitlines() if "attention=" in line)
 
 
 def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -88,6 +95,7 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
         "seq_len": given.seq_len,
         "rows": given.rows,
         "checkpointing": given.checkpointing,
+        "computes_with": computes_with(done.stdout),
         "steps": len(rows),
         "tokens_per_s": round(median(row["tokens_per_s"] for row in rows)),
         "mfu": round(median(row["mfu"] for row in rows), 4),
@@ -115,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "block"])
+    parser.add_argument("--fused", nargs="*", choices=["flash_attn", "liger_kernel"], help="default: what is installed")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()
     name, found = device_name(given.device), []

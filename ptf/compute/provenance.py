@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,18 +65,21 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def made_with(device: torch.device, data: Mapping[str, str], tokenizer: str) -> dict[str, Any]:
+def made_with(
+    device: torch.device, data: Mapping[str, str], tokenizer: str, kernels: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the record of this run's code, data, packages and hardware.
 
     `data`: fingerprints by source; `tokenizer`: its fingerprint. Both are compared where they are read: with a
-    partition's state, and with the tokenizer's identity.
+    partition's state, and with the tokenizer's identity. `kernels`: the packages that `train.fused` uses, with their
+    versions.
     """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "ptf": code(),
         "data": dict(data),
         "tokenizer": tokenizer,
-        "packages": {package: _version(package) for package in PACKAGES},
+        "packages": {package: _version(package) for package in PACKAGES} | dict(kernels),
         "python": platform.python_version(),
         "hardware": {"device": where, "cores": os.cpu_count(), "platform": platform.platform()},
     }
@@ -100,10 +104,11 @@ def raise_if_different(
 
     Accepted changes, and changes of hardware, are printed if `tell`.
     """
+    before, after = saved["packages"], now["packages"]
     changed = [
-        f"{name} was {old}, is {now['packages'].get(name)}"
-        for name, old in saved["packages"].items()
-        if now["packages"].get(name) != old
+        f"{name} was {before.get(name, 'not used')}, is {after.get(name, 'not used')}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
     ]
     if saved.get("allowed") != now.get("allowed"):
         raise UserError(

@@ -7,6 +7,7 @@ carries the columns of the token that it predicts; the shift by one happens here
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,12 @@ from torch import Tensor
 
 from ptf.data.documents import Documents
 from ptf.data.sample import PackUnit
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device; a GPU copies from page-locked memory while the host goes on."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,9 @@ class Batch:
     # what the host knows, so that a GPU need not be waited for:
     trained_positions: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
     pairs: Tensor  # [pairs] int64, the documents whose next document belongs to the same pack unit
+    # how documents and the padding of sequences lie end to end: where each begins in [B · T], and B · T ([pieces + 1]
+    # int32); the length of the longest; whether a document's first tokens are in an earlier one
+    pieces: tuple[Tensor, int, bool]
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
     @staticmethod
@@ -47,10 +57,7 @@ class Batch:
         if device.type == "cpu":
             return self
 
-        def move(t: Tensor) -> Tensor:
-            pinned = t.pin_memory() if device.type == "cuda" and not t.is_pinned() else t
-            return pinned.to(device, non_blocking=True)
-
+        move = partial(moved, device=device)
         return Batch(
             move(self.tokens),
             move(self.targets),
@@ -63,13 +70,14 @@ class Batch:
             self.sources,
             move(self.trained_positions),
             move(self.pairs),
+            (move(self.pieces[0]), *self.pieces[1:]),
             {k: move(v) for k, v in self.token_columns.items()},
         )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch."""
         own = [self.tokens, self.targets, self.positions, self.segments, self.loss_weights, self.units]
-        return [*own, self.trained_positions, self.pairs, *self.token_columns.values()]
+        return [*own, self.trained_positions, self.pairs, self.pieces[0], *self.token_columns.values()]
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""
@@ -146,26 +154,34 @@ def lay_out(
         _interleave(numbers, room, -1),
         _interleave(offsets, room, 0),
     )
-    _fill_places(arrays, pieces, numbers, offsets, [n + sequence for sequence, n in enumerate(cuts)], pads)
+    piece_cuts = [n + sequence for sequence, n in enumerate(cuts)]
+    _fill_places(arrays, pieces, numbers, offsets, piece_cuts, pads)
     batches = []
     for first in firsts:
         end = min(first + micro_batch_sequences, sequences)
         start, stop = cuts[first], cuts[end]
         part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
         units = owners[start:stop] - units_before[first]
+        prefix_lengths = tuple(documents.prefix_lengths[start:stop])
         batches.append(
             Batch(
                 **part,
                 units=torch.from_numpy(units),
                 lengths=tuple(counts[start:stop]),
-                prefix_lengths=tuple(documents.prefix_lengths[start:stop]),
+                prefix_lengths=prefix_lengths,
                 sources=tuple(documents.sources[start:stop]),
                 trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end])),
                 pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
+                pieces=(*_bounds(pieces[piece_cuts[first] : piece_cuts[end]]), any(prefix_lengths)),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )
         )
     return batches
+
+
+def _bounds(lengths: np.ndarray) -> tuple[Tensor, int]:
+    """Return where pieces of these lengths begin, those of length 0 left out, and the length of the longest."""
+    return torch.from_numpy(np.cumsum([0, *lengths[lengths > 0]]).astype(np.int32)), int(lengths.max(initial=0))
 
 
 def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """The decoder: the forward pass of every family, written for one device. sharding.py distributes it from outside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ptf.model.attention import Attend, Attention, backend
+from ptf.model.attention import Attend, Attention, Pieces, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
@@ -79,16 +79,24 @@ class Decoder(nn.Module):
         # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
         self.first = 0
         self.group = cast("ProcessGroup | None", None)
+        self.kernels: Mapping[str, str] = {}  # packages that it computes with (fused.py), and their versions
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: HeadFn, attend: Attend | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        head_fn: HeadFn,
+        attend: Attend | None = None,
+        pieces: Pieces | None = None,
     ) -> Any:
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
-        `attend` defaults to causal attention inside each document of `segments`.
+        `attend` defaults to causal attention inside each document of `segments`. `pieces` are the batch's; a fused
+        attention (fused.py) that is not given them waits for the device.
         """
         c = self.config
-        attend = attend or backend(tokens.device)(segments, positions)
+        attend = attend or self.attention(segments, positions, pieces)
         tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
@@ -99,6 +107,11 @@ class Decoder(nn.Module):
         for layer, kind in zip(self.layers, c.layers, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
         return head_fn(self.norm(x), self.output())
+
+    @staticmethod
+    def attention(segments: Tensor, positions: Tensor, pieces: Pieces | None) -> Attend:
+        """Return the attention of a batch; fused.py may set another."""
+        return backend(segments.device)(segments, positions)
 
     @property
     def supports_shared_prefixes(self) -> bool:

@@ -13,8 +13,9 @@ model in each process's memory; so does an export where transformers stores tens
 with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -63,8 +64,17 @@ class HFDecoder(nn.Module):
         return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers)
 
     supports_shared_prefixes = False  # transformers computes whole documents only
+    kernels: Mapping[str, str] = MappingProxyType({})  # of other packages (fused.py)
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: HeadFn, attend: None = None) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        head_fn: HeadFn,
+        attend: None = None,
+        pieces: object = None,
+    ) -> Any:
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
         Positions count from 0 in every document of `segments`, which is what transformers assumes.

@@ -6,6 +6,7 @@ because it shards every parameter alike.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
+from ptf.model.fused import use
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
@@ -32,6 +34,7 @@ from ptf.model.tensor_parallel import (
     raise_if_indivisible,
 )
 
+NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 SHARD_DIM0, SHARD_DIM1, PARTIAL_GRADIENT = ParamSharding(0), ParamSharding(1), ParamSharding(partial=True)
 # the output is sharded: a matrix [out, in] is cut by rows
 COLWISE = ParallelStyle({"weight": SHARD_DIM0, "bias": SHARD_DIM0, "lora_a": PARTIAL_GRADIENT, "lora_b": SHARD_DIM0})
@@ -90,9 +93,10 @@ def parallelize(
     *,
     recomputed: Recompute = "none",
     compiled: bool = False,
+    kernels: Mapping[str, str] = NO_KERNELS,
     plan: Mapping[str, ParallelStyle] = PLAN,
 ) -> Decoder:
-    """Apply tensor parallelism, activation checkpointing, compilation and FSDP, in this
+    """Apply tensor parallelism, activation checkpointing, compilation, kernels of other packages and FSDP, in this
     order.
 
     The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
@@ -109,6 +113,8 @@ def parallelize(
         recompute(block, recomputed)
     if compiled:
         compile_parts(model)
+    if kernels:
+        use(model, kernels)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
         return model
     policy = (
@@ -143,9 +149,13 @@ def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool:
     return device.type == "cuda" if setting == "auto" else setting
 
 
-def compilation(setting: bool | Literal["auto"], device: torch.device) -> str:
-    """Return what `train.compile` does on this device, for a run's first lines."""
-    return f"norms, gates and rotary {'compiled' if compiles(setting, device) else 'not compiled'}"
+def compilation(setting: bool | Literal["auto"], device: torch.device, kernels: Mapping[str, str] = NO_KERNELS) -> str:
+    """Return what `train.compile` does on this device, and `train.fused` with it, for a run's first lines."""
+    compiled = "compiled" if compiles(setting, device) else "not compiled"
+    liger = kernels.get("liger_kernel")
+    return (
+        f"norms, gates by liger_kernel {liger}, rotary {compiled}" if liger else f"norms, gates and rotary {compiled}"
+    )
 
 
 COMPILER = partial(torch.compile, dynamic=True)

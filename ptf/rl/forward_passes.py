@@ -74,12 +74,12 @@ def per_token(
     for sequences, batch in packed_batches(
         samples, world, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences, pack=packer_of(model)
     ):
-        # [B, T]
-        values = (
-            model(batch.tokens, batch.positions, batch.segments, lambda x, head, b=batch: head_fn(x, head, b))
-            .cpu()
-            .numpy()
-        )
+
+        def of_batch(x: Tensor, head: Any, batch: Batch = batch) -> Tensor:
+            return head_fn(x, head, batch)
+
+        found = model(batch.tokens, batch.positions, batch.segments, of_batch, pieces=batch.pieces)
+        values = found.cpu().numpy()  # [B, T]
         for sequence, line in zip(sequences, values, strict=False):
             at = 0
             for sample in itertools.chain.from_iterable(sequence):

@@ -121,6 +121,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
+        made_with["packages"] |= policy.call("kernels")
         engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plugin) else rollout_config.engine
         print(
             f"rollout: engine={engine} replicas={rollout_config.replicas} "
@@ -210,6 +211,7 @@ def role_specs(
         "spec": without_adapters(common["spec"]),
         "precision": job.train.precision,
         "compiled": job.train.compile,
+        "fused": job.train.fused,
         "micro_batch_sequences": job.train.micro_batch_sequences,
     }
     if job.train.deterministic:
@@ -265,6 +267,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
         "seed": job.seed,
         "precision": job.train.precision,
         "compiled": job.train.compile,
+        "fused": job.train.fused,
         "seq_len": 0 if job.train.deterministic else _reward_model_length(job, directory),
         "micro_batch_sequences": job.train.micro_batch_sequences,
     }

@@ -24,6 +24,7 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.fused import Setting, attention_of
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import PeftFormat
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
@@ -91,6 +92,7 @@ class FrozenModelRole:
         seq_len: int,
         micro_batch_sequences: int,
         compiled: bool | Literal["auto"] = False,
+        fused: Setting = (),
         offload_path: str | None = None,
     ) -> None:
         self.world, self.seq_len, self.micro_batch_sequences = world, seq_len, micro_batch_sequences
@@ -103,9 +105,11 @@ class FrozenModelRole:
             precision=precision,
             head=self.head,
             compiled=compiled,
+            fused=fused,
             frozen=True,
         )
-        warm_up(self.model, world, seq_len, scored={micro_batch_sequences})
+        shares = self.model.supports_shared_prefixes
+        warm_up(self.model, world, seq_len, scored={micro_batch_sequences}, share_prefixes=shares)
 
     @broadcast
     def offload(self) -> None:
@@ -182,13 +186,24 @@ class Learner:
             head=recipe.head,
             recomputed=train.activation_checkpointing,
             compiled=train.compile,
+            fused=train.fused,
         )
         if world.leads:
-            print(f"{recipe.head} head, {train.precision}: {compilation(train.compile, world.device)}", flush=True)
+            print(
+                f"{recipe.head} head, {train.precision}: attention={attention_of(self.model, world.device)}, "
+                f"{compilation(train.compile, world.device, self.model.kernels)}",
+                flush=True,
+            )
         self.trainer = trainer_of(train, self.model, world)
         most = {train.micro_batch_sequences}
-        warm_up(self.model, model_world, seq_len, trained=most, scored=most)
+        shares = self.model.supports_shared_prefixes
+        warm_up(self.model, model_world, seq_len, trained=most, scored=most, share_prefixes=shares)
         self.sender: Sender | None = None
+
+    @broadcast
+    def kernels(self) -> dict[str, str]:
+        """Return the packages whose kernels the model uses (`train.fused`), and their versions."""
+        return dict(self.model.kernels)
 
     @broadcast
     def update(

@@ -62,6 +62,7 @@ def load_frozen_models(
             seed=job.seed,
             precision=job.train.precision,
             compiled=job.train.compile,
+            fused=job.train.fused,
             frozen=True,
         )
         if frozen_model.same_architecture:

@@ -24,6 +24,7 @@ from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.fused import attention_of
 from ptf.model.sharding import compilation
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec
@@ -88,7 +89,9 @@ class OfflineAttempt:
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
         self.made_with = cast(
             "dict[str, Any]",
-            world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint())),
+            world.broadcast_object(
+                provenance.made_with(world.device, data, self.tokenizer.fingerprint(), self.model.kernels)
+            ),
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size
@@ -114,6 +117,7 @@ class OfflineAttempt:
             head=self.recipe.head,
             recomputed=job.train.activation_checkpointing,
             compiled=job.train.compile,
+            fused=job.train.fused,
         )
 
     def _prepare_frozen_models(self) -> Job:
@@ -136,7 +140,7 @@ class OfflineAttempt:
         restored = self.restore()
         plan = None if restored else planned_steps(job, partitions, self.loader, world)
         self.step, ends, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
-        announce(job, world, self.model.config, ends, plan)
+        announce(job, world, self.model, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None
         # warm-up and decay are shares of the configured run; its end may have been moved nearer before this resume
@@ -156,7 +160,8 @@ class OfflineAttempt:
         validated = {most} if job.train.validate_every and job.data.validation else set[int]()
         frozen_models = list(self.frozen_models.values())
         scored = validated | (trained if self.model in frozen_models else set())  # without its adapters
-        warm_up(self.model, world, job.data.seq_len, trained=trained, scored=scored)
+        shares = job.data.share_prefixes
+        warm_up(self.model, world, job.data.seq_len, trained=trained, scored=scored, share_prefixes=shares)
         for frozen_model in frozen_models:
             if frozen_model is not self.model:
                 warm_up(frozen_model, world, job.data.seq_len, scored=validated | trained)
@@ -423,21 +428,16 @@ def all_tokenized(job: Job) -> bool:
     return all(source.kind == "tokenized" for source in job.data.sources.values())
 
 
-def announce(job: Job, world: World, config: Any, steps: int, plan: DataPlan | None = None) -> None:
+def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan | None = None) -> None:
     """Print the run's first lines: the steps, workers, device, attention and sizes, and with `plan` the passes."""
     if world.leads:
-        attention = (
-            "flex_attention"
-            if world.device.type == "cuda"
-            else "SDPA per document (FlexAttention has no backward on a CPU)"
-        )
-        if job.model.backend == "hf":
-            attention = "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
+        config = model.config
+        attention = attention_of(model, world.device)
         print(
             f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
-            f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device)}, "
+            f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device, model.kernels)}, "
             f"{config.num_layers} layers × {config.dim}",
             flush=True,
         )

@@ -20,6 +20,7 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
+from ptf.model.fused import Setting, kernels
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
 from ptf.recipes.protocol import Recipe
@@ -41,13 +42,14 @@ def load_model(
     head: Literal["lm", "scalar"] = "lm",
     recomputed: Recompute = "none",
     compiled: bool | Literal["auto"] = False,
+    fused: Setting = (),
     frozen: bool = False,
 ) -> tuple[Decoder, Family]:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
     Parameters that the checkpoint does not have (a new scalar head, components of the user's own) are drawn from the
     seed and reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the
-    computation.
+    computation. `compiled` and `fused` are `train.compile` and `train.fused`.
     """
     if spec.backend == "hf":
         return _load_foreign(
@@ -56,7 +58,14 @@ def load_model(
     model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
     _hold(model, directory, precision, frozen=frozen)
-    parallelize(model, world.mesh, precision, recomputed=recomputed, compiled=compiles(compiled, world.device))
+    parallelize(
+        model,
+        world.mesh,
+        precision,
+        recomputed=recomputed,
+        compiled=compiles(compiled, world.device),
+        kernels=_same_kernels(fused, world, precision),
+    )
     bridge.materialize(model, world.device)
     if spec.init == "random":
         bridge.random_init(model, seed)
@@ -65,6 +74,15 @@ def load_model(
         if world.leads:
             report(directory, new, own_tensors(model, family))
     return model, family
+
+
+def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
+    """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
+    found = kernels(setting, world.device, precision)
+    every = world.all_gather_object(found) if world.device.type == "cuda" and setting else [found]
+    if others := [each for each in every if each != found]:
+        raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
+    return found
 
 
 def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) -> None:

@@ -1,4 +1,4 @@
-"""Compilation before the first step. On a GPU, attention is compiled for each shape of a batch, with gradients and
+"""Compilation before the first step. On a GPU, FlexAttention is compiled for each shape of a batch, with gradients and
 without; so are norms, gates and rotary embeddings (`train.compile`). A pass over documents of token 0 compiles what the
 run needs, so no step and no validation is longer than the others, and a shape that cannot be compiled ends the run at
 its start.
@@ -6,12 +6,15 @@ its start.
 
 import time
 from collections.abc import Iterable
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ptf.compute.world import World
+from ptf.model.attention import Flex
 from ptf.model.decoder import Decoder
+from ptf.model.fused import Flash
 from ptf.train.trainer import discard_gradients, forget_forwards
 
 
@@ -21,25 +24,33 @@ def in_passes(sequences: int, micro_batch_sequences: int) -> set[int]:
 
 
 def warm_up(
-    model: Decoder, world: World, seq_len: int, *, trained: Iterable[int] = (), scored: Iterable[int] = ()
+    model: Decoder,
+    world: World,
+    seq_len: int,
+    *,
+    trained: Iterable[int] = (),
+    scored: Iterable[int] = (),
+    share_prefixes: bool = False,
 ) -> None:
     """Run a pass for each shape of batch of a run, on a GPU; on a CPU, and with `model.backend: hf`, attention is not
     compiled.
 
-    `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. Weights,
-    buffers and gradients are as before.
+    `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. With
+    `share_prefixes`, the attention of documents that share a prefix is compiled as well, where it is another one
+    (fused.py). Weights, buffers and gradients are as before.
     """
     if world.device.type == "cuda" and isinstance(model, Decoder):
         began = time.perf_counter()
         held = [buffer.clone() for buffer in model.buffers()]
-        for sequences in trained:
-            result = _forward(model, world, sequences, seq_len)
+        both = (False, True) if share_prefixes and model.attention is Flash else (False,)
+        for sequences, shared in product(trained, both):
+            result = _forward(model, world, sequences, seq_len, shared)
             if result.requires_grad:  # otherwise the head alone trains
                 result.backward()
             discard_gradients(model)
         with torch.no_grad():
-            for sequences in scored:
-                _forward(model, world, sequences, seq_len)
+            for sequences, shared in product(scored, both):
+                _forward(model, world, sequences, seq_len, shared)
             for buffer, before in zip(model.buffers(), held, strict=True):  # of components of the user's own
                 buffer.copy_(before)
         forget_forwards(model)
@@ -47,9 +58,11 @@ def warm_up(
             print(f"compiled for sequences of {seq_len} tokens in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _forward(model: Decoder, world: World, sequences: int, seq_len: int) -> Tensor:
-    """Return a number that depends on all layers, in sequences that hold one document each."""
+def _forward(model: Decoder, world: World, sequences: int, seq_len: int, shared: bool) -> Tensor:
+    """Return a number that depends on all layers, in sequences that hold one document each; `shared`: with the
+    attention of documents that share a prefix."""
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=world.device)
     positions = torch.arange(seq_len, device=world.device).expand_as(tokens).contiguous()
     segments = torch.arange(sequences, device=world.device)[:, None].expand_as(tokens).contiguous()
-    return model(tokens, positions, segments, lambda hidden, _: hidden.float().sum())
+    attend = Flex(segments, positions) if shared else None
+    return model(tokens, positions, segments, lambda hidden, _: hidden.float().sum(), attend)

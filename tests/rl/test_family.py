@@ -52,7 +52,9 @@ class Given:
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs = logprobs
 
-    def __call__(self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object) -> TokenLogprobs:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object, pieces: object
+    ) -> TokenLogprobs:
         zero = torch.zeros_like(self.logprobs)
         return TokenLogprobs(self.logprobs, zero, zero)
 

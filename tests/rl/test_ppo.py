@@ -84,7 +84,7 @@ def test_the_critics_loss_and_gradient_are_verls():
     values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.loss_weights.shape, generator=g)).requires_grad_()
 
     class Says:
-        def __call__(self, *given: object) -> torch.Tensor:
+        def __call__(self, *given: object, **named: object) -> torch.Tensor:
             return values
 
     critic = Critic(0.2)

@@ -46,7 +46,8 @@ class SFT:
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
-        loss, documents = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
+        head_fn = partial(next_token_loss, batch=batch)
+        loss, documents = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
         return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}
 
     def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:

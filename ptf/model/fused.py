@@ -1,0 +1,172 @@
+"""Kernels of other packages, which training on a GPU uses where they are installed: attention by flash_attn, norms and
+gates by liger_kernel.
+
+They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out, because they
+compute something else: Liger's rotary embedding writes into queries and keys that the backward pass may have saved, and
+its losses know no weights of tokens. Generation keeps ptf's attention.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptf.errors import UserError
+from ptf.model.attention import Attention, Flex, PackedDelta, Pieces
+from ptf.model.config import DecoderConfig
+from ptf.model.decoder import Decoder
+from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.layers import MLP, RMSNorm
+from ptf.model.moe import Experts
+
+Package = Literal["flash_attn", "liger_kernel"]
+Setting = Literal["auto"] | Sequence[Package]
+MOST_HEAD_DIM = 256  # of flash_attn
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, or None.
+
+    The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions that are called here.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
+    """Return the packages that `train.fused` uses on a device, with their versions.
+
+    Raises UserError for a package that is asked for by name and cannot be used, or is installed and cannot be imported.
+    """
+    found: dict[str, str] = {}
+    for package in get_args(Package) if setting == "auto" else setting:
+        has = installed(package)
+        if device.type != "cuda":
+            reason = f"it needs a GPU, and this run computes on {device}"
+        elif package == "flash_attn" and precision != "bf16":
+            reason = f"it computes in 16 bits only, and train.precision is {precision}"
+        elif has is None:
+            reason = f"it is not installed (pip install {package.replace('_', '-')})"
+        else:
+            found[package] = has
+            continue
+        if setting != "auto":
+            raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` uses what there is, [] nothing")
+    for package, has in found.items():
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(
+                f"{package} {has} is installed and cannot be imported ({error}); install it again, or leave it out of "
+                "train.fused"
+            ) from error
+    return found
+
+
+def use(model: Decoder, packages: Mapping[str, str]) -> None:
+    """Let a decoder compute with these packages."""
+    model.kernels = packages
+    if "liger_kernel" in packages:
+        _use_liger(model)
+    if "flash_attn" in packages and obstacle(model.config) is None:
+        model.attention = Flash  # type: ignore[assignment]
+
+
+def obstacle(c: DecoderConfig) -> str | None:
+    """Return why flash_attn cannot compute the attention of a model, or None if it can."""
+    if c.sinks:
+        return "it has no attention sinks"
+    return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
+
+
+def attention_of(model: Decoder, device: torch.device) -> str:
+    """Return which attention a model uses on a device, for a run's first lines."""
+    if not isinstance(model, Decoder):
+        return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
+    if (has := model.kernels.get("flash_attn")) is None:
+        on_cpu = "SDPA per document (FlexAttention has no backward on a CPU)"
+        return "flex_attention" if device.type == "cuda" else on_cpu
+    if reason := obstacle(model.config):
+        return f"flex_attention (not flash_attn {has}: {reason})"
+    return f"flash_attn {has} (flex_attention for documents that share a prefix)"
+
+
+def pieces_of(segments: Tensor, positions: Tensor) -> Pieces:
+    """Return the pieces of a batch from its tensors; the host waits for the device. A `Batch` knows its own."""
+    length = segments.shape[1]
+    segment, position = (t.cpu().numpy().reshape(-1) for t in (segments, positions))
+    begins = np.arange(len(segment)) % length == 0
+    begins[1:] |= segment[1:] != segment[:-1]
+    starts = np.flatnonzero(begins)
+    bounds = np.append(starts, len(segment)).astype(np.int32)
+    longest = int(np.diff(bounds).max(initial=0))
+    return torch.from_numpy(bounds).to(segments.device), longest, bool(position[starts].any())
+
+
+class Flash:
+    """Causal attention inside each document by `flash_attn_varlen_func`, one call a layer.
+
+    The padding of a sequence is one more document. Batches in which documents share a prefix are computed by Flex.
+    """
+
+    def __init__(self, segments: Tensor, positions: Tensor, pieces: Pieces | None = None) -> None:
+        self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
+        self.bounds, longest, share_prefixes = pieces or pieces_of(segments, positions)
+        self.flex = Flex(segments, positions) if share_prefixes else None
+        # with 1 and grouped queries the package computes something else (its issue 1537); a larger bound is allowed
+        self.longest = max(2, longest)
+
+    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
+        if self.flex is not None:
+            return self.flex(layer, q, k, v)
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        out = flash_attn_varlen_func(
+            *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
+            cu_seqlens_q=self.bounds,
+            cu_seqlens_k=self.bounds,
+            max_seqlen_q=self.longest,
+            max_seqlen_k=self.longest,
+            softmax_scale=layer.scale,
+            causal=True,
+            # keys before the query, keys after it; -1 is unlimited
+            window_size=(-1, -1) if layer.window is None else (layer.window - 1, 0),
+            deterministic=True,  # otherwise the backward pass adds in the order in which the GPU's blocks end
+        )
+        return out.view_as(q)
+
+    def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """See Attend."""
+        return self.packed_delta()(layer, qkv, decay, beta)[0]
+
+
+def _use_liger(model: nn.Module) -> None:
+    """Compute norms and gates with Liger's functions, in place of compiled ones."""
+    from liger_kernel.ops.geglu import LigerGELUMulFunction  # type: ignore[import-not-found]
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
+
+    def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        # not in place: a norm before a residual connection shares its gradient with it
+        return LigerRMSNormFunction.apply(x, weight, eps, float(offset), "gemma" if offset else "llama", False)
+
+    def gate(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        function: Any = LigerSiLUMulFunction if activate is F.silu else LigerGELUMulFunction
+        return function.apply(
+            gate, up
+        )  # its backward pass writes the gradients into gate and up, which nobody else has
+
+    for module in model.modules():
+        if isinstance(module, RMSNorm | MLP):
+            module.compute = norm if isinstance(module, RMSNorm) else gate  # type: ignore[assignment]
+        elif isinstance(module, Experts) and module.compute.args[0] is F.silu:  # not the clamped gate of GPT-OSS
+            module.compute = lambda a, b: gate(F.silu, a, b)  # type: ignore[assignment]

@@ -1,0 +1,147 @@
+"""Kernels of other packages beside ptf's own, where they are installed (`pip install flash-attn liger-kernel`).
+
+The reference is ptf's own function on the CPU in float64. A kernel in bf16 may be as far from it as rounding of the
+inputs' products allows (2e-2 of the largest value), and not much further than ptf's own on the same GPU.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptf.compute.world import World, joined
+from ptf.config.sections.model import ModelConfig
+from ptf.model.attention import Flex, PerDocument
+from ptf.model.chunked import cross_entropy
+from ptf.model.fused import Flash, _use_liger, kernels, pieces_of
+from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
+from ptf.train.trainer import load_model
+from tests.gpu.test_attention import ROWS, attention
+from tests.model.parallel import checkpoint
+from tests.tiny import packed
+
+BOUND = 2e-2  # of the largest value, in bf16
+GPU = torch.device("cuda")
+
+
+def needs(package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+def worst(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(found) == len(expected)
+    away = [(a.double().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    return float(torch.stack(away).max())  # NaN if there is one
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
+@pytest.mark.parametrize("window", [None, 2, 24])
+def test_flash_attn_is_attention_per_document(window, head_dim, kv_heads):
+    needs("flash_attn")
+    batch, layer = packed(ROWS, 256), attention(window, False)
+    layer.scale = head_dim**-0.5
+    real = (batch.segments >= 0)[..., None, None]
+    g = torch.Generator().manual_seed(0)
+    upstream = torch.randn(3, 256, 4, head_dim, generator=g).bfloat16() * real
+    drawn = [torch.randn(3, 256, n, head_dim, generator=g).bfloat16() for n in (4, kv_heads, kv_heads)]
+
+    def results(attend, device: str, dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (t.to(device, dtype, copy=True).requires_grad_() for t in drawn)
+        out = attend(layer, q, k, v)
+        assert not out.isnan().any()
+        out = out * real.to(device)
+        (out * upstream.to(device, dtype)).sum().backward()
+        return [out.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
+
+    device_batch = batch.to(GPU)
+    places = device_batch.segments, device_batch.positions
+    expected = results(PerDocument(batch.segments, batch.positions), "cpu", torch.float64)
+    flash = results(Flash(*places, device_batch.pieces), "cuda", torch.bfloat16)
+    flex = results(Flex(*places), "cuda", torch.bfloat16)
+    assert worst(flash, expected) <= BOUND
+    assert worst(flash, expected) <= 2 * worst(flex, expected) + 2e-3
+    again = results(Flash(*places, pieces_of(*places)), "cuda", torch.bfloat16)
+    assert all(map(torch.equal, again, flash))  # the backward pass, too, is the same to the bit
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 128), (2, 4100, 8, 128), (1, 9, 2560)])
+@pytest.mark.parametrize("offset", [False, True])
+def test_ligers_norm_is_ours(offset, shape):
+    needs("liger_kernel")
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(*shape, generator=g).bfloat16(), torch.randn(shape[-1], generator=g).bfloat16()]
+    upstream = torch.randn(*shape, generator=g).bfloat16()
+    module = nn.Module()
+    module.norm = RMSNorm(shape[-1], 1e-6, offset)
+    _use_liger(module)
+
+    def results(compute, device: str, dtype: torch.dtype) -> list[Tensor]:
+        x, w = (t.to(device, dtype, copy=True).requires_grad_() for t in drawn)
+        out = compute(x, w, 1e-6, offset)
+        given = upstream.to(device, dtype)
+        out.backward(given)
+        assert torch.equal(given, upstream.to(device, dtype))  # not in place
+        return [out.detach(), *(t.grad for t in (x, w) if t.grad is not None)]
+
+    expected = results(normalised, "cpu", torch.float64)
+    assert worst(results(module.norm.compute, "cuda", torch.bfloat16), expected) <= BOUND
+
+
+@pytest.mark.parametrize("activate", [F.silu, gelu_tanh])
+def test_ligers_gates_are_ours(activate):
+    needs("liger_kernel")
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    function = LigerSiLUMulFunction if activate is F.silu else LigerGELUMulFunction
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 70, 3072, generator=g).bfloat16() for _ in range(3)]
+
+    def results(compute, device: str, dtype: torch.dtype) -> list[Tensor]:
+        a, b, upstream = (t.to(device, dtype, copy=True) for t in drawn)
+        a.requires_grad_(), b.requires_grad_()
+        out = compute(a * 1, b * 1)  # copies, which the backward pass overwrites
+        out.backward(upstream)
+        return [out.detach(), *(t.grad for t in (a, b) if t.grad is not None)]
+
+    expected = results(partial(gated, activate), "cpu", torch.float64)
+    assert worst(results(function.apply, "cuda", torch.bfloat16), expected) <= BOUND
+
+
+@pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
+def test_a_model_learns_the_same_with_what_is_installed(tmp_path: Path, family, recomputed):
+    if not kernels("auto", GPU, "bf16"):
+        pytest.skip("neither flash_attn nor liger_kernel is installed")
+    directory = checkpoint(tmp_path / "m", family)
+
+    def found(world: World, fused) -> tuple[float, dict[str, Tensor]]:
+        model, _ = load_model(
+            Path(directory),
+            world,
+            ModelConfig(path=str(directory)),
+            seed=0,
+            precision="bf16",
+            recomputed=recomputed,
+            compiled="auto",
+            fused=fused,
+        )
+        batch = packed(ROWS, 256).to(world.device)
+        head_fn = partial(
+            cross_entropy, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
+        )
+        loss = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        loss.backward()
+        grads = {n: p.grad.full_tensor().float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        return float(loss.detach()), grads
+
+    with joined("cuda", 60) as world:
+        ours, theirs = found(world, []), found(world, "auto")
+    assert theirs[0] == pytest.approx(ours[0], rel=2e-2)
+    away = torch.cat([(theirs[1][n] - g).flatten() for n, g in ours[1].items()]).norm()
+    # experts in bf16: rounding sends a token to another expert
+    assert away <= (5e-1 if family == "qwen3_moe" else 1e-1) * torch.cat([g.flatten() for g in ours[1].values()]).norm()

@@ -1,0 +1,290 @@
+"""Kernels of other packages: when they are chosen, and that ptf calls them rightly. The packages are stand-ins in plain
+PyTorch (stand_ins.py); tests/gpu/test_fused.py compares the real ones."""
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ptf.compute.world import World
+from ptf.errors import UserError
+from ptf.model import attention, fused
+from ptf.model.attention import PerDocument
+from ptf.model.chunked import cross_entropy
+from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.decoder import Decoder
+from ptf.model.fused import Flash, attention_of, kernels, obstacle, pieces_of, use
+from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
+from ptf.model.recompute import Recompute
+from ptf.model.sharding import compilation, parallelize
+from ptf.train import trainer
+from tests.model import stand_ins
+from tests.model.test_attention import model_of
+from tests.tiny import packed
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+BOTH = {"flash_attn": "2.8.4", "liger_kernel": "0.8.2"}
+ROWS = [[10, 20, 18], [30, 1], [1] * 7]
+WIDTH = 48
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.installed(monkeypatch)
+    monkeypatch.setattr(fused, "installed", BOTH.get)
+
+
+class Asked:
+    """What an `Attend` asks a layer for."""
+
+    sinks = None
+
+    def __init__(self, window: int | None) -> None:
+        self.window, self.scale = window, 0.3
+
+
+def results(attend: Any, window: int | None, real: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """The output at real tokens, and the gradients of queries, keys and values."""
+    g = torch.Generator().manual_seed(0)
+    shape = real.shape
+    q, k, v = (torch.randn(*shape, n, 8, generator=g, dtype=dtype).requires_grad_() for n in (*heads, heads[1]))
+    out = attend(Asked(window), q, k, v)
+    upstream = torch.randn(out.shape, generator=g, dtype=dtype)
+    (torch.where(real[..., None, None], out, 0) * upstream).sum().backward()
+    return [torch.where(real[..., None, None], out, 0).detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
+
+
+def difference(one: list[Tensor], other: list[Tensor]) -> float:
+    assert len(one) == len(other) == 4
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in zip(one, other, strict=True))
+
+
+packings = st.lists(st.lists(st.integers(1, 12), max_size=5), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(packings, st.integers(0, 5), st.none() | st.integers(1, 14), st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+def test_flash_is_attention_per_document(rows, room, window, heads) -> None:
+    batch = packed(rows, max(1, max(map(sum, rows)) + room))
+    real = batch.segments >= 0
+    if not real.any():
+        return
+    mine = results(Flash(batch.segments, batch.positions, batch.pieces), window, real, heads, torch.float64)
+    ours = results(PerDocument(batch.segments, batch.positions), window, real, heads, torch.float64)
+    assert difference(mine, ours) <= 1e-12
+    assert not any(t.isnan().any() for t in mine)  # not at padding, either
+
+
+@settings(deadline=None)
+@given(packings, st.integers(0, 5))
+def test_a_batch_knows_the_pieces_that_its_tensors_have(rows, room) -> None:
+    batch = packed(rows, max(1, max(map(sum, rows)) + room))
+    found = pieces_of(batch.segments, batch.positions)
+    assert torch.equal(found[0], batch.pieces[0])
+    assert found[0].dtype == batch.pieces[0].dtype == torch.int32
+    assert found[1:] == batch.pieces[1:] == (found[0].diff().max(), False)
+
+
+def shifted(function: Callable[..., Tensor], **faults: Callable[[Any], Any]) -> Callable[..., Tensor]:
+    """A call with an argument changed."""
+    return lambda *inputs, **named: function(*inputs, **{k: faults.get(k, lambda x: x)(v) for k, v in named.items()})
+
+
+def later(bounds: Tensor) -> Tensor:
+    return torch.cat((bounds[:1], bounds[1:-1] + 1, bounds[-1:]))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"window_size": lambda size: (size[0] + 1, size[1])},
+        {"window_size": lambda size: (size[0] - 1, size[1])},
+        {"window_size": lambda size: (-1, -1)},
+        {"cu_seqlens_q": later, "cu_seqlens_k": later},
+        {"max_seqlen_q": lambda n: n - 1},
+        {"softmax_scale": lambda scale: None},
+        {"causal": lambda causal: False, "window_size": lambda size: (size[0], -1)},
+    ],
+    ids=["window + 1", "window - 1", "no window", "documents", "longest", "scale", "not causal"],
+)
+def test_a_wrong_call_is_seen(faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = packed(ROWS[:2], 30 + 18)
+    real = batch.segments >= 0
+    ours = results(PerDocument(batch.segments, batch.positions), 5, real, (4, 2), torch.float64)
+
+    def mine() -> float:
+        attend = Flash(batch.segments, batch.positions, batch.pieces)
+        return difference(results(attend, 5, real, (4, 2), torch.float64), ours)
+
+    assert mine() <= 1e-12
+    function = shifted(stand_ins.flash_attn_varlen_func, **faults)
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", function)
+    assert not mine() <= 1e-3  # or NaN
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_documents_that_share_a_prefix_keep_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    segments = torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2])
+    positions = torch.tensor([[*range(6), *range(3, 7), 0, 0]])
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, n, 16, generator=g) for n in (4, 2, 2))
+    with torch.no_grad():
+        mine, ours = (kind(segments, positions)(Asked(None), q, k, v) for kind in (Flash, PerDocument))
+    assert (mine - ours)[segments >= 0].abs().max() <= 1e-5
+
+
+def gradients(model: Decoder) -> tuple[float, dict[str, Tensor]]:
+    batch = packed(ROWS, WIDTH)
+    vocab = model.config.vocab
+    head_fn = partial(cross_entropy, targets=batch.targets % vocab, weights=batch.loss_weights)
+    model.zero_grad()
+    loss = model(batch.tokens % vocab, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def far(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> float:
+    """The relative difference of two gradients."""
+    assert one[1].keys() == other[1].keys()
+    away = torch.cat([(one[1][name] - grad).flatten() for name, grad in other[1].items()]).norm()
+    return float(away / torch.cat([grad.flatten() for grad in other[1].values()]).norm())
+
+
+@pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+def test_a_model_learns_the_same_with_the_packages(model_type: str, recomputed: Recompute) -> None:
+    """Windows, norms with offset, both gates, experts; Liger's gates overwrite what they were given."""
+    model, plain = (copy.deepcopy(model_of(model_type)) for _ in range(2))
+    expected = gradients(plain)
+    parallelize(model, None, "fp32", recomputed=recomputed, kernels=BOTH)
+    assert model.attention is Flash
+    found = gradients(model)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert far(found, expected) <= 1e-5
+
+
+def test_a_norm_in_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's norms before residual connections share their gradient with them."""
+    model, plain = (copy.deepcopy(model_of("gemma3_text")) for _ in range(2))
+    use(model, BOTH)
+    function = stand_ins.LigerRMSNormFunction
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.compute = lambda x, w, eps, offset: function.apply(x, w, eps, 1.0, "gemma", True)  # type: ignore[assignment]
+    assert far(gradients(model), gradients(plain)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [False, True])
+def test_the_modes_of_liger_are_the_casts_of_ptf(offset: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(50, 64, generator=g).to(dtype), torch.randn(64, generator=g).to(dtype)
+    norms = {
+        mode: stand_ins.LigerRMSNormFunction.apply(x, w, 1e-6, float(offset), mode, False)
+        for mode in ("llama", "gemma")
+    }
+    ours = normalised(x, w, 1e-6, offset)
+    mine = norms["gemma" if offset else "llama"]
+    assert (mine - ours).abs().max() <= (1e-6 if dtype is torch.float32 else 2**-8) * ours.abs().max()
+    if dtype is torch.bfloat16:  # few values are rounded otherwise; with the other mode many are
+        other = norms["llama" if offset else "gemma"]
+        assert (mine != ours).float().mean() < 0.01 < (other != ours).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("activate", "function"),
+    [(F.silu, stand_ins.LigerSiLUMulFunction), (gelu_tanh, stand_ins.LigerGELUMulFunction)],
+)
+def test_the_gates_of_liger_are_those_of_ptf(activate, function) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(9, 7, generator=g, dtype=torch.float64) for _ in range(2))
+    assert (function.apply(a, b) - gated(activate, a, b)).abs().max() <= 1e-12
+
+
+def test_the_clamped_gate_of_gpt_oss_and_its_sinks_are_kept() -> None:
+    model = copy.deepcopy(model_of("gpt_oss"))
+    before = [layer.moe.experts.compute for layer in model.layers]
+    use(model, BOTH)
+    assert [layer.moe.experts.compute for layer in model.layers] == before
+    assert model.attention is not Flash
+    assert attention_of(model, CUDA) == "flex_attention (not flash_attn 2.8.4: it has no attention sinks)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "precision", "found"),
+    [
+        ("auto", CUDA, "bf16", BOTH),
+        ("auto", CUDA, "fp32", {"liger_kernel": "0.8.2"}),
+        ("auto", CPU, "bf16", {}),
+        (["liger_kernel"], CUDA, "bf16", {"liger_kernel": "0.8.2"}),
+        ([], CUDA, "bf16", {}),
+        ([], CPU, "bf16", {}),
+    ],
+)
+def test_what_is_chosen(setting, device, precision, found) -> None:
+    assert kernels(setting, device, precision) == found
+
+
+def test_what_is_not_installed_is_not_used_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "installed", {"liger_kernel": "0.8.2"}.get)
+    assert kernels("auto", CUDA, "bf16") == {"liger_kernel": "0.8.2"}
+    with pytest.raises(UserError, match=r"flash_attn cannot be used: it is not installed \(pip install flash-attn\)"):
+        kernels(["flash_attn"], CUDA, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("package", "device", "precision", "said"),
+    [
+        ("flash_attn", CPU, "bf16", "train.fused: flash_attn .* needs a GPU, .* on cpu"),
+        ("liger_kernel", CPU, "bf16", "train.fused: liger_kernel .* needs a GPU, .* on cpu"),
+        ("flash_attn", CUDA, "fp32", "train.fused: flash_attn .* 16 bits only, and train.precision is fp32"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_if_it_is_asked_for(package, device, precision, said) -> None:
+    with pytest.raises(UserError, match=said):
+        kernels([package], device, precision)
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(UserError, match=r"flash_attn 2\.8\.4 is installed and cannot be imported"):
+        kernels("auto", CUDA, "bf16")
+
+
+def test_machines_with_other_packages_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(device=CUDA)
+    assert trainer._same_kernels("auto", world, "bf16") == BOTH
+    monkeypatch.setattr(World, "all_gather_object", lambda self, mine: [mine, {}])
+    with pytest.raises(UserError, match="install the same on all"):
+        trainer._same_kernels("auto", world, "bf16")
+
+
+def config(**changes: Any) -> DecoderConfig:
+    sizes = {"head_dim": 32, "moe": None, **changes}
+    layers = (Layer(Rope(10_000.0), None),)
+    return DecoderConfig(97, 64, 4, 2, sizes.pop("head_dim"), 96, 1e-6, 256, True, layers, **sizes)
+
+
+def test_heads_that_are_too_large_keep_flex() -> None:
+    assert obstacle(config(head_dim=256)) is None
+    assert "256 dimensions at most" in str(obstacle(config(head_dim=288)))
+
+
+def test_the_first_lines_name_what_is_used() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    assert attention_of(model, CUDA) == "flex_attention"
+    assert attention_of(model, CPU).startswith("SDPA per document")
+    use(model, BOTH)
+    assert attention_of(model, CUDA).startswith("flash_attn 2.8.4 (flex_attention for documents that share")
+    assert compilation("auto", CUDA, BOTH) == "norms, gates by liger_kernel 0.8.2, rotary compiled"
+    assert compilation("auto", CUDA) == "norms, gates and rotary compiled"
