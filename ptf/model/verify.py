@@ -140,12 +140,13 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("A_log"):  # states that last for many tokens: otherwise they hardly matter
-                    p.normal_(-3, 1)
+                    p.normal_(-2, 0.5)
                 elif p.dim() == 1:
                     p.add_(0.3 * torch.randn_like(p))
                 else:
                     # wide enough that the clamp is reached
                     wide = 3 if "gate_up_proj" in name and config["model_type"] == "gpt_oss" else 0.8
+                    wide = 0.6 if "conv1d" in name else wide
                     # small embeddings make the norms' epsilon matter
                     p.normal_(0, 0.03 if "embed" in name else wide * p.shape[-1] ** -0.5)
     return model

@@ -101,7 +101,8 @@ def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     """Return a random config.json of a model with linear attention, small enough to verify in a second."""
-    c = small(r, model_type, head_dim=r.choice([16, 32]), attention_bias=r.random() < 0.2, **more)
+    sizes = {"hidden_size": 96, "num_hidden_layers": r.choice([2, 3]), "head_dim": r.choice([16, 32])}
+    c = small(r, model_type, attention_bias=r.random() < 0.2, **sizes, **more)
     keys = r.choice([1, 2, 3])
     kinds = [r.choice(["linear_attention", "full_attention"]) for _ in range(c["num_hidden_layers"])]
     first = r.randrange(2)  # transformers needs both kinds
