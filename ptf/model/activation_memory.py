@@ -13,9 +13,10 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptf.model.attention import Attention
+from ptf.model.attention import Attention, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
+from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
@@ -109,7 +110,11 @@ def activation_bytes(
             _run(m, lambda m=m: m(x.clone()))
             for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)
         ]
-        inside = [_run(block.attn, lambda: block.attn(x.clone(), table, _attend)), _feed(block, x, c, ranks)]
+        attention = _run(block.attn, lambda: block.attn(x.clone(), table, MetaAttend(TOKENS)))
+        if isinstance(block.attn, GatedDeltaNet):  # what the rule computes inside is not saved with `selective`
+            outside = _run(block.attn, lambda: block.attn(x.clone(), table, MetaAttend(0)))
+            attention = (attention[0], outside[1])
+        inside = [attention, _feed(block, x, c, ranks)]
     size = c.dim * x.element_size()
     attended = _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention) else 0
     everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
@@ -143,8 +148,27 @@ def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
     return heads * local.head_dim * element + 4 * local.heads * outputs
 
 
-def _attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return cast("Tensor", _FusedAttention.apply(q, k, v))
+class MetaAttend:
+    """An `Attend` on the meta device, over one document of `tokens` tokens; with 0, linear attention is left out."""
+
+    def __init__(self, tokens: int) -> None:
+        with torch.device("cpu"):
+            segments = torch.zeros(1, tokens, dtype=torch.long)
+            self.packed = PackedDelta(segments, torch.arange(tokens)[None]) if tokens else None
+        if self.packed is not None:
+            self.packed.positions = self.packed.positions.to("meta")
+            self.packed.chunks = self.packed.chunks.to(torch.device("meta"))
+
+    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See Attend."""
+        return cast("Tensor", _FusedAttention.apply(q, k, v))
+
+    def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """See Attend."""
+        if self.packed is not None:
+            return self.packed(layer, qkv, decay, beta)[0]
+        c = layer.config
+        return torch.empty(*qkv.shape[:2], c.value_heads, c.value_dim, device="meta", requires_grad=True)
 
 
 def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:

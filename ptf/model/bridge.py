@@ -252,9 +252,14 @@ def init_adapters(model: Decoder, seed: int) -> None:
 
 
 def _initialise(name: str, parameter: Tensor, config: DecoderConfig, seed: int) -> None:
-    """Fill one parameter: constants for norms, biases and sinks, else normal values keyed by seed and name."""
-    constant = 0.0 if name.endswith(("bias", "sinks")) else float(not config.norm_offset)
-    if name.endswith(("norm.weight", "bias", "sinks")):
+    """Fill one parameter: constants for norms, biases and sinks, else normal values keyed by seed and name.
+
+    The norm of linear attention has no offset. Its decay a token is exp(−softplus(1)) = 0.27 where its input is zero.
+    """
+    constant = 0.0 if name.endswith(("bias", "sinks", "a_log")) else float(not config.norm_offset)
+    if name.endswith(("attn.norm.weight", "dt_bias")):
+        constant = 1.0
+    if name.endswith(("norm.weight", "bias", "sinks", "a_log")):
         fill(parameter, lambda part: torch.full([s.stop - s.start for s in part], constant))
         return
     key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -12,7 +12,7 @@ or `where`). It is never multiplied by zero, which would let NaN and infinity th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,11 @@ class Chunks:
 
         ends = there(starts + lengths - 1)
         return Chunks(size, there(index), there(back[:n]), counts, there(rank), there(starts), ends)
+
+    def to(self, device: torch.device) -> "Chunks":
+        """Return the chunks with their tensors on a device."""
+        tensors = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)}
+        return replace(self, **tensors)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the values of the tokens by chunk, [n, ..] → [chunks, size, ..]; zero where there is no token."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from ptf.model.attention import Attention
 from ptf.model.decoder import Block, Decoder
+from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import MLP
 from ptf.model.moe import Experts, MixtureOfExperts
 
@@ -91,6 +92,8 @@ class _Tally:
         """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""
         if isinstance(m, Attention):
             return self.attention(m, upstream)
+        if isinstance(m, GatedDeltaNet):
+            return self.linear_attention(m, upstream)
         if isinstance(m, MLP):
             return self.mlp(m, upstream)
         return self.mixture(m, upstream) if isinstance(m, MixtureOfExperts) else self.chain(m, upstream)
@@ -105,6 +108,15 @@ class _Tally:
         products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k
         self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * width * products
         return self.chain(m.o_proj, scores or v)
+
+    def linear_attention(self, m: GatedDeltaNet, upstream: bool) -> bool:
+        """Count the projections of linear attention, and the three products of its rule with the state: what is read
+        for the change, the change, and what is read for the output. Elementwise operations are not counted."""
+        inside = [self.chain(p, upstream) for name, p in m.named_children() if name != "out_proj"]
+        changed = any(inside) or m.a_log.requires_grad or m.dt_bias.requires_grad
+        c = m.config
+        self.tokens += 3 * 2 * c.value_heads * c.key_dim * c.value_dim * (1 + 2 * changed)
+        return self.chain(cast("nn.Module", m.out_proj), changed)
 
     def mlp(self, m: MLP, upstream: bool) -> bool:
         """Count a gated MLP."""

@@ -56,12 +56,25 @@ EXPERT = ParallelStyle(
     {f"{p}_{w}": SHARD_DIM0 for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")},
     forward=own_experts,
 )
+# every rank computes linear attention whole, and the first rank's output counts
+REPEATED = ROUTER
+FIRST_RANK = ParallelStyle(
+    {w: ParamSharding(partial=True, once=True) for w in ("weight", "lora_b")} | {"lora_a": PARTIAL_GRADIENT}
+)
 WHOLE = ParallelStyle()
 
 PLAN: Mapping[str, ParallelStyle] = {
     "embed": ParallelStyle({"weight": SHARD_DIM0}, forward=embed),
     "layers.*.attn_norm": SEQUENCE,
-    "layers.*.attn": ParallelStyle({"sinks": SHARD_DIM0}, sequence_parallel=True),
+    "layers.*.attn": ParallelStyle(
+        {"sinks": SHARD_DIM0, "a_log": PARTIAL_GRADIENT, "dt_bias": PARTIAL_GRADIENT}, sequence_parallel=True
+    ),
+    "layers.*.attn.qkv*_proj": REPEATED,
+    "layers.*.attn.[zba]_proj": REPEATED,
+    "layers.*.attn.ba_proj": REPEATED,
+    "layers.*.attn.conv": SEQUENCE,
+    "layers.*.attn.norm": SEQUENCE,
+    "layers.*.attn.out_proj": FIRST_RANK,
     "layers.*.attn.[qkv]_proj": COLWISE,
     "layers.*.attn.[qk]_norm": SEQUENCE,
     "layers.*.attn.o_proj": ROWWISE,

@@ -178,14 +178,26 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     share = -(-rollout.prompts_per_step // rollout.replicas)  # prompts of one engine
     answered = min(BATCH, share * rollout.group_size)
     contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
-    cache = each * (contexts + answered * rollout.max_new_tokens)
+    # states are in fp32, of each context and of each response
+    states = 4 * state_elements(model.config) * (answered + -(-answered // rollout.group_size))
+    cache = each * (contexts + answered * rollout.max_new_tokens) + states
     memory = RoleMemory(rollout.replicas, weights, {"rollout": cache})
     return Engine(memory, weights, cache, float(answered * rollout.replicas))
 
 
 def cache_elements(config: DecoderConfig) -> int:
-    """Return the number of keys and values that a token has in all layers."""
-    return 2 * config.num_layers * config.kv_heads * config.head_dim
+    """Return the number of keys and values that a token has in all layers with softmax attention."""
+    return 2 * config.attention_layers * config.kv_heads * config.head_dim
+
+
+def state_elements(config: DecoderConfig) -> int:
+    """Return the number of values that linear attention keeps of a response, in all layers together: its states, and
+    the last inputs of its convolution."""
+    if (c := config.delta) is None:
+        return 0
+    channels = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
+    each = c.value_heads * c.key_dim * c.value_dim + (c.conv - 1) * channels
+    return (config.num_layers - config.attention_layers) * each
 
 
 def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:

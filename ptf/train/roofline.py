@@ -235,6 +235,8 @@ def layer_costs(
     frozen: Callable[[str], bool],
 ) -> Costs:
     """Return the costs of a layer's forward and backward passes over sequences that documents of these lengths fill."""
+    if c.layers[layer].delta:
+        raise UserError("ptf plan --roofline does not count linear attention; ptf plan without it plans the memory")
     costs = Costs(gpu)
     timeline = Timeline(costs)
     seq_len = sum(lengths) // sequences

@@ -29,6 +29,7 @@ from ptf.model.families import family_of
 from ptf.model.verify import random_reference
 from tests.model.foreign import foreign
 
+WRAPPERS = ("gemma3", "qwen3_5")  # families whose language model is that of another family
 SEQ_LEN = 40
 VOCAB = 30  # of the tokens that are drawn; every model has more
 
@@ -86,6 +87,7 @@ MIXERS = [
     Mixer("sliding windows and whole, in turn", "gemma3_text", PerDocument),
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
     Mixer("softmax, experts", "qwen3_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
+    Mixer("linear (gated delta rule, convolution) and softmax", "qwen3_5_text", PerDocument),
     Mixer("softmax", "llama", Flex),
     Mixer("sliding window", "mistral", Flex, settings=(("sliding_window", 5),)),
     Mixer("sliding windows and whole, in turn", "gemma3_text", Flex),

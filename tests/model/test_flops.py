@@ -16,8 +16,10 @@ from ptf.model import moe
 from ptf.model.attention import Attention, sdpa
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
+from ptf.model.delta_rule import convolve
 from ptf.model.families import MODULES, family_of
 from ptf.model.flops import Flops, pairs
+from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from tests.tiny import packed
@@ -69,6 +71,22 @@ class OnlyWhatIsSeen:
                 else:
                     share = torch.cat((scores, layer.sinks.view(-1, group, 1)), -1).softmax(-1)[..., :-1]
                 rows[row].append((share @ values).flatten(0, 1))
+        return torch.stack([torch.stack(outs) for outs in rows])
+
+    def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Apply the rule token by token, with a product for each use of the state."""
+        positions = torch.zeros(qkv.shape[:2], dtype=torch.long)
+        for (row, start), n in zip(self.starts, self.lengths, strict=True):
+            positions[row, start : start + n] = torch.arange(n)
+        q, k, v = layer.heads(convolve(qkv, positions, layer.conv.weight))
+        rows: list[list[Tensor]] = [[] for _ in qkv]
+        for (row, start), n in zip(self.starts, self.lengths, strict=True):
+            state = torch.zeros(*k.shape[2:], v.shape[-1], requires_grad=True)
+            for at in range(start, start + n):
+                state = decay[row, at].exp()[:, None, None] * state
+                change = beta[row, at, :, None] * (v[row, at] - (k[row, at, :, None] @ state)[:, 0])
+                state = state + k[row, at, :, :, None] @ change[:, None]
+                rows[row].append((q[row, at, :, None] @ state)[:, 0])
         return torch.stack([torch.stack(outs) for outs in rows])
 
 

@@ -13,9 +13,19 @@ from ptf.model import attention
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.families import MODULES
+from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of
 
 SEQ_LEN = 96
+SHARING = [m for m in MODULES if m not in WRAPPERS and model_of(m).supports_shared_prefixes]
+
+
+def test_linear_attention_shares_no_prefix() -> None:
+    model = model_of("qwen3_5_text")
+    assert not model.supports_shared_prefixes
+    batch = Batch.of(pack_shared(answers(model.config.vocab), SEQ_LEN), SEQ_LEN)
+    with pytest.raises(ValueError, match="continues a shared prefix has no state"):
+        model(batch.tokens, batch.positions, batch.segments, lambda x, head: x)
 
 
 def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[PackUnit]:
@@ -47,7 +57,7 @@ def said(model, sequences: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor
     }, [g for g in grads if g is not None]
 
 
-@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+@pytest.mark.parametrize("model_type", SHARING)
 def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     model = model_of(model_type)
     units = answers(model.config.vocab)
@@ -62,7 +72,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
         assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
 
 
-@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+@pytest.mark.parametrize("model_type", SHARING)
 def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> None:
     """The samples are those of SFT with `data.share_prefixes`: each is the conversation up to a different turn."""
     model = model_of(model_type)

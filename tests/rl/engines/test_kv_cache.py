@@ -13,6 +13,7 @@ from ptf.data.sample import Sample
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
 from ptf.rl.engines.kv_cache import Cache
+from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of
 
 NEW = 7
@@ -61,7 +62,7 @@ def furthest(model: Decoder, swapped: bool = False, dtype: torch.dtype = torch.f
     return apart
 
 
-@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+@pytest.mark.parametrize("model_type", [m for m in MODULES if m not in WRAPPERS])
 def test_new_tokens_see_their_own_context(model_type: str) -> None:
     assert furthest(model_of(model_type)) <= 1e-5
 

@@ -7,6 +7,7 @@ import torch
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
 from ptf.rl.engines.slot_cache import SlotCache
+from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of
 from tests.rl.engines.test_kv_cache import logits, packed
 
@@ -52,7 +53,7 @@ def furthest(model: Decoder, confused: bool = False, dtype: torch.dtype = torch.
     return max(worst, extend(), extend())
 
 
-@pytest.mark.parametrize("model_type", [m for m in MODULES if m != "gemma3"])
+@pytest.mark.parametrize("model_type", [m for m in MODULES if m not in WRAPPERS])
 def test_new_tokens_attend_to_their_own_context(model_type: str) -> None:
     assert furthest(model_of(model_type)) <= 1e-5
 
