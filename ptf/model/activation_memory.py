@@ -110,9 +110,9 @@ def activation_bytes(
             _run(m, lambda m=m: m(x.clone()))
             for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)
         ]
-        attention = _run(block.attn, lambda: block.attn(x.clone(), table, MetaAttend(TOKENS)))
+        attention = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(TOKENS)))
         if isinstance(block.attn, GatedDeltaNet):  # what the rule computes inside is not saved with `selective`
-            outside = _run(block.attn, lambda: block.attn(x.clone(), table, MetaAttend(0)))
+            outside = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(0)))
             attention = (attention[0], outside[1])
         inside = [attention, _feed(block, x, c, ranks)]
     size = c.dim * x.element_size()
@@ -148,16 +148,17 @@ def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
     return heads * local.head_dim * element + 4 * local.heads * outputs
 
 
-class MetaAttend:
-    """An `Attend` on the meta device, over one document of `tokens` tokens; with 0, linear attention is left out."""
+class CountedAttend:
+    """An `Attend` that saves what training saves, over one document of `tokens` tokens; with 0, linear attention is
+    left out."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, device: str = "meta") -> None:
         with torch.device("cpu"):
             segments = torch.zeros(1, tokens, dtype=torch.long)
             self.packed = PackedDelta(segments, torch.arange(tokens)[None]) if tokens else None
         if self.packed is not None:
-            self.packed.positions = self.packed.positions.to("meta")
-            self.packed.chunks = self.packed.chunks.to(torch.device("meta"))
+            self.packed.positions = self.packed.positions.to(device)
+            self.packed.chunks = self.packed.chunks.to(torch.device(device))
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See Attend."""
@@ -168,7 +169,7 @@ class MetaAttend:
         if self.packed is not None:
             return self.packed(layer, qkv, decay, beta)[0]
         c = layer.config
-        return torch.empty(*qkv.shape[:2], c.value_heads, c.value_dim, device="meta", requires_grad=True)
+        return qkv.new_empty(*qkv.shape[:2], c.value_heads, c.value_dim).requires_grad_()
 
 
 def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model import attention
 from ptf.model import recompute as recompute_module
-from ptf.model.activation_memory import _attend, _attended
+from ptf.model.activation_memory import CountedAttend, _attended
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
@@ -167,7 +167,7 @@ def test_the_plan_counts_what_attention_keeps_beside_products(model_type, adapte
 
     def attend(*inputs: Any) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            return _attend(*inputs)
+            return CountedAttend(0)(*inputs)
 
     with Products() as products:
         attn(

@@ -11,7 +11,7 @@ import yaml
 from ptf.cli import main
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.model.activation_memory import _attend, activation_bytes
+from ptf.model.activation_memory import CountedAttend, activation_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
@@ -71,7 +71,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text"])
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
     config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
@@ -79,15 +79,16 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     model = Decoder(config, factory)
     for name, p in model.named_parameters():
         p.requires_grad_(not adapted or name in adapter_names(model))
-    expected = activation_bytes(config, 0, factory, dtype, 1, model.layers[0]).everything
-    block, tokens = model.layers[0].to(dtype), 256
+    layer = next((i for i, kind in enumerate(config.layers) if kind.delta), 0)
+    expected = activation_bytes(config, layer, factory, dtype, 1, model.layers[layer]).everything
+    block, tokens = model.layers[layer].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
     table = rotary(torch.arange(tokens)[None], config.head_dim, config.layers[0].rope)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t
     ):
-        out = block(x, table, _attend, torch.ones(1, tokens, dtype=torch.bool))
+        out = block(x, table, CountedAttend(tokens, "cpu"), torch.ones(1, tokens, dtype=torch.bool))
     real = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own) / tokens
     assert out.shape == x.shape
     assert expected == pytest.approx(real, rel=0.12)
