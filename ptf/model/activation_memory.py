@@ -94,7 +94,8 @@ def activation_bytes(
 
     The parameters that train are those that train in `like`. A component of the user's own counts as on one rank.
     """
-    moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks)
+    shared = c.moe.shared_intermediate_size // ranks if c.moe else 0
+    moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks, shared_intermediate_size=shared)
     local = replace(
         c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, intermediate_size=c.intermediate_size // ranks, moe=moe
     )
@@ -128,7 +129,8 @@ def _passing(block: Block, c: DecoderConfig, element: int) -> tuple[float, float
     outputs = c.moe.top_k * c.dim * element
     # forward: the outputs with their share; with a bias, the products and the biases of their rows. Backward: the
     # gradients of each row's output with its share, without, and of its share before they are summed.
-    return (2 if c.moe.bias else 1) * outputs, 3 * outputs
+    shared = 2 * c.moe.shared_intermediate_size * element
+    return (2 if c.moe.bias else 1) * outputs, max(3 * outputs, shared)
 
 
 def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
@@ -165,4 +167,6 @@ def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float,
     inside = [x.element_size() / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
     # the experts' outputs before they are weighted, the router's probabilities, indices
     around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 4 * 8 * rows
-    return inside[0] + around / TOKENS + c.dim * x.element_size(), inside[1]
+    moe = block.moe
+    shared = (0.0, 0.0) if moe.shared is None else _run(moe, lambda: moe._shared(x.clone()))
+    return inside[0] + around / TOKENS + c.dim * x.element_size() + shared[0], inside[1] + shared[1]

@@ -47,6 +47,8 @@ class MoE:
     # GPT-OSS: gate and up are clamped here, and experts compute (up + 1) · gate · sigmoid(1.702 gate)
     clamp: float | None = None
     router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss
+    shared_intermediate_size: int = 0  # width of an MLP beside the experts, which every token passes; 0: none
+    shared_gate: bool = False  # its output is scaled by the sigmoid of a projection of the token to one value
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,10 @@ class _Tally:
         return self.chain(m.down_proj, any(inside))
 
     def mixture(self, m: MixtureOfExperts, upstream: bool) -> bool:
-        """Count a router and the experts that a token goes to."""
+        """Count a router, the experts that a token goes to, and what every token passes."""
         routed = self.chain(m.router, upstream)
+        for shared in (m.shared, m.shared_gate):
+            routed |= shared is not None and self.part(shared, upstream)
         if not isinstance(m.experts, Experts):
             return self.chain(m.experts, upstream) | routed
         share = m.config.top_k / m.config.experts

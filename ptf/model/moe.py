@@ -10,7 +10,7 @@ is the number of times that the expert was chosen per token and P is its mean ro
 load is even. Padding does not count.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.layers import LayerFactory, gated
+from ptf.model.layers import MLP, LayerFactory, gated
 from ptf.model.lora import attach, grouped
 from ptf.model.quantised_weights import grouped_linear
 
@@ -191,7 +191,7 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts."""
+    """A router and its experts, and beside them an MLP that every token passes, if the config has one."""
 
     def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str) -> None:
         super().__init__()
@@ -199,6 +199,9 @@ class MixtureOfExperts(nn.Module):
         self.config = c.moe
         self.router = factory.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
         self.experts = factory.component(f"{path}.experts", Experts, c.dim, c.moe, factory, f"{path}.experts")
+        width = c.moe.shared_intermediate_size
+        self.shared = MLP(replace(c, intermediate_size=width), factory, f"{path}.shared") if width else None
+        self.shared_gate = factory.linear(f"{path}.shared_gate", c.dim, 1) if c.moe.shared_gate else None
         self.first = 0  # the expert that the rows begin with: under tensor parallelism this rank's first
         self.routing: Routing | None = None  # statistics of the last forward pass
 
@@ -220,7 +223,14 @@ class MixtureOfExperts(nn.Module):
         shares = _Spread.apply(share.to(x.dtype).flatten(), by_expert.order, by_expert.inverse[:, None])
         spread = _Spread.apply(x, by_expert.token, by_expert.places)
         y = self.experts(spread, by_expert.ends, by_expert.expert) * shares[:, None]
-        return _Combined.apply(y, by_expert.token, by_expert.places).view(shape)
+        y = _Combined.apply(y, by_expert.token, by_expert.places)
+        return (y if self.shared is None else y + self._shared(x)).view(shape)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return the output [n, dim] of the MLP that every token passes."""
+        assert self.shared is not None
+        y = self.shared(x)
+        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
         weight = real.float()

@@ -76,7 +76,7 @@ class PeftFormat:
             obstacles += [
                 f"{n} (beside experts, PEFT would take it for one of them)"
                 for n in self.adapters
-                if ".mlp." in n and n not in own
+                if (".mlp." in n or ".moe.shared" in n) and n not in own
             ]
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"

@@ -71,6 +71,10 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.moe": ParallelStyle(sequence_parallel=True, forward=mix),
     "layers.*.moe.router": ROUTER,
     "layers.*.moe.experts": EXPERT,
+    "layers.*.moe.shared_gate": ROUTER,  # it scales a part of a sum
+    "layers.*.moe.shared.gate_proj": COLWISE,
+    "layers.*.moe.shared.up_proj": COLWISE,
+    "layers.*.moe.shared.down_proj": ROWWISE,
     "layers.*.mlp_post_norm": SEQUENCE,
     "norm": ParallelStyle({"weight": PARTIAL_GRADIENT}, forward=normalise_and_gather),
     "head": COLWISE,

@@ -140,7 +140,7 @@ def test_a_step_is_what_torch_counts(model_type: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("which", LORAS)
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen2_moe", "gpt_oss"])
 def test_frozen_weights_have_no_gradient_to_count(model_type: str, which: str) -> None:
     batch = rows()
     model = train_adapters(made(model_type, LayerFactory(lora=LORAS[which])))

@@ -71,7 +71,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen2_moe", "gpt_oss", "gemma3_text"])
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
     config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
