@@ -44,6 +44,9 @@ SMALL = {  # keys of Hugging Face configs, as far as a model has them
     "head_dim": 16,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
     "num_experts_per_tok": 2,
     "query_pre_attn_scalar": 16,
 }

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
@@ -31,7 +32,8 @@ class Block(nn.Module):
             return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
 
         self.attn_norm = norm()
-        self.attn = factory.component(f"{path}.attn", Attention, c, layer, factory, f"{path}.attn")
+        kind = LatentAttention if c.latent else Attention
+        self.attn = factory.component(f"{path}.attn", kind, c, layer, factory, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
         self.mlp_norm = norm()
         moe = c.layers[layer].moe
@@ -87,7 +89,7 @@ class Decoder(nn.Module):
         """
         c = self.config
         attend = attend or backend(tokens.device)(segments, positions)
-        tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.layers}}
+        tables = {rope: rotary(positions, c.rotary_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
         if c.embed_scale != 1.0:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ptf.model.attention import Attention
 from ptf.model.decoder import Block, Decoder
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP
 from ptf.model.moe import Experts, MixtureOfExperts
 
@@ -91,6 +92,8 @@ class _Tally:
         """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""
         if isinstance(m, Attention):
             return self.attention(m, upstream)
+        if isinstance(m, LatentAttention):
+            return self.latent_attention(m, upstream)
         if isinstance(m, MLP):
             return self.mlp(m, upstream)
         return self.mixture(m, upstream) if isinstance(m, MixtureOfExperts) else self.chain(m, upstream)
@@ -101,10 +104,24 @@ class _Tally:
         q, k = q or _trains(m.q_norm), k or _trains(m.k_norm)
         scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
         width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
-        # forward QK, PV; backward dP and dV, dQ, dK
-        products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k
-        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * width * products
+        # forward QK, backward dQ and dK; forward PV, backward dP and dV
+        products = width * (1 + q + k) + width * (1 + scores + v)
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
         return self.chain(m.o_proj, scores or v)
+
+    def latent_attention(self, m: LatentAttention, upstream: bool) -> bool:
+        """Count the projections of a latent attention, and what a (query, key) pair costs."""
+        q = upstream
+        for part in m.to_queries:
+            q = self.chain(m.get_submodule(part), q)
+        narrow = self.chain(m.kv_a_proj, upstream)
+        v = self.chain(m.kv_b_proj, self.chain(m.kv_a_norm, narrow))
+        k = v or narrow
+        values = m.o_proj.in_features
+        keys = values // m.value_dim * m.head_dim
+        products = keys * (1 + q + k) + values * (1 + (q or k) + v)
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
+        return self.chain(m.o_proj, q or v)
 
     def mlp(self, m: MLP, upstream: bool) -> bool:
         """Count a gated MLP."""
@@ -179,4 +196,6 @@ def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
     body = tally.tokens
     tally.tokens = 0.0
     tally.chain(model.head, trains)
-    return Flops(body, {None: 4 * c.num_layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)
+    return Flops(
+        body, {None: 2 * c.num_layers * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}, tally.tokens
+    )

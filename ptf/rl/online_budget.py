@@ -184,8 +184,8 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
 
 
 def cache_elements(config: DecoderConfig) -> int:
-    """Return the number of keys and values that a token has in all layers."""
-    return 2 * config.num_layers * config.kv_heads * config.head_dim
+    """Return the number of elements of the keys and values that a token has in all layers."""
+    return config.num_layers * config.kv_heads * (config.head_dim + config.value_dim)
 
 
 def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:

@@ -242,7 +242,7 @@ def layer_costs(
         block = Block(c, layer, factory, f"layers.{layer}").to(torch.bfloat16)
         x = torch.empty(sequences, seq_len, c.dim, dtype=torch.bfloat16, requires_grad=True)
         real = torch.empty(sequences, seq_len, dtype=torch.bool)
-        table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.head_dim, c.layers[layer].rope)
+        table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.rotary_dim, c.layers[layer].rope)
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
     if compiled:
