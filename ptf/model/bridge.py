@@ -136,9 +136,10 @@ def build(
     hf = read_config(directory)
     family = family_of(hf)
     if (method := hf.get("quantization_config", {}).get("quant_method", "mxfp4")) != "mxfp4":
+        copy = ", or a copy in bf16, as transformers' FineGrainedFP8Config(dequantize=True) loads one"
         raise UserError(
             f"model.path: {directory} is quantised ({method}), which ptf cannot train; "
-            "use the checkpoint it was made from"
+            f"use the checkpoint it was made from{copy if method == 'fp8' else ''}"
         )
     config = _decoder_config(family, hf, directory)
     config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))

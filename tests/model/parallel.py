@@ -70,6 +70,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
         config |= {"n_group": 2, "topk_group": 1}
     if "kv_lora_rank" in config:
         config["num_key_value_heads"] = config["num_attention_heads"]
+        config["q_lora_rank"] = 16
         del config["head_dim"]
     config |= more
     directory.mkdir(parents=True)
