@@ -3,6 +3,8 @@ tokens come through unchanged."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.rl.engines.native import NativeEngine
+from ptf.rl.roles import Learner
 from ptf.train.optim import groups
 from ptf.train.trainer import load_model
 from tests.model.published import predicting_checkpoint
@@ -70,3 +73,11 @@ def test_a_pattern_for_it_alone_is_refused(tmp_path) -> None:
     predicting_checkpoint(tmp_path, "glm4_moe")
     with pytest.raises(UserError, match="correction_bias matches nothing"):
         loaded(tmp_path, trainable=["layers.*.moe.correction_bias"])
+
+
+def test_a_sync_in_bf16_rounds_all_but_it(tmp_path) -> None:
+    whole = predicting_checkpoint(tmp_path, "glm4_moe")
+    model, family = loaded(tmp_path)
+    policy: Any = SimpleNamespace(model=model, family=family, precision="bf16")
+    sent = dict(Learner._sent_tensors(policy))
+    assert all(torch.equal(sent[n], whole[n]) and sent[n].dtype == whole[n].dtype for n in sent)
