@@ -46,6 +46,14 @@ SMALL = {  # keys of Hugging Face configs, as far as a model has them
     "head_dim": 16,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
     "num_experts_per_tok": 2,
     "query_pre_attn_scalar": 16,
 }
@@ -164,6 +172,8 @@ def narrow(config: Mapping[str, Any]) -> dict[str, Any]:
         if key != "quantization_config"
     }
     small = {key: min(size, inner[key]) for key, size in SMALL.items() if isinstance(inner.get(key), int)}
+    if "kv_lora_rank" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]  # which latent attention must have
     if small.get("num_attention_heads", 4) % small.get("num_key_value_heads", 1):
         small["num_key_value_heads"] = 1
     return {**inner, **small}

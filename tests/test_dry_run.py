@@ -16,6 +16,7 @@ from ptf import doctor
 from ptf.cli import main
 from ptf.config import loads
 from ptf.dry_run import SMALL, memory, narrow
+from ptf.model.families import family_of
 from ptf.rl.online_budget import online_budget
 from ptf.train.budget import budget, config_directory
 from tests.tiny import arithmetic, checkpoint, write_jsonl
@@ -182,12 +183,30 @@ def test_the_doctor_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_size_of_a_model_is_narrowed() -> None:
     wide = dict.fromkeys(SMALL, 4096)
-    assert narrow({**wide, "num_hidden_layers": 7, "vocab_size": 99}) == {
+    del wide["kv_lora_rank"]  # with which there are as many key heads as query heads
+    assert narrow({**wide, "num_hidden_layers": 7, "vocab_size": 99, "kv_lora_rank": None}) == {
         **SMALL,
+        "kv_lora_rank": None,
         "num_hidden_layers": 7,
         "vocab_size": 99,
     }
     assert SMALL["moe_intermediate_size"] == SMALL["shared_expert_intermediate_size"] == 64
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+def test_a_narrow_mixture_of_experts_is_a_member_of_its_family(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    published = AutoConfig.for_model(model_type).to_dict()
+    whole, small = (family_of(published).config(c) for c in (published, narrow(published)))
+    assert small.num_layers == whole.num_layers
+    assert small.moe
+    assert whole.moe
+    assert (small.dim, small.moe.experts, small.heads) == (64, 4, 4)
+    assert small.moe.shared_intermediate_size < whole.moe.shared_intermediate_size
+    assert (small.latent is None) == (whole.latent is None)
+    if small.latent:
+        assert (small.kv_heads, small.head_dim, small.value_dim) == (4, 32, 16)
 
 
 def test_a_gpu_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

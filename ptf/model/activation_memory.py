@@ -17,6 +17,7 @@ from ptf.model.attention import Attention, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
@@ -49,7 +50,7 @@ class _FusedAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
@@ -95,14 +96,15 @@ def activation_bytes(
 
     The parameters that train are those that train in `like`. A component of the user's own counts as on one rank.
     """
-    moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks)
+    shared = c.moe.shared_intermediate_size // ranks if c.moe else 0
+    moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks, shared_intermediate_size=shared)
     local = replace(
         c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, intermediate_size=c.intermediate_size // ranks, moe=moe
     )
     with torch.device("meta"):
         block = Block(local, layer, factory, f"layers.{layer}").to(dtype)
         x = torch.empty(1, TOKENS, c.dim, dtype=dtype, requires_grad=True)
-        table = rotary(torch.arange(TOKENS)[None], c.head_dim, c.layers[layer].rope)
+        table = rotary(torch.arange(TOKENS)[None], c.rotary_dim, c.layers[layer].rope)
         trained = {name for name, p in like.named_parameters() if p.requires_grad}
         for name, p in block.named_parameters():
             p.requires_grad_(name in trained)
@@ -116,7 +118,8 @@ def activation_bytes(
             attention = (attention[0], outside[1])
         inside = [attention, _feed(block, x, c, ranks)]
     size = c.dim * x.element_size()
-    attended = _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention) else 0
+    ours = isinstance(block.attn, Attention | LatentAttention)
+    attended = _attended(block.attn, local, x.element_size()) if ours else 0
     everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
     products = sum(i[1] for i in inside) + attended
     return ActivationBytes(everything, products, size / ranks, *_passing(block, local, x.element_size()))
@@ -133,19 +136,23 @@ def _passing(block: Block, c: DecoderConfig, element: int) -> tuple[float, float
     outputs = c.moe.top_k * c.dim * element
     # forward: the outputs with their share; with a bias, the products and the biases of their rows. Backward: the
     # gradients of each row's output with its share, without, and of its share before they are summed.
-    return (2 if c.moe.bias else 1) * outputs, 3 * outputs
+    shared = 2 * c.moe.shared_intermediate_size * element
+    return (2 if c.moe.bias else 1) * outputs, max(3 * outputs, shared)
 
 
-def _attended(attn: Attention, local: DecoderConfig, element: int) -> int:
+def _attended(attn: Any, local: DecoderConfig, element: int) -> int:
     """Return the bytes that attention keeps with `selective`: rotated queries and keys, its output, its log-sum-exp.
 
-    Values are what their projection put out, unless adapters add to it. With sinks, the output is kept before and after
-    their share is taken.
+    Values are what their projection put out, unless adapters add to it; in latent attention that is also keys. With
+    sinks, the output is kept before and after their share is taken.
     """
-    adapted = isinstance(attn.v_proj, LoraLinear)
+    latent = local.latent is not None
+    adapted = isinstance(attn.kv_b_proj if latent else attn.v_proj, LoraLinear)
     outputs = 1 if attn.sinks is None else 2
-    heads = local.heads * (1 + outputs) + local.kv_heads * (1 + adapted)
-    return heads * local.head_dim * element + 4 * local.heads * outputs
+    keys = local.heads + local.kv_heads
+    values = local.heads * outputs + local.kv_heads * adapted
+    unrotated = adapted * latent * local.heads * (local.head_dim - local.rotary_dim)
+    return (keys * local.head_dim + values * local.value_dim + unrotated) * element + 4 * local.heads * outputs
 
 
 class CountedAttend:
@@ -190,4 +197,9 @@ def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float,
     inside = [x.element_size() / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
     # the experts' outputs before they are weighted, the router's probabilities, indices
     around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 4 * 8 * rows
-    return inside[0] + around / TOKENS + c.dim * x.element_size(), inside[1]
+    moe = block.moe
+    if c.moe.scores == "sigmoid":  # the copies in fp32 of what the router reads, but for that of its weight
+        router = _run(moe, lambda: moe._sigmoid_choice(x.clone().flatten(0, 1)))[0]
+        around += TOKENS * router - 4 * moe.router.weight.numel() * (x.element_size() < 4)
+    shared = (0.0, 0.0) if moe.shared is None else _run(moe, lambda: moe._shared(x.clone()))
+    return inside[0] + around / TOKENS + c.dim * x.element_size() + shared[0], inside[1] + shared[1]

@@ -33,11 +33,11 @@ Pieces = tuple[Tensor, int, bool]
 class Attend(Protocol):
     """How queries attend to keys: causal over packed documents in training, over a KV cache in generation."""
 
-    def __call__(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output [B, T, heads, D].
+    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [B, T, heads, V].
 
-        `q` is [B, T, heads, D], `k` and `v` are [B, T, kv_heads, D]; `layer` has the window, the scale
-        and the sinks.
+        `q` is [B, T, heads, D], `k` is [B, T, kv_heads, D], and `v` is [B, T, kv_heads, V]; V is D but in latent
+        attention. `layer` has the window, the scale and the sinks.
         """
         ...
 
@@ -98,7 +98,8 @@ def has_tiles() -> bool:
 def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """Run torch's scaled dot-product attention with this layer's scale and sinks.
 
-    `q` is [n, heads, Tq, D], `k` and `v` are [n, kv_heads, Tk, D]; `visible` [.., Tq, Tk] is the mask, None for causal.
+    `q` is [n, heads, Tq, D], `k` is [n, kv_heads, Tk, D], `v` is [n, kv_heads, Tk, V]; `visible` [.., Tq, Tk] is the
+    mask, None for causal.
 
     A sink is implemented as one more key, before all others, whose value is 0. A further dimension holds its logit on
     the query's side, 1 on its own key and 0 on the other keys. A query is put before the others to match, so that
@@ -193,7 +194,7 @@ class PerDocument:
         self.back = torch.from_numpy(back)
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
+        """Return the attention output [B, T, heads, V]; the arguments are those of `Attend`."""
         flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B·T, heads, D]
         parts = []
         for index, keep in self.groups:
@@ -201,9 +202,9 @@ class PerDocument:
             a, b, c = (t.index_select(0, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2) for t in flat)
             out = sdpa(layer, a, b, c, band(index.shape[1], layer.window)).transpose(1, 2).flatten(0, 1)
             parts.append(out if keep is None else out.index_select(0, keep))
-        parts.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
+        parts.append(q.new_zeros(1, q.shape[2], v.shape[3]))
         # indexing with brackets takes three times as long, forward and backward together
-        return torch.cat(parts).index_select(0, self.back).view_as(q)
+        return torch.cat(parts).index_select(0, self.back).unflatten(0, q.shape[:2])
 
     def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""
@@ -221,7 +222,7 @@ def band(width: int, window: int | None) -> Tensor | None:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output [B, heads, T, D] and the log-sum-exp of each query [B, heads, T]."""
+    """Return the output [B, heads, T, V] and the log-sum-exp of each query [B, heads, T]."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": True}
@@ -275,7 +276,7 @@ class Flex:
         return self.masks[window]
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`.
+        """Return the attention output [B, T, heads, V]; the arguments are those of `Attend`.
 
         Raises RuntimeError where this would compile more than FLEX_VARIANTS variants.
         """

@@ -136,9 +136,10 @@ def build(
     hf = read_config(directory)
     family = family_of(hf)
     if (method := hf.get("quantization_config", {}).get("quant_method", "mxfp4")) != "mxfp4":
+        copy = ", or a copy in bf16, as transformers' FineGrainedFP8Config(dequantize=True) loads one"
         raise UserError(
             f"model.path: {directory} is quantised ({method}), which ptf cannot train; "
-            "use the checkpoint it was made from"
+            f"use the checkpoint it was made from{copy if method == 'fp8' else ''}"
         )
     config = _decoder_config(family, hf, directory)
     config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))
@@ -309,7 +310,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
     """
     parameters, ours_shapes, fill_weight = dict(model.named_parameters()), weight_shapes(model), weight_filler(model)
     mappings, experts = checkpoint_mappings(model, family), model.config.experts
-    own = own_tensors(model, family)
+    hf, own = read_config(directory), own_tensors(model, family)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
     new: dict[str, Tensor] = constructor_values(model, [n for n in own if n not in beside], seed)
     with TensorFiles(directory, family.aliases) as files:
@@ -320,7 +321,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
             for mapping in mappings
             for name in mapping.theirs(experts)
         }
-        extra = {n for n in files.names - set(shapes) if not n.startswith(family.carried)}
+        extra = {n for n in files.names - set(shapes) if not family.carries(n, hf)}
         ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
         ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
         if model.factory.constructors:  # the checkpoint may hold tensors of components that were replaced
@@ -440,7 +441,8 @@ def save_hf(
     every file. Every rank calls this function; the one that `writes` does. The directory appears only when it is
     complete.
     """
-    dtype = export_dtype(source)
+    dtype, hf = export_dtype(source), read_config(source)
+    wide = family_of(hf).wide if hf["model_type"] in MODULES else ()  # or hf_backend.py
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
     if writes:
@@ -449,10 +451,11 @@ def save_hf(
     size = total = 0
     numbers: dict[str, int] = {}
     own: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in itertools.chain(tensors, _carried_tensors(source) if writes else ()):
+    trained = ((name, t, torch.float32 if name.endswith(wide) else dtype) for name, t in tensors)
+    for name, tensor, stored in itertools.chain(trained, _carried_tensors(source) if writes else ()):
         if not writes:
             continue
-        tensor = tensor.to("cpu", dtype).contiguous()
+        tensor = tensor.to("cpu", stored).contiguous()
         if name.startswith(OWN):
             ours = name.removeprefix(OWN)
             own.setdefault(file_of(ours), {})[ours] = tensor
@@ -472,7 +475,7 @@ def save_hf(
         save_file(inside, temporary / file, metadata={"format": "pt"})
     _copy_other_files(source, tokenizer, temporary)
     # MXFP4 weights were dequantised when they were read
-    written = {k: v for k, v in (config or read_config(source)).items() if k != "quantization_config"}
+    written = {k: v for k, v in (config or hf).items() if k != "quantization_config"}
     (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     if manifest is not None:
         storage.commit(temporary, dict(manifest))
@@ -493,16 +496,17 @@ def _copy_other_files(source: Path, tokenizer: str | None, directory: Path) -> N
             (directory / name).write_bytes(file.read_bytes())
 
 
-def _carried_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint that its family does not train but keeps."""
+def _carried_tensors(source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yield the tensors of a checkpoint that its family does not train but keeps, and their dtypes."""
     if (config := read_config(source))["model_type"] not in MODULES:  # hf_backend.py
         return
     family = family_of(config)
     stored = any((source / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
     if family.carried and stored:
         with TensorFiles(source, family.aliases) as files:
-            for name in sorted(n for n in files.names if n.startswith(family.carried)):
-                yield name, files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+            for name in sorted(n for n in files.names if family.carries(n, config)):
+                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                yield name, tensor, tensor.dtype
 
 
 def _write_shard(directory: Path, shards: list[dict[str, Tensor]]) -> None:

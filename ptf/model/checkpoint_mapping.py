@@ -124,6 +124,19 @@ class Transpose(Rename):
 
 
 @dataclass(frozen=True, slots=True)
+class Bits(Rename):
+    """Ours are the bits of their values in fp32, as integers: no cast of a model's weights changes them."""
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
+        return read(self.other, part).float().contiguous().view(torch.int32)
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
+        return [tensors[0].view(torch.float32)]
+
+
+@dataclass(frozen=True, slots=True)
 class Stack(Rename):
     """One tensor of ours stacks one of theirs for each expert."""
 

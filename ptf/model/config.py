@@ -48,6 +48,26 @@ class MoE:
     # GPT-OSS: gate and up are clamped here, and experts compute (up + 1) · gate · sigmoid(1.702 gate)
     clamp: float | None = None
     router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss
+    shared_intermediate_size: int = 0  # width of an MLP beside the experts, which every token passes; 0: none
+    shared_gate: bool = False  # its output is scaled by the sigmoid of a projection of the token to one value
+    # each expert is scored for itself, and the scores are shares without a softmax (DeepSeek-V3)
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False  # a bias of the scores, for the choice only, that gradients do not train
+    groups: int = 1  # experts are chosen from the `top_groups` groups whose two best scores sum to most
+    top_groups: int = 1
+    scaling: float = 1.0  # factor of the weights of the chosen experts
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: queries, and keys with values, are made of narrow projections of the token."""
+
+    query_rank: int | None  # None: queries are projected directly
+    key_rank: int  # of keys and values together
+    rotated: int  # dimensions of a key and a query that are rotated, after the others; a key's are those of all heads
+    value_dim: int
+    interleaved: bool = True  # the rotated dimensions lie in pairs, and not in halves
+    norm_eps: float = 1e-6  # of the norms of the narrow projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +90,7 @@ class DecoderConfig:
     dim: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     intermediate_size: int  # width of the gated MLP
     norm_eps: float
     max_positions: int
@@ -82,6 +102,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    latent: Latent | None = None
     sinks: bool = False  # a learned logit per head that takes attention away from every key
     attention_scale: float | None = None  # factor of query-key products; None: head_dim ** -0.5
     activation: Activation = "silu"
@@ -102,6 +123,16 @@ class DecoderConfig:
     def attention_layers(self) -> int:
         """The number of layers with softmax attention, which keep keys and values of every token."""
         return sum(not layer.delta for layer in self.layers)
+
+    @property
+    def value_dim(self) -> int:
+        """The dimensions of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that the rotary tables are for."""
+        return self.latent.rotated if self.latent else self.head_dim
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from ptf.model.attention import Attend, Attention, Pieces, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
@@ -32,7 +33,7 @@ class Block(nn.Module):
             return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
 
         self.attn_norm = norm()
-        kind = GatedDeltaNet if c.layers[layer].delta else Attention
+        kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
         self.attn = factory.component(f"{path}.attn", kind, c, layer, factory, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
         self.mlp_norm = norm()
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
         """
         c = self.config
         attend = attend or self.attention(segments, positions, pieces)
-        tables = {rope: rotary(positions, c.head_dim, rope) for rope in {kind.rope for kind in c.layers}}
+        tables = {rope: rotary(positions, c.rotary_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
         if c.embed_scale != 1.0:

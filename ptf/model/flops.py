@@ -17,6 +17,7 @@ from torch import nn
 from ptf.model.attention import Attention
 from ptf.model.decoder import Block, Decoder
 from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP
 from ptf.model.moe import Experts, MixtureOfExperts
 
@@ -94,6 +95,8 @@ class _Tally:
             return self.attention(m, upstream)
         if isinstance(m, GatedDeltaNet):
             return self.linear_attention(m, upstream)
+        if isinstance(m, LatentAttention):
+            return self.latent_attention(m, upstream)
         if isinstance(m, MLP):
             return self.mlp(m, upstream)
         return self.mixture(m, upstream) if isinstance(m, MixtureOfExperts) else self.chain(m, upstream)
@@ -104,9 +107,9 @@ class _Tally:
         q, k = q or _trains(m.q_norm), k or _trains(m.k_norm)
         scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
         width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
-        # forward QK, PV; backward dP and dV, dQ, dK
-        products = 2 + 2 * scores - (not v and scores) + (v and not scores) + q + k
-        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * width * products
+        # forward QK, backward dQ and dK; forward PV, backward dP and dV
+        products = width * (1 + q + k) + width * (1 + scores + v)
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
         return self.chain(m.o_proj, scores or v)
 
     def linear_attention(self, m: GatedDeltaNet, upstream: bool) -> bool:
@@ -118,14 +121,30 @@ class _Tally:
         self.tokens += 3 * 2 * c.value_heads * c.key_dim * c.value_dim * (1 + 2 * changed)
         return self.chain(cast("nn.Module", m.out_proj), changed)
 
+    def latent_attention(self, m: LatentAttention, upstream: bool) -> bool:
+        """Count the projections of a latent attention, and what a (query, key) pair costs."""
+        q = upstream
+        for part in m.to_queries:
+            q = self.chain(m.get_submodule(part), q)
+        narrow = self.chain(m.kv_a_proj, upstream)
+        v = self.chain(m.kv_b_proj, self.chain(m.kv_a_norm, narrow))
+        k = v or narrow
+        values = m.o_proj.in_features
+        keys = values // m.value_dim * m.head_dim
+        products = keys * (1 + q + k) + values * (1 + (q or k) + v)
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
+        return self.chain(m.o_proj, q or v)
+
     def mlp(self, m: MLP, upstream: bool) -> bool:
         """Count a gated MLP."""
         inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
         return self.chain(m.down_proj, any(inside))
 
     def mixture(self, m: MixtureOfExperts, upstream: bool) -> bool:
-        """Count a router and the experts that a token goes to."""
+        """Count a router, the experts that a token goes to, and what every token passes."""
         routed = self.chain(m.router, upstream)
+        for shared in (m.shared, m.shared_gate):
+            routed |= shared is not None and self.part(shared, upstream)
         if not isinstance(m.experts, Experts):
             return self.chain(m.experts, upstream) | routed
         share = m.config.top_k / m.config.experts
@@ -189,4 +208,6 @@ def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
     body = tally.tokens
     tally.tokens = 0.0
     tally.chain(model.head, trains)
-    return Flops(body, {None: 4 * c.num_layers * c.heads * c.head_dim * (3 if trains else 1)}, tally.tokens)
+    return Flops(
+        body, {None: 2 * c.num_layers * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}, tally.tokens
+    )

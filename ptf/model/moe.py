@@ -7,10 +7,12 @@ tokens of an expert.
 
 The load-balancing loss (Fedus et al., Switch Transformers, 2021, eq. 4-6) is E · Σ over the E experts of f · P, where f
 is the number of times that the expert was chosen per token and P is its mean router probability. It is `top_k` if the
-load is even. Padding does not count.
+load is even. Padding does not count. Where experts are scored by a sigmoid, P is the mean of the scores divided by
+their sum (DeepSeek-V3, 2024, eq. 17-20, but over the batch); transformers has no loss for these models, so its weight
+is 0 unless a config.json gives one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +23,8 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.layers import LayerFactory, gated
-from ptf.model.lora import attach, grouped
+from ptf.model.layers import MLP, LayerFactory, gated
+from ptf.model.lora import LoraLinear, attach, grouped
 from ptf.model.quantised_weights import grouped_linear
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
@@ -117,6 +119,16 @@ class _BiasOfRows(Function):
         return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
 
 
+def wide_projection(module: nn.Linear, x: Tensor) -> Tensor:
+    """Return a projection, with its adapter's part, in fp32 where the model computes in less."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.linear(x.to(wide), module.weight.to(wide), None if module.bias is None else module.bias.to(wide))
+    if isinstance(module, LoraLinear) and module.adapted:
+        low = F.linear(x.to(wide), module.lora_a.to(wide))
+        y = y + module.adapters["weight"].scale * F.linear(low, module.lora_b.to(wide))
+    return y
+
+
 def clamped(clamp: float, gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of GPT-OSS: (up + 1) · gate · sigmoid(1.702 gate), of values that are clamped first."""
     gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
@@ -191,14 +203,21 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts."""
+    """A router and its experts, and beside them an MLP that every token passes, if the config has one."""
 
     def __init__(self, c: DecoderConfig, factory: LayerFactory, path: str) -> None:
         super().__init__()
         assert c.moe is not None
         self.config = c.moe
         self.router = factory.linear(f"{path}.router", c.dim, c.moe.experts, c.moe.bias)
+        # fp32, as bits: whatever casts the weights leaves integers alone, and nothing trains them
+        self.correction_bias = (
+            Parameter(torch.zeros(c.moe.experts, dtype=torch.int32), requires_grad=False) if c.moe.correction else None
+        )
         self.experts = factory.component(f"{path}.experts", Experts, c.dim, c.moe, factory, f"{path}.experts")
+        width = c.moe.shared_intermediate_size
+        self.shared = MLP(replace(c, intermediate_size=width), factory, f"{path}.shared") if width else None
+        self.shared_gate = factory.linear(f"{path}.shared_gate", c.dim, 1) if c.moe.shared_gate else None
         self.first = 0  # the expert that the rows begin with: under tensor parallelism this rank's first
         self.routing: Routing | None = None  # statistics of the last forward pass
 
@@ -206,21 +225,51 @@ class MixtureOfExperts(nn.Module):
         """Return the output for x [B, T, D]; `real` [B, T] is False at padding."""
         c, shape = self.config, x.shape
         x = x.flatten(0, 1)
-        logits = self.router(x)  # [B·T, experts]
-        probability = logits.softmax(-1, dtype=torch.float32)
-        if c.clamp is None:
-            share, chosen = probability.topk(c.top_k, dim=-1)  # [B·T, k]
-            if c.normalise:
-                share = share / share.sum(-1, keepdim=True)
-        else:
-            best, chosen = logits.topk(c.top_k, dim=-1)
-            share = best.softmax(-1)
+        probability, share, chosen = self._sigmoid_choice(x) if c.scores == "sigmoid" else self._softmax_choice(x)
         self.routing = self._routing(probability, chosen, real.flatten())
         by_expert = TokensByExpert.of((chosen - self.first) % c.experts, c.experts)
         shares = _Spread.apply(share.to(x.dtype).flatten(), by_expert.order, by_expert.inverse[:, None])
         spread = _Spread.apply(x, by_expert.token, by_expert.places)
         y = self.experts(spread, by_expert.ends, by_expert.expert) * shares[:, None]
-        return _Combined.apply(y, by_expert.token, by_expert.places).view(shape)
+        y = _Combined.apply(y, by_expert.token, by_expert.places)
+        return (y if self.shared is None else y + self._shared(x)).view(shape)
+
+    def _softmax_choice(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities [n, experts] for x [n, dim], and the weights and the numbers of the chosen experts,
+        [n, k] each."""
+        c, logits = self.config, self.router(x)  # [n, experts]
+        probability = logits.softmax(-1, dtype=torch.float32)
+        if c.clamp is None:
+            share, chosen = probability.topk(c.top_k, dim=-1)  # [n, k]
+            if c.normalise:
+                share = share / share.sum(-1, keepdim=True)
+        else:
+            best, chosen = logits.topk(c.top_k, dim=-1)
+            share = best.softmax(-1)
+        return probability, share * c.scaling if c.scaling != 1.0 else share, chosen
+
+    def _sigmoid_choice(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same where each expert has a score for itself (DeepSeek-V3, 2024, eq. 12-16), in fp32."""
+        c, scores = self.config, wide_projection(self.router, x).sigmoid()  # [n, experts]
+        preferred = scores.detach()
+        if self.correction_bias is not None:
+            preferred = preferred + self.correction_bias.view(torch.float32)
+        if c.groups > 1:
+            grouped = preferred.unflatten(-1, (c.groups, -1))  # [n, groups, experts of a group]
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
+            left = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            preferred = grouped.masked_fill(left[..., None], float("-inf")).flatten(-2)
+        chosen = preferred.topk(c.top_k, dim=-1).indices  # [n, k]
+        share = scores.gather(-1, chosen)
+        if c.normalise:
+            share = share / (share.sum(-1, keepdim=True) + 1e-20)
+        return scores / scores.sum(-1, keepdim=True), share * c.scaling, chosen
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return the output [n, dim] of the MLP that every token passes."""
+        assert self.shared is not None
+        y = self.shared(x)
+        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
         weight = real.float()

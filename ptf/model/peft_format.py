@@ -31,6 +31,8 @@ from ptf.model.families import Family
 from ptf.model.lora import adapter_names, adapters, projection_name, whole
 from ptf.model.quantised_weights import weight_shapes
 
+# PEFT 0.21.2 converts the experts of other families as it would those of this one, which it leaves out
+EXPERTS_UNKNOWN = ("qwen2_moe",)
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
 
@@ -76,8 +78,10 @@ class PeftFormat:
             obstacles += [
                 f"{n} (beside experts, PEFT would take it for one of them)"
                 for n in self.adapters
-                if ".mlp." in n and n not in own
+                if (".mlp." in n or ".moe.shared" in n) and n not in own
             ]
+        if self.family.model_type in EXPERTS_UNKNOWN:
+            obstacles += [f"{n} (PEFT knows no experts of this family)" for n in self.adapters if ".experts." in n]
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
             for mapping in self.mappings

@@ -19,6 +19,7 @@ from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.fused import use
+from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
@@ -50,7 +51,7 @@ ROWWISE = ParallelStyle(
 SEQUENCE = ParallelStyle(
     {"weight": PARTIAL_GRADIENT}
 )  # a norm is whole on each rank, over its part of the sequence or its heads
-# whole, over all tokens; its gradient comes only from the experts of this rank
+# whole, over all tokens; its gradient comes only from the experts or the heads of this rank
 ROUTER = ParallelStyle({w: PARTIAL_GRADIENT for w in ("weight", "bias", "lora_a", "lora_b")})
 EXPERT = ParallelStyle(
     {f"{p}_{w}": SHARD_DIM0 for p in ("gate", "up", "down") for w in ("proj", "bias", "proj_lora_a", "proj_lora_b")},
@@ -77,6 +78,13 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.attn.out_proj": FIRST_RANK,
     "layers.*.attn.[qkv]_proj": COLWISE,
     "layers.*.attn.[qk]_norm": SEQUENCE,
+    # latent attention: the narrow projections are whole, and their gradients come from the heads of this rank
+    "layers.*.attn.q_a_proj": ROUTER,
+    "layers.*.attn.kv_a_proj": ROUTER,
+    "layers.*.attn.q_a_norm": SEQUENCE,
+    "layers.*.attn.kv_a_norm": SEQUENCE,
+    "layers.*.attn.q_b_proj": COLWISE,
+    "layers.*.attn.kv_b_proj": COLWISE,
     "layers.*.attn.o_proj": ROWWISE,
     "layers.*.attn_post_norm": SEQUENCE,
     "layers.*.mlp_norm": SEQUENCE,
@@ -87,6 +95,10 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.moe": ParallelStyle(sequence_parallel=True, forward=mix),
     "layers.*.moe.router": ROUTER,
     "layers.*.moe.experts": EXPERT,
+    "layers.*.moe.shared_gate": ROUTER,  # it scales a part of a sum
+    "layers.*.moe.shared.gate_proj": COLWISE,
+    "layers.*.moe.shared.up_proj": COLWISE,
+    "layers.*.moe.shared.down_proj": ROWWISE,
     "layers.*.mlp_post_norm": SEQUENCE,
     "norm": ParallelStyle({"weight": PARTIAL_GRADIENT}, forward=normalise_and_gather),
     "head": COLWISE,
@@ -197,7 +209,7 @@ def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):
             module.compute = norm if isinstance(module, RMSNorm) else gate  # type: ignore[assignment]
-        elif isinstance(module, Attention):
+        elif isinstance(module, Attention | LatentAttention):
             module.rotate = turn  # type: ignore[assignment]
         elif isinstance(module, Experts):
             module.compute = partial(compiled[module.compute.func], *module.compute.args)

@@ -130,6 +130,8 @@ def raise_if_indivisible(c: DecoderConfig, ranks: int) -> None:
         sizes["columns of the MLP"] = c.intermediate_size
     if c.moe and any(kind.moe for kind in c.layers):
         sizes["experts"] = c.experts
+        if c.moe.shared_intermediate_size:
+            sizes["columns of the shared expert"] = c.moe.shared_intermediate_size
     if c.head == "lm":
         sizes["rows of the vocabulary"] = c.padded
     if wrong := [f"{n} {what}" for what, n in sizes.items() if n % ranks]:

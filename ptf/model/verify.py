@@ -149,6 +149,9 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
                     wide = 0.6 if "conv1d" in name else wide
                     # small embeddings make the norms' epsilon matter
                     p.normal_(0, 0.03 if "embed" in name else wide * p.shape[-1] ** -0.5)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # which is drawn to change the choice of experts
+                    buffer.normal_(0, 0.2)
     return model
 
 
@@ -233,6 +236,8 @@ def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[fl
     """
     for p in hf.parameters():
         p.data, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
+    for buffer in hf.buffers():
+        buffer.zero_()  # some are saved with the parameters, and have no gradient
     with tempfile.TemporaryDirectory() as directory:
         hf.save_pretrained(directory)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}

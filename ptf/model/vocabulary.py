@@ -106,11 +106,10 @@ def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator
         for mapping in family.mappings
         if mapping.ours[0] in ("embed.weight", "head.weight")
     }
-    copies = {
-        name for name, which in tables.items() if which == "head" and family.config(bridge.read_config(source)).tied
-    }
+    config = bridge.read_config(source)
+    copies = {name for name, which in tables.items() if which == "head" and family.config(config).tied}
     with TensorFiles(source, family.aliases) as files:
-        for name in sorted(n for n in files.names - copies if not family.carried or not n.startswith(family.carried)):
+        for name in sorted(n for n in files.names - copies if not family.carries(n, config)):
             tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
             yield name, table(tensor, tables[name], new, vocab) if name in tables else tensor
     for file in (source / name for name in FILES.values()):

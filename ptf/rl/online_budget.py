@@ -186,8 +186,8 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
 
 
 def cache_elements(config: DecoderConfig) -> int:
-    """Return the number of keys and values that a token has in all layers with softmax attention."""
-    return 2 * config.attention_layers * config.kv_heads * config.head_dim
+    """Return the number of elements of the keys and values that a token has in all layers with softmax attention."""
+    return config.attention_layers * config.kv_heads * (config.head_dim + config.value_dim)
 
 
 def state_elements(config: DecoderConfig) -> int:

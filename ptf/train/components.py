@@ -35,9 +35,11 @@ def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:
     """Return the form of four bits in which `model.quantization` holds the weight of this name, or None.
 
     NF4 holds the projections of the layers that no pattern of `model.trainable` matches, but no router, whose rounding
-    would send tokens to other experts; MXFP4 those of them that checkpoints store so, the experts'.
+    would send tokens to other experts, and no gate of a shared expert, which is one row; MXFP4 those of them that
+    checkpoints store so, the experts'.
     """
-    held = ".experts." in name if quantization == "mxfp4" else ".router." not in name
+    gates = (".router.weight", ".shared_gate.weight")
+    held = ".experts." in name if quantization == "mxfp4" else not name.endswith(gates)
     trains = any(matches(name, pattern) for pattern in trained)
     return quantization if name.startswith("layers.") and held and not trains else None
 

@@ -195,10 +195,11 @@ class _Flex(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kept: float, costs: Costs) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        ctx.flops, ctx.costs = 4.0 * kept * q.shape[-2] * q.shape[-1], costs
-        costs.add("attention", flops=ctx.flops, share=FLEX_FORWARD, bytes_=sum(map(_bytes, (q, k, v, out))))
+        ctx.product, ctx.costs = 2.0 * kept * q.shape[-2], costs  # of a dimension of keys or values
+        flops = ctx.product * (q.shape[-1] + v.shape[-1])
+        costs.add("attention", flops=flops, share=FLEX_FORWARD, bytes_=sum(map(_bytes, (q, k, v, out))))
         return out
 
     @staticmethod
@@ -206,7 +207,8 @@ class _Flex(Function):
         q, k, v, *_ = ctx.saved_tensors
         moved = 2 * sum(map(_bytes, ctx.saved_tensors))
         # five products, of which one makes the scores again
-        ctx.costs.add("attention, backward", flops=2.5 * ctx.flops, share=FLEX_BACKWARD, bytes_=moved)
+        flops = ctx.product * (3 * q.shape[-1] + 2 * v.shape[-1])
+        ctx.costs.add("attention, backward", flops=flops, share=FLEX_BACKWARD, bytes_=moved)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
@@ -244,7 +246,7 @@ def layer_costs(
         block = Block(c, layer, factory, f"layers.{layer}").to(torch.bfloat16)
         x = torch.empty(sequences, seq_len, c.dim, dtype=torch.bfloat16, requires_grad=True)
         real = torch.empty(sequences, seq_len, dtype=torch.bool)
-        table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.head_dim, c.layers[layer].rope)
+        table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.rotary_dim, c.layers[layer].rope)
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
     if compiled:
@@ -260,7 +262,7 @@ def layer_costs(
             block(x, table, attend, real)
         elif recomputed == "selective":
             timeline.only_recomputed = True
-            block(x, table, lambda layer, q, k, v: torch.empty_like(q), real)
+            block(x, table, lambda layer, q, k, v: q.new_empty(*q.shape[:-1], v.shape[-1]), real)
             timeline.only_recomputed = False
         y.backward(torch.empty_like(y))
     return costs

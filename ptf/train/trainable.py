@@ -40,7 +40,8 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
     checkpoint holds (a head or components of the user's own, a scalar head), which would otherwise keep their random
     values. Raises UserError for a pattern that matches nothing.
     """
-    names = list(weight_shapes(model))
+    fixed = {name for name, p in model.named_parameters() if not p.is_floating_point()}  # no gradient trains them
+    names = [name for name in weight_shapes(model) if name not in fixed]
     adapters = adapter_names(model)
     raise_if_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
@@ -52,7 +53,8 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
             *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
         }
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in free or any(matches(name, pattern) for pattern in patterns or ()))
+        trains = name in free or any(matches(name, pattern) for pattern in patterns or ())
+        parameter.requires_grad_(trains and name not in fixed)
 
 
 def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dtype:

@@ -29,7 +29,8 @@ from ptf.model.families import family_of
 from ptf.model.verify import random_reference
 from tests.model.foreign import foreign
 
-WRAPPERS = ("gemma3", "qwen3_5")  # families whose language model is that of another family
+# families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3
+WRAPPERS = ("gemma3", "qwen3_5", "glm4_moe_lite")
 SEQ_LEN = 40
 VOCAB = 30  # of the tokens that are drawn; every model has more
 
@@ -88,10 +89,14 @@ MIXERS = [
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
     Mixer("softmax, experts", "qwen3_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
     Mixer("linear (gated delta rule, convolution) and softmax", "qwen3_5_text", PerDocument),
+    Mixer("softmax, experts and a shared one", "qwen2_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
+    Mixer("softmax of a part that is rotated, experts chosen by sigmoids", "glm4_moe", PerDocument, **EXPERTS),
+    Mixer("latent", "deepseek_v3", PerDocument, **EXPERTS),
     Mixer("softmax", "llama", Flex),
     Mixer("sliding window", "mistral", Flex, settings=(("sliding_window", 5),)),
     Mixer("sliding windows and whole, in turn", "gemma3_text", Flex),
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", Flex, **EXPERTS),
+    Mixer("latent", "deepseek_v3", Flex, **EXPERTS),
     Mixer("softmax (OLMo 2)", "olmo2", None, NORMS),
     Mixer("softmax, learned positions (GPT-2)", "gpt2", None),
     Mixer("softmax, experts (Mixtral)", "mixtral", None, **EXPERTS),

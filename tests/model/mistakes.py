@@ -170,6 +170,37 @@ def _windows_moved(c: DecoderConfig) -> DecoderConfig:
     return replace(c, layers=tuple(replace(kind, window=c.layers[i - 1].window) for i, kind in enumerate(c.layers)))
 
 
+def _latent(**values: Any) -> Callable[[Family], Family]:
+    return mapped(lambda c: replace(c, latent=c.latent and replace(c.latent, **values)))
+
+
+def _pairs_for_halves(c: DecoderConfig) -> DecoderConfig:
+    assert c.latent
+    return replace(c, latent=replace(c.latent, interleaved=not c.latent.interleaved))
+
+
+def _weights_with_correction(mixture: Any) -> None:
+    """Take the weights of the chosen experts from the scores with the bias that is meant for the choice."""
+    choice = mixture._sigmoid_choice
+
+    def wrong(x: torch.Tensor) -> Any:
+        probability, _, chosen = choice(x)
+        bias = mixture.correction_bias.view(torch.float32)
+        share = (moe.wide_projection(mixture.router, x).sigmoid() + bias).gather(-1, chosen)
+        if mixture.config.normalise:
+            share = share / share.sum(-1, keepdim=True)
+        return probability, share * mixture.config.scaling, chosen
+
+    mixture._sigmoid_choice = wrong
+
+
+def _keys_for_values(attention: Any) -> None:
+    """Read the values of each head before its keys."""
+    weight = attention.kv_b_proj.weight
+    heads = weight.clone().unflatten(0, (-1, attention.head_dim - attention.rotated + attention.value_dim))
+    weight.copy_(heads.roll(attention.value_dim, 1).flatten(0, 1))
+
+
 MISTAKES = (
     Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
     Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
@@ -220,6 +251,41 @@ MISTAKES = (
     ),
     Mistake("an expert transposed", "qwen3_moe", model=each("moe.experts", _transposed)),
     Mistake("experts in every layer", "qwen3_moe", layers(lambda i, kind: replace(kind, moe=True))),
+    Mistake("shared expert left out", "qwen2_moe", model=each("moe.shared.down_proj", _zero("weight"))),
+    Mistake("shared expert not gated", "qwen2_moe", model=each("moe", _set("shared_gate", None))),
+    Mistake("shared expert's gate and up swapped", "qwen2_moe", swapped("shared.gate_proj", "shared.up_proj")),
+    Mistake("chosen experts always normalised", "qwen2_moe", experts(normalise=True)),
+    Mistake("windows in the wrong half of the layers", "qwen2_moe", mapped(_windows_moved)),
+    Mistake("whole heads rotated", "glm4_moe", ropes(lambda r: replace(r, partial=1.0))),
+    Mistake(
+        "half of each head rotated, whatever the config says", "glm4_moe", ropes(lambda r: replace(r, partial=0.5))
+    ),
+    Mistake("no norm of queries and keys", "glm4_moe", model=each("attn", _identity_norms)),
+    Mistake("biases of queries, keys and values left out", "glm4_moe", fields(qkv_bias=False)),
+    Mistake("experts scored by a softmax", "glm4_moe", experts(scores="softmax")),
+    Mistake("first layers not dense", "glm4_moe", layers(lambda i, kind: replace(kind, moe=True))),
+    Mistake("shared expert left out", "glm4_moe", model=each("moe.shared.down_proj", _zero("weight"))),
+    Mistake("rotated dimensions in halves for pairs", "deepseek_v3", mapped(_pairs_for_halves)),
+    Mistake("YaRN's mscale left out of the softmax", "deepseek_v3", fields(attention_scale=None)),
+    Mistake("correction bias ignored", "deepseek_v3", model=each("moe", _set("correction_bias", None))),
+    Mistake("correction bias in the weights", "deepseek_v3", model=each("moe", _weights_with_correction)),
+    Mistake("correction bias not known", "deepseek_v3", experts(correction=False)),
+    Mistake("experts of all groups", "deepseek_v3", experts(groups=1)),
+    Mistake("experts of one group", "deepseek_v3", experts(top_groups=1)),
+    Mistake("chosen experts always normalised", "deepseek_v3", experts(normalise=True)),
+    Mistake("weights of the experts not scaled", "deepseek_v3", experts(scaling=1.0)),
+    Mistake("shared expert left out", "deepseek_v3", model=each("moe.shared.down_proj", _zero("weight"))),
+    Mistake("values before keys", "deepseek_v3", model=each("attn", _keys_for_values)),
+    Mistake("no norm of the narrow keys", "deepseek_v3", model=each("attn", _set("kv_a_norm", nn.Identity()))),
+    Mistake("queries always narrow", "deepseek_v3", _latent(query_rank=16)),
+    Mistake(
+        "one layer dense, whatever the config says",
+        "glm4_moe_lite",
+        layers(lambda i, kind: replace(kind, moe=i > 0)),
+    ),
+    Mistake("weights of the experts not scaled", "glm4_moe_lite", experts(scaling=1.0)),
+    Mistake("rotated dimensions in halves for pairs", "glm4_moe_lite", mapped(_pairs_for_halves)),
+    Mistake("correction bias in the weights", "glm4_moe_lite", model=each("moe", _weights_with_correction)),
     Mistake("norms not offset by one", "gemma3_text", fields(norm_offset=False)),
     Mistake("embeddings not scaled", "gemma3_text", fields(embed_scale=1.0)),
     Mistake("attention scaled by the head size, not the config's scalar", "gemma3_text", fields(attention_scale=None)),

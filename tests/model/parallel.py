@@ -63,8 +63,16 @@ class Trained:
 
 def checkpoint(directory: Path, family: str, **more: Any) -> str:
     """A model that 2 ranks divide, in which nothing is 0 or 1, so that no test passes by its being there."""
-    config = family_of({"model_type": family}).small(random.Random(f"parallel/{family}")) | SHAPE | more
-    config |= {k: 4 for k in ("num_experts", "num_local_experts") if k in config} | {"num_experts_per_tok": 2}
+    config = family_of({"model_type": family}).small(random.Random(f"parallel/{family}")) | SHAPE
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    config |= {k: 4 for k in counts if k in config} | {"num_experts_per_tok": 2}
+    if "n_routed_experts" in config:
+        config |= {"n_group": 2, "topk_group": 1}
+    if "kv_lora_rank" in config:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        config["q_lora_rank"] = 16
+        del config["head_dim"]
+    config |= more
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     model, ours = trainer.load_model(
@@ -73,6 +81,9 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
+            if not p.is_floating_point():  # the bits of a bias of the choice of experts
+                p.copy_((0.2 * torch.randn(p.shape, generator=g)).view(p.dtype))
+                continue
             real = p[: SHAPE["vocab_size"]] if name.startswith(("embed", "head")) else p
             real += 0.1 * torch.randn(real.shape, generator=g)
     save_file(

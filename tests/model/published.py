@@ -1,4 +1,5 @@
-"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 with a vision tower."""
+"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 with a vision tower, GLM-4.5 and
+DeepSeek-V3 in bf16 with a bias in fp32 and a layer that predicts further tokens."""
 
 import json
 import random
@@ -11,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ptf.model import bridge
 from ptf.model.families import family_of
+from ptf.model.verify import random_reference
 
 SIZES = {
     "vocab_size": 64,
@@ -73,3 +75,21 @@ def multimodal_checkpoint(directory: Path) -> Path:
         made = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **settings))
         made.save_pretrained(directory)
     return directory
+
+
+def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.Tensor]:
+    """Write a checkpoint in bf16 whose layer after the last predicts further tokens; return its tensors."""
+    config = family_of({"model_type": model_type}).small(random.Random("published")) | {"tie_word_embeddings": False}
+    random_reference(config, 0).save_pretrained(directory)
+    fp32 = "e_score_correction_bias"
+    whole = {n: t if n.endswith(fp32) else t.bfloat16() for n, t in load_file(directory / "model.safetensors").items()}
+    layers, dim = config["num_hidden_layers"], config["hidden_size"]
+    g = torch.Generator().manual_seed(0)
+    after = {"eh_proj.weight": (dim, 2 * dim), "shared_head.norm.weight": (dim,), f"mlp.gate.{fp32}": (4,)}
+    for name, shape in after.items():
+        drawn = torch.randn(shape, generator=g)
+        whole[f"model.layers.{layers}.{name}"] = drawn if name.endswith(fp32) else drawn.bfloat16()
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})
+    stored = bridge.read_config(directory) | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(stored))
+    return whole

@@ -56,7 +56,7 @@ def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_the_masks_of_a_gpu_see_what_a_cpu_sees(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention, not compiled (torch has no backward for it on a CPU), in layers with and without window,
     with and without sinks."""

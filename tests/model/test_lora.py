@@ -4,6 +4,7 @@ sharded or read by PEFT."""
 import json
 import random
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.model.ranks import two_ranks
 from tests.tiny import packed as packed_sequences
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
+SHARED = ("qwen2_moe", "glm4_moe", "deepseek_v3")  # with a shared expert
 LORA = Lora(4, 8.0)
 EXPERTS_ALONE = Lora(4, 8.0, targets=("layers.*.moe.experts.down_proj",))
 ONE = Lora(4, 8.0, rslora=True, targets=("layers.0.attn.q_proj",))
@@ -41,7 +43,8 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
     more = (
         {"vocab_size": 131}
         | more
-        | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {})
+        | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type in ("qwen3_moe", "qwen2_moe") else {})
+        | ({"first_k_dense_replace": 0} if model_type in ("glm4_moe", "deepseek_v3") else {})
     )
     config = family_of({"model_type": model_type}).small(random.Random(3)) | more
     random_reference(config, 3).save_pretrained(directory)
@@ -250,13 +253,17 @@ def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_ad
 
 
 @pytest.mark.parametrize("lora", [LORA, ONE, EXPERTS_ALONE], ids=["all", "one", "experts"])
-@pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3"])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3", *SHARED])
 def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     from peft import PeftModel
 
     _quiet()
-    if lora is EXPERTS_ALONE and model_type in ("qwen3", "gemma3"):
+    if lora is EXPERTS_ALONE and model_type in ("qwen3", "gemma3", "qwen2_moe"):
         return
+    if lora is LORA and model_type in SHARED:
+        lora = replace(LORA, targets=("layers.*.attn.*_proj",))
+    if lora is ONE and model_type == "deepseek_v3":
+        lora = replace(ONE, targets=("layers.0.attn.kv_a_proj", "layers.0.attn.kv_b_proj"))
     directory = checkpoint(model_type, tmp_path / "m")
     model, family = loaded(directory, lora)
     form = PeftFormat(trained(model), family)
@@ -284,6 +291,22 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     if lora is ONE and model_type == "qwen3":
         assert config["target_modules"] == ["model.layers.0.self_attn.q_proj"]
         assert config["lora_alpha"] == 16, "8 / √4 · 4"
+
+
+@pytest.mark.parametrize("model_type", SHARED)
+def test_adapters_of_shared_experts_are_merged_or_refused(tmp_path, model_type):
+    directory = checkpoint(model_type, tmp_path / "m")
+    model, family = loaded(directory, LORA)
+    trained(model)
+    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "merged", writes=True)
+    assert relative(logits(loaded(tmp_path / "merged", None)[0]), logits(model)) <= 1e-5
+    adapted = {n for n in adapters(model) if ".shared." in n}
+    assert any(n.endswith("shared.down_proj.weight") for n in adapted)
+    assert not any(n.endswith("shared_gate.weight") for n in adapters(model))
+    model.requires_grad_(False)
+    named = {text.split(" (")[0] for text in PeftFormat(model, family).obstacles()}
+    assert adapted <= named
+    assert any(".experts." in n for n in named) == (model_type == "qwen2_moe")
 
 
 def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):

@@ -20,7 +20,8 @@ def mixture(**more: object) -> MixtureOfExperts:
     layer = MixtureOfExperts(config, LayerFactory(), "moe")
     g = torch.Generator().manual_seed(0)
     for p in layer.parameters():
-        p.data.normal_(0, 0.5, generator=g)
+        if p.is_floating_point():
+            p.data.normal_(0, 0.5, generator=g)
     return layer
 
 
@@ -74,6 +75,27 @@ def test_balance_equals_transformers() -> None:
             )
         )
     assert float(load_balancing_loss(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_router_of_deepseek_scores_in_fp32_and_its_even_load_is_the_least(dtype: torch.dtype) -> None:
+    settings = {"experts": 6, "scores": "sigmoid", "correction": True, "groups": 3, "top_groups": 2, "scaling": 2.5}
+    layer = mixture(**settings).to(dtype)
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    real = torch.ones(1, 12, dtype=torch.bool)
+    layer.correction_bias.data.copy_(torch.tensor([0.0, 0.0, 9.001, 9.0, 9.0, 9.002]).view(torch.int32))
+    _, share, chosen = layer._sigmoid_choice(x[0])
+    assert share.dtype == torch.float32
+    assert set(chosen.flatten().tolist()) <= {2, 3, 4, 5}, "the first group is never among the best"
+    assert share.sum(-1).allclose(torch.tensor(2.5))
+    layer.router.weight.data.zero_()
+    assert layer._sigmoid_choice(x[0])[2].unique().tolist() == [2, 5], "bf16 holds no 9.001"
+    layer(x, real)
+    uneven = float(load_balancing_loss([layer.routing]))
+    assert uneven == pytest.approx(2.0), "the scores are equal: where tokens go has no gradient"
+    layer.router.weight.data[2] = 5 * x[0, 0]
+    layer(x[:, :1], real[:, :1])
+    assert float(load_balancing_loss([layer.routing]).detach()) > 2.0
 
 
 def test_padding_does_not_count_and_an_even_load_is_the_least() -> None:

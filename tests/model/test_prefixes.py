@@ -50,7 +50,9 @@ def said(model, sequences: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor
         batch.segments,
         lambda x, head: token_logprobs(x, head, batch.targets, batch.loss_weights),
     ).logprobs
-    grads = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(
+        logprobs.square().sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+    )
     kept = logprobs.detach()
     return {
         source: kept[(batch.segments == d) & (batch.loss_weights != 0)] for d, source in enumerate(batch.sources)

@@ -22,7 +22,7 @@ from ptf.train.trainer import load_model
 from tests.model.parallel import Case, Trained, checkpoint, difference, on_ranks, train
 from tests.tiny import packed
 
-FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
+FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "deepseek_v3")
 BOUND = 1e-6
 STEPS = 5
 KINDS = [(family, lora) for family in FAMILIES for lora in (False, True)]

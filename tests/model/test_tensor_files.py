@@ -125,6 +125,7 @@ def test_a_quantised_checkpoint_is_refused(directory, method):
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
     (line,) = refused(directory)
     assert f"quantised ({method})" in line
+    assert ("a copy in bf16" in line) == (method == "fp8")
 
 
 # MXFP4

@@ -71,20 +71,23 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3", "qwen3_moe", "qwen2_moe", "gpt_oss", "gemma3_text", "glm4_moe", "deepseek_v3", "qwen3_5_text"],
+)
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
     config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
     factory = LayerFactory(lora=Lora(rank=4) if adapted else None)
     model = Decoder(config, factory)
     for name, p in model.named_parameters():
-        p.requires_grad_(not adapted or name in adapter_names(model))
+        p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
     layer = next((i for i, kind in enumerate(config.layers) if kind.delta), 0)
     expected = activation_bytes(config, layer, factory, dtype, 1, model.layers[layer]).everything
     block, tokens = model.layers[layer].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
-    table = rotary(torch.arange(tokens)[None], config.head_dim, config.layers[0].rope)
+    table = rotary(torch.arange(tokens)[None], config.rotary_dim, config.layers[0].rope)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.setdefault(t.untyped_storage()._cdata, t) is None or t, lambda t: t
     ):

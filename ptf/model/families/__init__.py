@@ -19,6 +19,10 @@ MODULES = {  # model_type → the file of its family
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "qwen2_moe": "qwen2_moe",
+    "glm4_moe": "glm4_moe",
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "gpt_oss": "gpt_oss",
@@ -39,8 +43,18 @@ class Family:
     prefix: str = ""  # prefix of all names of the language model in a checkpoint
     # other prefixes of names that checkpoints use → the one that ptf writes
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # prefixes of the tensors that are copied from the checkpoint to the export unchanged
+    # prefixes of the tensors that are copied from the checkpoint to the export unchanged; `{mtp}` stands for the number
+    # of a layer after the last, which predicts further tokens
     carried: tuple[str, ...] = ()
+    # ends of the names of tensors that stay in fp32 in an export and in an engine, whatever dtype the others have
+    wide: tuple[str, ...] = ()
+
+    def carries(self, name: str, config: Mapping[str, Any]) -> bool:
+        """Return whether a tensor of a checkpoint with this config.json is copied to the export unchanged."""
+        first = config.get("num_hidden_layers", 0)
+        after = range(first, first + (config.get("num_nextn_predict_layers") or 0))
+        prefixes = (p.replace("{mtp}", str(i)) for p in self.carried for i in (after if "{mtp}" in p else (0,)))
+        return name.startswith(tuple(prefixes))
 
     def mappings_for(self, parameters: Iterable[str]) -> list[TensorMapping]:
         """Return the mappings of a model with these parameters. Raise AssertionError if one has none."""

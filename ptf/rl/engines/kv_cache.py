@@ -58,11 +58,13 @@ class Cache:
         self.lengths = torch.tensor(lengths, device=device)  # [contexts]
         self.place = places_of(c)
         self.delta = DeltaCache()  # of contexts, then of responses
-        # keys; values
-        self.context = torch.zeros(
-            2, len(self.place), len(lengths), c.kv_heads, max(lengths), c.head_dim, device=device, dtype=dtype
-        )
-        self.answers = self.context.new_zeros(2, len(self.place), 0, c.kv_heads, new, c.head_dim)
+        # keys; values: [layers with softmax attention, contexts, kv_heads, longest, D]
+        self.context = [
+            torch.zeros(len(self.place), len(lengths), c.kv_heads, max(lengths), size, device=device, dtype=dtype)
+            for size in (c.head_dim, c.value_dim)
+        ]
+        # keys; values: [layers with softmax attention, responses, kv_heads, new, D]
+        self.answers = [t.new_zeros(len(self.place), 0, c.kv_heads, new, t.shape[-1]) for t in self.context]
 
     def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each context and store its keys and values in row `segments`."""
@@ -71,21 +73,21 @@ class Cache:
         row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.context[:, self.place[layer.layer]], (k, v), strict=True):
-                stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
+            for stored, values in zip(self.context, (k, v), strict=True):
+                stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
         return CachedAttend(attend, filling(self.delta, segments, positions, row.unique()))
 
     def map_contexts(self, which: Tensor) -> None:
         """Begin n responses to the contexts with these indices, [n]."""
-        self.answers = self.answers.new_zeros(*self.answers.shape[:2], len(which), *self.answers.shape[3:])
+        self.answers = [t.new_zeros(len(t), len(which), *t.shape[2:]) for t in self.answers]
         self.delta.select(which)
         self._arrange(which)
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these responses only."""
-        self.answers, self.slot = self.answers[:, :, rows], self.slot[rows]
+        self.answers, self.slot = [t[:, rows] for t in self.answers], self.slot[rows]
         self.delta.select(rows)
         needed, self.owner = self.owner[rows].unique(return_inverse=True)
         self._of_contexts(needed)
@@ -94,7 +96,7 @@ class Cache:
 
     def branch(self, rows: Tensor) -> None:
         """Continue with these responses; one of them may be continued several times."""
-        self.answers = self.answers[:, :, rows]
+        self.answers = [t[:, rows] for t in self.answers]
         self.delta.select(rows)
         self._arrange(self.owner[rows])
 
@@ -117,26 +119,29 @@ class Cache:
     def _of_contexts(self, needed: Tensor) -> None:
         if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
             self.lengths = self.lengths[needed]
-            self.context = self.context[:, :, needed, :, : int(self.lengths.max())]
+            longest = int(self.lengths.max())
+            self.context = [t[:, needed, :, :longest] for t in self.context]
         self.index = self.owner * self.width + self.slot  # of each response, among `width` for each context
 
     def step(self, turn: int) -> Attend:
         """Attend from new token `turn` of every response to all tokens before it."""
-        at = torch.arange(self.context.shape[4], device=self.context.device)
+        at = torch.arange(self.context[0].shape[3], device=self.lengths.device)
         after = at >= self.lengths[:, None]  # [contexts, longest]
         ragged = bool(after.any())
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             place = self.place[layer.layer]
-            self.answers[0, place, :, :, turn], self.answers[1, place, :, :, turn] = k[:, 0], v[:, 0]
-            context, answers = self.context[:, place], self.answers[:, place, :, :, : turn + 1]
-            hidden = after if ragged else None
+            for stored, values in zip(self.answers, (k, v), strict=True):
+                stored[place][:, :, turn] = values[:, 0]
+            first, hidden = 0, after if ragged else None
             if layer.window is not None:
-                answers = answers[:, :, :, max(0, turn + 1 - layer.window) :]
+                first = max(0, turn + 1 - layer.window)
                 hidden = after | (self.lengths[:, None] + turn - at >= layer.window)
             n, _, heads, size = q.shape
-            kv_heads = answers.shape[2]
-            context, answers = context.float(), answers.float()  # a cache of bf16 is computed with in fp32
+            # a cache of bf16 is computed with in fp32
+            context = [t[place].float() for t in self.context]
+            answers = [t[place][:, :, first : turn + 1].float() for t in self.answers]
+            kv_heads, new = answers[0].shape[1:3]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
             before = self._together(query) @ context[0].mT
             if hidden is not None:
@@ -146,8 +151,8 @@ class Cache:
                 scores.append(layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
             weights = torch.cat(scores, -1).softmax(-1)
             of_context, of_answer = weights.split([len(at), weights.shape[-1] - len(at)], -1)
-            out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., : answers.shape[3]] @ answers[1]
-            return out.view(n, 1, heads, size).to(q.dtype)
+            out = self._apart(self._together(of_context) @ context[1]) + of_answer[..., :new] @ answers[1]
+            return out.reshape(n, 1, heads, -1).to(q.dtype)
 
         return CachedAttend(attend, self.delta.step)
 

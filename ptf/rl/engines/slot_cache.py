@@ -19,22 +19,25 @@ class SlotCache:
 
     def __init__(self, c: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths = np.zeros(0, np.int64)
-        # keys; values
         self.place = places_of(c)
-        self.stored = torch.zeros(2, len(self.place), 0, c.kv_heads, 0, c.head_dim, device=device, dtype=dtype)
+        # keys; values: [layers with softmax attention, slots, kv_heads, length, D]
+        self.stored = [
+            torch.zeros(len(self.place), 0, c.kv_heads, 0, size, device=device, dtype=dtype)
+            for size in (c.head_dim, c.value_dim)
+        ]
         self.delta = DeltaCache()  # by slot
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for so many slots of so many tokens."""
-        have_slots, have_length = self.stored.shape[2], self.stored.shape[4]
+        _, have_slots, _, have_length, _ = self.stored[0].shape
         if slots <= have_slots and length <= have_length:
             return
         slots = max(have_slots, 1 << (slots - 1).bit_length())
         length = max(have_length, -(-length // BLOCK) * BLOCK)
-        two, layers, _, heads, _, size = self.stored.shape
-        larger = self.stored.new_zeros(two, layers, slots, heads, length, size)
-        larger[:, :, :have_slots, :, :have_length] = self.stored
-        self.stored = larger
+        for which, stored in enumerate(self.stored):
+            layers, _, heads, _, size = stored.shape
+            self.stored[which] = stored.new_zeros(layers, slots, heads, length, size)
+            self.stored[which][:, :have_slots, :, :have_length] = stored
 
     def append(self, lengths: Sequence[int]) -> int:
         """Occupy further slots with contexts of these lengths; return the first of them."""
@@ -49,8 +52,8 @@ class SlotCache:
         row, at = slots[segments.reshape(-1)[real]], positions.reshape(-1)[real]
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.stored[:, self.place[layer.layer]], (k, v), strict=True):
-                stored[row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
+            for stored, values in zip(self.stored, (k, v), strict=True):
+                stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
         here = segments.reshape(-1)[segments.reshape(-1) >= 0].unique()
@@ -59,7 +62,8 @@ class SlotCache:
     def copy(self, source: int, target: int) -> None:
         """Copy the tokens of a slot to another one."""
         n = int(self.lengths[source])
-        self.stored[:, :, target, :, :n] = self.stored[:, :, source, :, :n]
+        for stored in self.stored:
+            stored[:, target, :, :n] = stored[:, source, :, :n]
         self.delta.copy(source, target)
         self.lengths[target] = n
 
@@ -72,7 +76,7 @@ class SlotCache:
 
     def step(self) -> Attend:
         """Attend from one new token of every slot to itself and all tokens before it."""
-        lengths = torch.from_numpy(self.lengths).to(self.stored.device)  # of what is before the new token
+        lengths = torch.from_numpy(self.lengths).to(self.stored[0].device)  # of what is before the new token
         n, longest = len(lengths), int(self.lengths.max()) + 1
         slots, at = torch.arange(n, device=lengths.device), torch.arange(longest, device=lengths.device)
         later = at > lengths[:, None]  # [n, longest]
@@ -80,9 +84,10 @@ class SlotCache:
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             place = self.place[layer.layer]
-            for stored, values in zip(self.stored[:, place], (k, v), strict=True):
-                stored[slots, :, lengths] = values[:, 0].to(stored.dtype)
-            keys, values = self.stored[:, place, :n, :, :longest].float()  # a cache of bf16 is computed with in fp32
+            for stored, values in zip(self.stored, (k, v), strict=True):
+                stored[place][slots, :, lengths] = values[:, 0].to(stored.dtype)
+            # a cache of bf16 is computed with in fp32
+            keys, values = (stored[place][:n, :, :longest].float() for stored in self.stored)
             hidden = later if layer.window is None else later | (lengths[:, None] - at >= layer.window)
             _, _, heads, size = q.shape
             kv_heads = keys.shape[1]
@@ -92,6 +97,6 @@ class SlotCache:
                 sinks = layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1)
                 scores = torch.cat([scores, sinks], -1)
             out = scores.softmax(-1)[..., :longest] @ values
-            return out.view(n, 1, heads, size).to(q.dtype)
+            return out.reshape(n, 1, heads, -1).to(q.dtype)
 
         return CachedAttend(attend, self.delta.step)

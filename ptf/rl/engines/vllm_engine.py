@@ -411,7 +411,7 @@ def _device_arguments(max_model_len: int, cpu_kv_cache_gib: float, gpu_share: fl
 def max_lora_rank(rank: int, path: str, dtype: str) -> int:
     """Return the adapter rank for which vLLM reserves memory. Raises UserError for adapters that it cannot serve."""
     config = json.loads((Path(path) / "config.json").read_text())
-    experts = any(config.get(name) for name in ("num_experts", "num_local_experts"))
+    experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts:
         rank *= 2  # where gate and up share an adapter (ptf.model.peft_format)
     faults = {

@@ -1,0 +1,208 @@
+"""DeepSeek-V3 and R1 (`DeepseekV3ForCausalLM`) and GLM-4.7-Flash (`Glm4MoeLiteForCausalLM`): latent attention, and
+experts that are scored by a sigmoid and chosen with a bias that balances their load, beside a shared expert.
+
+The layers after the last, which predict further tokens, are copied to the export unchanged.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.checkpoint_mapping import Bits, Rename, Stack, TensorMapping
+from ptf.model.config import DecoderConfig, Latent, Layer, MoE
+from ptf.model.families import LAYER, MLP, NORMS, OUTER, Family, common, raise_if_unsupported, rope, small, small_rope
+
+EXPERTS: tuple[TensorMapping, ...] = (
+    *MLP,
+    Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
+    Bits("layers.{i}.moe.correction_bias", f"{LAYER}mlp.gate.e_score_correction_bias"),
+    *(
+        Rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_experts.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    ),
+    *(
+        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    ),
+)
+NAMES = {
+    "q_proj": "q_proj",
+    "q_a_proj": "q_a_proj",
+    "q_a_norm": "q_a_layernorm",
+    "q_b_proj": "q_b_proj",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+    "kv_b_proj": "kv_b_proj",
+    "o_proj": "o_proj",
+}
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *OUTER,
+    *NORMS,
+    *EXPERTS,
+    *(
+        Rename(f"layers.{{i}}.attn.{ours}.{w}", f"{LAYER}self_attn.{theirs}.{w}")
+        for ours, theirs in NAMES.items()
+        for w in ("weight", "bias")
+    ),
+)
+CARRIED, WIDE = ("model.layers.{mtp}.",), ("e_score_correction_bias",)
+DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "max_position_embeddings": 4096,
+}
+LITE_DEFAULTS: Mapping[str, Any] = {
+    **DEFAULTS,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202_752,
+}
+
+
+def mixture(c: Mapping[str, Any]) -> MoE:
+    """Map the experts of a config.json with the keys of DeepSeek-V3.
+
+    The reference has no load-balancing loss: its weight is 0, unless `router_aux_loss_coef` is set.
+    """
+    raise_if_unsupported(
+        str(c["model_type"]),
+        {
+            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
+            "scoring_func": (scores := c.get("scoring_func") or "sigmoid") != "sigmoid" and scores,
+            "topk_method": (method := c.get("topk_method") or "noaux_tc") != "noaux_tc" and method,
+            "moe_layer_freq": (each := c.get("moe_layer_freq") or 1) != 1 and each,
+        },
+    )
+    return MoE(
+        experts=c["n_routed_experts"],
+        top_k=c["num_experts_per_tok"],
+        intermediate_size=c["moe_intermediate_size"],
+        normalise=c["norm_topk_prob"],
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.0),
+        shared_intermediate_size=c["moe_intermediate_size"] * c["n_shared_experts"],
+        scores="sigmoid",
+        correction=True,
+        groups=c["n_group"],
+        top_groups=c["topk_group"],
+        scaling=c["routed_scaling_factor"],
+    )
+
+
+def _scale(c: Mapping[str, Any], dim: int) -> float:
+    """Return the factor of query-key products: YaRN's mscale, squared, is part of it."""
+    parameters = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    every, factor = parameters.get("mscale_all_dim"), parameters.get("factor", 1.0)
+    mscale = 0.1 * every * math.log(factor) + 1.0 if kind != "default" and every and factor > 1 else 1.0
+    return dim**-0.5 * mscale * mscale
+
+
+def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
+    """Map a config.json whose layers are mixtures of experts where `sparse` says so."""
+    heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
+    kv_heads = c.get("num_key_value_heads") or heads
+    raise_if_unsupported(str(c["model_type"]), {"num_key_value_heads": kv_heads != heads and kv_heads})
+    dim, table = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], rope(c)
+    return replace(
+        DecoderConfig(
+            **common(c),
+            tied=c.get("tie_word_embeddings", False),
+            layers=tuple(Layer(table, moe=moe) for moe in sparse),
+            qkv_bias=bias,
+            out_bias=bias,
+            latent=Latent(
+                c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"], c["rope_interleave"]
+            ),
+            attention_scale=_scale(c, dim),
+            moe=mixture(c),
+        ),
+        head_dim=dim,
+    )
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {**DEFAULTS, **c}
+    return latent_config(c, [i >= c["first_k_dense_replace"] for i in range(c["num_hidden_layers"])])
+
+
+def lite_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json of GLM-4.7-Flash."""
+    c = {**LITE_DEFAULTS, **c}
+    types = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
+    raise_if_unsupported("glm4_moe_lite", {"mlp_layer_types": sorted(set(types) - {"dense", "sparse"})})
+    return latent_config(c, [kind == "sparse" for kind in types])
+
+
+def random_experts(r: random.Random) -> dict[str, Any]:
+    """Return random settings of the experts."""
+    experts, groups, top_groups, top_k = r.choice(
+        [(4, 1, 1, 2), (6, 1, 1, 3), (8, 4, 2, 3), (8, 2, 1, 2), (12, 3, 2, 3)]
+    )
+    return {
+        "n_routed_experts": experts,
+        "n_group": groups,
+        "topk_group": top_groups,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": r.choice([16, 24]),
+        "n_shared_experts": r.choice([1, 2]),
+        "norm_topk_prob": r.random() < 0.6,
+        "routed_scaling_factor": r.choice([1.0, 1.8, 2.5]),
+        "attention_bias": r.random() < 0.4,
+    }
+
+
+def random_latent_config(r: random.Random, model_type: str = "deepseek_v3") -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    c = small(
+        r,
+        model_type,
+        q_lora_rank=r.choice([None, 16, 24]),
+        kv_lora_rank=r.choice([16, 24]),
+        qk_rope_head_dim=r.choice([8, 16]),
+        qk_nope_head_dim=r.choice([8, 12, 16]),
+        v_head_dim=r.choice([8, 12, 24]),
+        rope_interleave=r.random() < 0.7,
+        first_k_dense_replace=r.choice([0, 1]),
+        **random_experts(r),
+    )
+    del c["head_dim"]
+    c["num_key_value_heads"] = c["num_attention_heads"]
+    yarn = {"mscale": 1.0, "mscale_all_dim": r.choice([0.7, 1.0])}
+    return c | {"rope_parameters": small_rope(r, "yarn") | yarn if r.random() < 0.6 else small_rope(r, "default")}
+
+
+def random_lite_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json of GLM-4.7-Flash for the verifier."""
+    c = random_latent_config(r, "glm4_moe_lite")
+    sparse = r.choice([["dense", "sparse"], ["sparse", "dense"], ["sparse", "sparse"]])
+    del c["first_k_dense_replace"]
+    return c if r.random() < 0.3 else c | {"mlp_layer_types": (2 * sparse)[: c["num_hidden_layers"]]}
+
+
+DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED, wide=WIDE)
+FAMILIES = {
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe_lite": replace(DEEPSEEK, model_type="glm4_moe_lite", config=lite_config, small=random_lite_config),
+}

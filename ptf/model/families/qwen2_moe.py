@@ -1,0 +1,79 @@
+"""Qwen2-MoE and Qwen1.5-MoE (`Qwen2MoeForCausalLM`): Qwen2 whose MLPs are mixtures of experts, in all layers or some,
+beside a shared expert that is scaled by a gate."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
+from ptf.model.config import DecoderConfig, MoE
+from ptf.model.families import DENSE, LAYER, Family, alternating, common, raise_if_unsupported, rope, small
+
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *DENSE,
+    Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
+    Rename("layers.{i}.moe.shared_gate.weight", f"{LAYER}mlp.shared_expert_gate.weight"),
+    *(
+        Rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_expert.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    ),
+    *(
+        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
+        for p in ("gate", "up", "down")
+    ),
+)
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    raise_if_unsupported("qwen2_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    slides, count = c.get("use_sliding_window", False), c["num_hidden_layers"]
+    types = c.get("layer_types") or [
+        "sliding_attention" if slides and not i % 2 and i < c.get("max_window_layers", 28) else "full_attention"
+        for i in range(count)
+    ]
+    table = rope(c)
+    window = c.get("sliding_window", 4096) if slides else None
+    plain = alternating({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    experts = c.get("num_experts", 60)
+    moe = MoE(
+        experts=experts,
+        top_k=c.get("num_experts_per_tok", 4),
+        intermediate_size=c["moe_intermediate_size"],
+        normalise=c.get("norm_topk_prob", False),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
+        shared_intermediate_size=c["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+    return DecoderConfig(
+        **common(c),
+        tied=c.get("tie_word_embeddings", False),
+        layers=tuple(
+            replace(kind, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i, kind in enumerate(plain)
+        ),
+        qkv_bias=c.get("qkv_bias", True),
+        moe=moe,
+    )
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+    windows = r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 2}])
+    return small(
+        r,
+        "qwen2_moe",
+        num_experts=r.choice([4, 6, 8]),
+        num_experts_per_tok=r.choice([1, 2, 3]),
+        moe_intermediate_size=r.choice([16, 24]),
+        shared_expert_intermediate_size=r.choice([16, 40]),
+        norm_topk_prob=r.random() < 0.5,
+        qkv_bias=r.random() < 0.7,
+        **sparse,
+        **windows,
+    )
+
+
+FAMILIES = {"qwen2_moe": Family("qwen2_moe", config, MAPPINGS, random_config)}
