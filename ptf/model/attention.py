@@ -49,15 +49,19 @@ class Attention(nn.Module):
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.head_dim, c.dim, c.out_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
+        self.q_width_norm = RMSNorm(c.heads * c.head_dim, c.norm_eps) if c.qk_width_norm else nn.Identity()
+        self.k_width_norm = RMSNorm(c.kv_heads * c.head_dim, c.norm_eps) if c.qk_width_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
     rotate = staticmethod(rotate)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""
-        # [B, T, heads, D]
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_width_norm(self.q_proj(x)), self.k_width_norm(self.k_proj(x)), self.v_proj(x)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [B, T, heads, D]
         q, k = self.rotate(self.q_norm(q), rope), self.rotate(self.k_norm(k), rope)
+        if len(rope) > 2:
+            q = q * rope[2].to(q.dtype)
         return self.o_proj(attend(self, q, k, v).flatten(-2))
 
 

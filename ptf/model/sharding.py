@@ -28,6 +28,7 @@ from ptf.model.tensor_parallel import (
     embed,
     mix,
     normalise_and_gather,
+    normalise_width,
     own_experts,
     raise_if_indivisible,
 )
@@ -61,6 +62,7 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.attn": ParallelStyle({"sinks": SHARD_DIM0}, sequence_parallel=True),
     "layers.*.attn.[qkv]_proj": COLWISE,
     "layers.*.attn.[qk]_norm": SEQUENCE,
+    "layers.*.attn.[qk]_width_norm": ParallelStyle({"weight": SHARD_DIM0}, forward=normalise_width),
     "layers.*.attn.o_proj": ROWWISE,
     "layers.*.attn_post_norm": SEQUENCE,
     "layers.*.mlp_norm": SEQUENCE,
@@ -169,7 +171,7 @@ def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -
         return compiled[gated](activate, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     def turn(x: Tensor, table: Table) -> Tensor:
-        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table)).view(x.shape)
+        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table[:2])).view(x.shape)
 
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):

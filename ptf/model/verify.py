@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
+from ptf.model.config import Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
+from ptf.model.rope import rotary
 from ptf.model.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -116,7 +118,30 @@ def reference(directory: Path) -> "PreTrainedModel":
         if hasattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "text_config")
         else AutoModelForCausalLM
     )
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    return corrected(model)
+
+
+def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return transformers' model with its known mistakes corrected.
+
+    Up to 5.10 it scales the rotary frequencies of all layers of OLMo 3, which was trained with those of its
+    full-attention layers scaled (https://github.com/huggingface/transformers/pull/45945).
+    """
+    config: Any = model.config
+    if config.model_type != "olmo3" or hasattr(model.base_model, "rotary_embs"):
+        return model
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = Rope(config.rope_parameters["rope_theta"])
+
+    def unscaled(layer: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tables = (table[:, :, 0] for table in rotary(named["position_ids"], head_dim, plain))
+        return args, {**named, "position_embeddings": tuple(tables)}
+
+    for layer, kind in zip(cast("Any", model.base_model).layers, config.layer_types, strict=True):
+        if kind == "sliding_attention":
+            layer.register_forward_pre_hook(unscaled, with_kwargs=True)
+    return model
 
 
 def _loaded(directory: Path) -> "PreTrainedModel":
@@ -146,7 +171,7 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
                     wide = 3 if "gate_up_proj" in name and config["model_type"] == "gpt_oss" else 0.8
                     # small embeddings make the norms' epsilon matter
                     p.normal_(0, 0.03 if "embed" in name else wide * p.shape[-1] ** -0.5)
-    return model
+    return corrected(model)
 
 
 def packed() -> tuple[Tensor, Tensor]:

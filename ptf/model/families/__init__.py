@@ -22,6 +22,13 @@ MODULES = {  # model_type → the file of its family
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "gpt_oss": "gpt_oss",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "seed_oss": "seed_oss",
+    "ministral3": "ministral3",
+    "mistral3": "mistral3",
 }
 
 
@@ -202,6 +209,8 @@ def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
     return {
         "default": theta,
         "linear": theta | {"factor": r.choice([2.0, 4.0])},
-        "llama3": theta | original | {"low_freq_factor": 1.0, "high_freq_factor": r.choice([2.0, 4.0])},
-        "yarn": theta | original | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": 1.0},
+        "llama3": theta
+        | original
+        | {"low_freq_factor": r.choice([0.5, 1.0]), "high_freq_factor": r.choice([2.0, 4.0])},
+        "yarn": theta | original | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])},
     }[kind]
