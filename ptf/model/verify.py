@@ -169,8 +169,10 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
                 else:
                     # wide enough that the clamp is reached
                     wide = 3 if "gate_up_proj" in name and config["model_type"] == "gpt_oss" else 0.8
-                    # small embeddings make the norms' epsilon matter
-                    p.normal_(0, 0.03 if "embed" in name else wide * p.shape[-1] ** -0.5)
+                    # small embeddings make the norms' epsilon matter; OLMo projects them as they are, and beside the
+                    # biases its gradients would be rounding
+                    embedding = 0.3 if config["model_type"] in ("olmo2", "olmo3") else 0.03
+                    p.normal_(0, embedding if "embed" in name else wide * p.shape[-1] ** -0.5)
     return corrected(model)
 
 

@@ -4,13 +4,13 @@ random members for the verifier."""
 import importlib
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import Layer, Rope
 
 MODULES = {  # model_type → the file of its family
@@ -26,6 +26,7 @@ MODULES = {  # model_type → the file of its family
     "olmo3": "olmo3",
     "smollm3": "smollm3",
     "granite": "granite",
+    "phi3": "phi3",
     "seed_oss": "seed_oss",
     "ministral3": "ministral3",
     "mistral3": "mistral3",
@@ -47,9 +48,10 @@ class Family:
     # prefixes of the tensors that are copied from the checkpoint to the export unchanged
     carried: tuple[str, ...] = ()
 
-    def mappings_for(self, parameters: Iterable[str]) -> list[TensorMapping]:
-        """Return the mappings of a model with these parameters. Raise AssertionError if one has none."""
-        names = set(parameters)
+    def mappings_for(self, shapes: Mapping[str, Sequence[int]]) -> list[TensorMapping]:
+        """Return the mappings of a model with parameters of these names and shapes. Raise AssertionError if one has
+        none."""
+        names = set(shapes)
         layers = 1 + max((int(n.split(".")[1]) for n in names if n.startswith("layers.")), default=-1)
         every = [
             mapping.at(i) for mapping in self.mappings for i in (range(layers) if "{i}" in mapping.ours[0] else (0,))
@@ -57,7 +59,7 @@ class Family:
         mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        return mappings
+        return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -1,4 +1,4 @@
-"""Granite 3 (`GraniteForCausalLM`): Llama with factors: of the embeddings, of what attention and MLP add to the residual
+"""Granite 3 (`GraniteForCausalLM`): Llama with factors of the embeddings, of what attention and MLP add to the residual
 stream, of query-key products, and of the logits."""
 
 import random

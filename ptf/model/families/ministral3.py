@@ -1,5 +1,5 @@
-"""Ministral 3 (`Ministral3ForCausalLM`): Mistral whose queries grow with their position beyond the length of pre-training,
-as in Llama 4."""
+"""Ministral 3 (`Ministral3ForCausalLM`): Mistral whose queries grow with their position beyond the length of
+pre-training, as in Llama 4."""
 
 import random
 from collections.abc import Mapping

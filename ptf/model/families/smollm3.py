@@ -1,5 +1,5 @@
-"""SmolLM3 (`SmolLM3ForCausalLM`): Llama in which every fourth layer has no rotary positions (NoPE); those layers may have
-a sliding window."""
+"""SmolLM3 (`SmolLM3ForCausalLM`): Llama in which every fourth layer has no rotary positions (NoPE); those layers may
+have a sliding window."""
 
 import random
 from collections.abc import Mapping
