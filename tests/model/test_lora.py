@@ -16,6 +16,7 @@ from ptf.compute.world import World, make_mesh
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.adapter_directory import AdapterDirectory
 from ptf.model.chunked import cross_entropy
 from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
@@ -284,6 +285,26 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     if lora is ONE and model_type == "qwen3":
         assert config["target_modules"] == ["model.layers.0.self_attn.q_proj"]
         assert config["lora_alpha"] == 16, "8 / √4 · 4"
+
+
+@pytest.mark.parametrize("lora", [LORA, ONE], ids=["all", "one"])
+def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lora):
+    directory = checkpoint("phi3", tmp_path / "m")
+    model, family = loaded(directory, lora)
+    form = PeftFormat(trained(model), family)
+    config = form.config(str(directory))
+    assert config["r"] == 3 * lora.rank
+    save(form.tensors(), config, tmp_path / "adapter", writes=True)
+    stored = AdapterDirectory.read(tmp_path / "adapter")
+    again, family = bridge.build(directory, factory=stored.factory(directory))
+    bridge.materialize(again, torch.device("cpu"))
+    bridge.load_hf(again, directory, family)
+    stored.fill(again, family)
+    torch.testing.assert_close(logits(again), logits(model))
+    odd = {**config, "r": 4}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(odd))
+    with pytest.raises(UserError, match="3 projections share a tensor, .* a multiple of 3"):
+        AdapterDirectory.read(tmp_path / "adapter").factory(directory)
 
 
 def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
