@@ -155,6 +155,8 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
     unknown = [f"{path} (model.replace)" for path in model.factory.constructors if path != "head"]
     sharded: dict[int, nn.Parameter] = {}  # by the parameter's id: a tied head stays one parameter with the embedding
     for name, module in model.named_modules():
+        if isinstance(module, nn.Identity):  # a norm that this family does not have
+            continue
         style = style_of(name, plan)
         if style is None:
             unknown += [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]

@@ -7,9 +7,10 @@ tensor mapping, layer, attention mask) shows as a number, with the first module 
 
 import json
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,9 +29,12 @@ from ptf.model.tensor_files import TensorFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ptf.model.parallel_parity import ParallelCase
+
 TOLERANCE = 1e-5  # of the largest magnitude, fp32
 LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into sequences of 64
 SEQ_LEN = 64
+BALANCE = 10.0  # weight of the load-balancing loss beside the logits, in the gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,14 @@ class Case:
     gradients: float = float("inf")
     worst_gradient: str = ""
     diverges: str = ""  # the first module whose outputs differ, if any
+    balance: float = 0.0  # error of the load-balancing loss of experts
     problems: tuple[str, ...] = ()  # tensors that do not map, or change on the way back
 
     @property
     def passed(self) -> bool:
-        """Whether logits and gradients agree and every tensor maps both ways."""
-        return self.logits <= TOLERANCE and self.gradients <= TOLERANCE and not self.problems
+        """Whether logits, gradients and the load-balancing loss agree and every tensor maps both ways."""
+        errors = (self.logits, self.gradients, self.balance)
+        return all(error <= TOLERANCE for error in errors) and not self.problems
 
 
 @dataclass(slots=True)
@@ -56,11 +62,12 @@ class Report:
 
     model: str
     cases: list[Case] = field(default_factory=list)
+    parallel: list["ParallelCase"] = field(default_factory=list)  # on two ranks (parallel_parity.py)
 
     @property
     def passed(self) -> bool:
         """Whether there is a comparison and all of them passed."""
-        return bool(self.cases) and all(c.passed for c in self.cases)
+        return bool(self.cases) and all(c.passed for c in (*self.cases, *self.parallel))
 
 
 def verify(
@@ -77,7 +84,7 @@ def verify(
     comparison. Raise UserError for a name that is neither a family nor a directory, and for a checkpoint that
     transformers itself cannot load.
     """
-    _quiet()
+    quiet()
     report = Report(family_or_directory)
     if family_or_directory not in MODULES:
         directory = Path(family_or_directory)
@@ -101,7 +108,7 @@ def verify(
     return report
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Switch off progress bars, and warnings about configs that are small on purpose."""
     from transformers.utils import logging
 
@@ -222,8 +229,12 @@ def _compare(
     hf.eval()
     hf.zero_grad()
     cast("nn.Embedding", hf.get_input_embeddings()).padding_idx = None  # it would zero one row's gradient
-    theirs = _record(hf, _their_modules(hf), lambda: [hf(input_ids=d[None]).logits[0].float() for d in documents])
+    arguments = router_arguments(ours.config.experts)
+    theirs = _record(hf, _their_modules(hf), lambda: [hf(input_ids=d[None], **arguments) for d in documents])
+    their_loss, theirs.result = their_balance(hf, theirs.result), [out.logits[0].float() for out in theirs.result]
     mine = _record(ours, _our_modules(ours), lambda: ours(tokens, positions, segments, lambda x, head: head.logits(x)))
+    loss = ours.load_balancing_loss()
+    problems = [*problems, *_coefficients(ours, hf, their_loss)]
     alone = ours(
         documents[1][None],
         torch.arange(LENGTHS[1])[None],
@@ -239,31 +250,76 @@ def _compare(
         )
         / scale
     )
-    torch.stack([(a * b).sum() for a, b in zip(theirs.result, upstream, strict=True)]).sum().backward()
+    balance = 0.0
+    ends = [
+        torch.stack([(a * b).sum() for a, b in zip(t, upstream, strict=True)]).sum() for t in (theirs.result, logits)
+    ]
+    if loss is not None and their_loss is not None:
+        balance = float((loss - their_loss).detach().abs() / their_loss.detach().abs())
+        ends = [end + BALANCE * each for end, each in zip(ends, (their_loss, loss), strict=True)]
     ours.zero_grad()
-    torch.stack([(a * b).sum() for a, b in zip(logits, upstream, strict=True)]).sum().backward()
+    for end in ends:
+        end.backward()
     gradient, worst = _gradients(ours, family, hf)
     diverges = "" if error <= TOLERANCE else first_difference(mine.outputs, theirs.outputs, segments)
-    return Case(config, error, gradient, worst, diverges, tuple(problems))
+    return Case(config, error, gradient, worst, diverges, balance, tuple(problems))
+
+
+def router_arguments(experts: int) -> dict[str, Any]:
+    """Return the arguments with which transformers returns what its routers compute."""
+    return {"output_router_logits": True} if experts else {}
+
+
+def their_balance(hf: "PreTrainedModel", outputs: Sequence[Any]) -> Tensor | None:
+    """Return transformers' load-balancing loss over these outputs; None if the family has none."""
+    compute = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+    logits = [getattr(out, "router_logits", None) for out in outputs]
+    if compute is None or not all(logits):
+        return None
+    c = hf.config.get_text_config()
+    layers = tuple(torch.cat(each) for each in zip(*logits, strict=True))
+    return compute(layers, getattr(c, "num_experts", None) or c.num_local_experts, c.num_experts_per_tok)
+
+
+def _coefficients(ours: Decoder, hf: "PreTrainedModel", balance: Tensor | None) -> list[str]:
+    """Return what differs in the weight of the load-balancing loss, which no logit shows."""
+    theirs = getattr(hf.config.get_text_config(), "router_aux_loss_coef", None)
+    if balance is None or theirs is None or ours.config.moe is None:
+        return []
+    mine = ours.config.moe.router_aux_loss_coef
+    return [] if mine == theirs else [f"router_aux_loss_coef is {mine} instead of {theirs}"]
+
+
+def vocabulary(hf: "PreTrainedModel") -> int:
+    """Return the size of the vocabulary of transformers' model."""
+    return hf.config.get_text_config().vocab_size
 
 
 @torch.no_grad()
 def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[float, str]:
-    """Return the largest relative error of a gradient, and its tensor.
+    """Return the largest relative error of a gradient, and its tensor."""
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
+    theirs = stored_gradients(hf, family, [p.grad for p in hf.parameters()])
+    return gradient_error((name, value, theirs[name]) for name, value in bridge.under_hf_names(gradients, ours, family))
+
+
+@torch.no_grad()
+def stored_gradients(hf: "PreTrainedModel", family: Family, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Return the gradients of transformers' parameters under the names of a checkpoint. The parameters are lost."""
+    for p, gradient in zip(hf.parameters(), gradients, strict=True):
+        p.data, p.grad = torch.zeros_like(p) if gradient is None else gradient, None
+    with tempfile.TemporaryDirectory() as directory:
+        hf.save_pretrained(directory)
+        with TensorFiles(Path(directory), family.aliases) as files:
+            return {n: files.read(n, tuple(slice(0, size) for size in files.shape(n))) for n in files.names}
+
+
+def gradient_error(gradients: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
+    """Return the largest error of a gradient, and its tensor, of (name, ours, theirs).
 
     An error is relative to the tensor's largest gradient, or to 1 % of the model's largest where that is more.
     """
-    for p in hf.parameters():
-        p.data, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
-    with tempfile.TemporaryDirectory() as directory:
-        hf.save_pretrained(directory)
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
-        with TensorFiles(Path(directory), family.aliases) as files:
-
-            def read(name):
-                return files.read(name, tuple(slice(0, n) for n in files.shape(name)))
-
-            pairs = [(name, value, read(name)) for name, value in bridge.under_hf_names(gradients, ours, family)]
+    pairs = list(gradients)
     floor = 1e-2 * max(float(b.abs().max()) for _, _, b in pairs)
     errors = {name: float((a - b).abs().max()) / max(floor, float(b.abs().max())) for name, a, b in pairs}
     worst = max(errors, key=errors.__getitem__)
@@ -357,12 +413,14 @@ def as_json(report: Report) -> str:
             "gradients": c.gradients,
             "worst_gradient": c.worst_gradient,
             "diverges": c.diverges,
+            "balance": c.balance,
             "problems": c.problems,
             "config": c.config,
         }
         for c in report.cases
     ]
-    return json.dumps({"model": report.model, "passed": report.passed, "tolerance": TOLERANCE, "cases": cases})
+    found = {"model": report.model, "passed": report.passed, "tolerance": TOLERANCE, "cases": cases}
+    return json.dumps(found | {"parallel": [asdict(c) for c in report.parallel]})
 
 
 @torch.no_grad()
@@ -387,7 +445,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     """
     from transformers import AutoModel, AutoModelForSequenceClassification
 
-    _quiet()
+    quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
     if not factory.pattern("head"):
         model = AutoModelForSequenceClassification.from_pretrained(

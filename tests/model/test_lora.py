@@ -24,7 +24,7 @@ from ptf.model.families import Family, family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, LoraLinear, adapter_names, adapters, adapters_off, grouped
 from ptf.model.peft_format import PeftFormat, save
-from ptf.model.verify import _quiet, packed, random_reference, reference
+from ptf.model.verify import packed, quiet, random_reference, reference
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import NarrowMLP
@@ -255,7 +255,7 @@ def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_ad
 def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     from peft import PeftModel
 
-    _quiet()
+    quiet()
     if lora is EXPERTS_ALONE and model_type not in ("qwen3_moe", "gpt_oss"):
         return
     directory = checkpoint(model_type, tmp_path / "m")
