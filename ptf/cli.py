@@ -668,8 +668,8 @@ def _add_check_model(commands: Commands) -> None:
         "--parallel",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help=f"also run {PARALLEL_CONFIGS} configs of a family on two processes, with FSDP and with tensor parallelism, "
-        "and load what they save with transformers (about 10 seconds; default: on)",
+        help=f"also run {PARALLEL_CONFIGS} configs of a family on two processes, with FSDP and with tensor "
+        "parallelism, and load what they save with transformers (about 10 seconds; default: on)",
     )
     command.add_argument(
         "--json", action="store_true", help="print one JSON object, with every config, and nothing else"

@@ -87,7 +87,7 @@ def verify_parallel(
         jobs = [(str(member), name, stepped.rate) for member, name, stepped, _ in members]
         mp.start_processes(partial(_rank, jobs=jobs, plan=dict(plan), base=base), nprocs=RANKS, start_method="spawn")
         for number, (member, name, stepped, after) in enumerate(members):
-            found = torch.load(Path(base) / f"found-{number}.pt", weights_only=True)
+            found = _found(base, number)
             cases.append(
                 _compared(name, bridge.read_config(member), found, stepped, after, Path(base) / f"saved-{number}")
             )
@@ -152,23 +152,35 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path) -> _Step:
 
 
 def _rank(rank: int, jobs: Sequence[tuple[str, str, float]], plan: Mapping[str, ParallelStyle], base: str) -> None:
-    """Compute every job as one of the ranks; rank 0 writes what was found."""
+    """Compute every job as one of the ranks, and write what was found."""
     torch.set_num_threads(1)
     # it logs hints about microseconds at an export
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     store = dist.FileStore(f"{base}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-    try:
-        for number, (member, name, rate) in enumerate(jobs):
-            try:
-                found = _on_rank(Path(member), name, rate, plan, Path(base) / f"saved-{number}")
-            except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
-                found = {"problems": str(error).splitlines()}
-            if rank == 0:
-                torch.save(found, f"{base}/found-{number}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for number, (member, name, rate) in enumerate(jobs):
+        failed = False
+        try:
+            found = _on_rank(Path(member), name, rate, plan, Path(base) / f"saved-{number}")
+        except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
+            found = {"problems": str(error).splitlines()}
+        except Exception as error:  # whatever a wrong plan leads to: the other rank may fail otherwise, or wait
+            found, failed = {"problems": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}, True
+        torch.save(found, f"{base}/found-{number}-{rank}.pt")
+        if failed:
+            return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _found(base: str, number: int) -> dict[str, Any]:
+    """Return what rank 0 found for a job, with the problems of both ranks."""
+    files = [Path(base) / f"found-{number}-{rank}.pt" for rank in range(RANKS)]
+    found = [torch.load(file, weights_only=True) for file in files if file.is_file()]
+    problems = [*dict.fromkeys(problem for one in found for problem in one.get("problems", ()))]
+    if len(found) < RANKS and not problems:
+        problems = ["not computed: the ranks had stopped at another config"]
+    return {**(found[0] if found else {}), "problems": problems}
 
 
 def _on_rank(member: Path, name: str, rate: float, plan: Mapping[str, ParallelStyle], saved: Path) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lo
     torch.testing.assert_close(logits(again), logits(model))
     odd = {**config, "r": 4}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(odd))
-    with pytest.raises(UserError, match="3 projections share a tensor, .* a multiple of 3"):
+    with pytest.raises(UserError, match=r"3 projections share a tensor, .* a multiple of 3"):
         AdapterDirectory.read(tmp_path / "adapter").factory(directory)
 
 

@@ -75,6 +75,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
         num_experts_per_tok=r.choice([1, 2, 4]),
         sliding_window=r.choice([2, 5, 16]),
         attention_bias=r.random() < 0.8,
+        router_aux_loss_coef=r.choice([0.001, 0.01, 0.9]),
         rope_parameters=small_rope(r, "yarn") | {"truncate": r.random() < 0.5},
     )
 
