@@ -204,15 +204,27 @@ def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def random_types(r: random.Random, layers: int) -> dict[str, Any]:
+    """Return `layer_types` for a small config.json, or none in it."""
+    types = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    return r.choice([{}, {"layer_types": types}])
+
+
 def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
     """Return random rotary settings of a kind for a small config.json."""
     theta = {"rope_type": kind, "rope_theta": r.choice([1000.0, 10_000.0, 1_000_000.0])}
-    original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": 32}
+    original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": r.choice([24, 32])}
+    scale = r.choice([{}, {}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": r.choice([0.5, 1.0])}])
+    truncate = r.choice([{}, {"truncate": False}])
     return {
         "default": theta,
         "linear": theta | {"factor": r.choice([2.0, 4.0])},
         "llama3": theta
         | original
         | {"low_freq_factor": r.choice([0.5, 1.0]), "high_freq_factor": r.choice([2.0, 4.0])},
-        "yarn": theta | original | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])},
+        "yarn": theta
+        | original
+        | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])}
+        | scale
+        | truncate,
     }[kind]

@@ -55,6 +55,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
         norm_topk_prob=r.random() < 0.6,
         attention_bias=r.random() < 0.3,
         router_aux_loss_coef=r.choice([0.001, 0.01]),
+        **r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8])}]),
         **sparse,
     )
 

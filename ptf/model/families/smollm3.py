@@ -8,7 +8,7 @@ from typing import Any
 
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, random_types, rope, small
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -53,6 +53,8 @@ def random_config(r: random.Random) -> dict[str, Any]:
         **r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8])}]),
     )
     listed = [r.choice([0, 1]) for _ in range(c["num_hidden_layers"])]
+    if "sliding_window" in c:
+        c |= random_types(r, c["num_hidden_layers"])
     return c | r.choice([{"no_rope_layer_interval": r.choice([2, 3])}, {"no_rope_layers": listed}])
 
 
