@@ -221,7 +221,7 @@ def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
         "linear": theta | {"factor": r.choice([2.0, 4.0])},
         "llama3": theta
         | original
-        | {"low_freq_factor": r.choice([0.5, 1.0]), "high_freq_factor": r.choice([2.0, 4.0])},
+        | {"low_freq_factor": r.choice([0.5, 1.5]), "high_freq_factor": r.choice([2.0, 4.0])},
         "yarn": theta
         | original
         | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])}
