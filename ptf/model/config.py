@@ -72,6 +72,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     sinks: bool = False  # a learned logit per head that takes attention away from every key
     attention_scale: float | None = None  # factor of query-key products; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become softcap · tanh(scores / softcap) (Gemma 2)
     activation: Activation = "silu"
     pre_norm: bool = True  # a norm before attention and before the MLP
     sandwich: bool = False  # a norm after attention and after the MLP, too

@@ -86,6 +86,8 @@ MIXERS = [
     Mixer("sliding windows and whole, in turn", "gemma3_text", PerDocument),
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
     Mixer("softmax, experts", "qwen3_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
+    Mixer("sliding windows and whole, soft-capped", "gemma2", PerDocument),
+    Mixer("sliding windows and whole, soft-capped", "gemma2", Flex),
     Mixer("queries and keys normalised over all heads", "olmo2", PerDocument),
     Mixer("sliding windows and whole, frequencies of each", "olmo3", PerDocument),
     Mixer("some layers without positions", "smollm3", PerDocument, settings=(("no_rope_layer_interval", 2),)),

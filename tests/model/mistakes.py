@@ -232,6 +232,10 @@ def _balance_without_gradient(routings: list[moe.Routing]) -> torch.Tensor:
     return moe.load_balancing_loss(routings).detach()
 
 
+def _caps_swapped(c: DecoderConfig) -> DecoderConfig:
+    return replace(c, attention_softcap=c.softcap, softcap=c.attention_softcap)
+
+
 MISTAKES = (
     Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
     Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
@@ -367,4 +371,11 @@ MISTAKES = (
     Mistake("the text model of Mistral always", "mistral3", ropes(lambda r: replace(r, query_growth=0.0))),
     Mistake("tied head taken for untied", "mistral3", mapped(lambda c: replace(c, tied=not c.tied))),
     Mistake("window ignored", "mistral3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("attention not soft-capped", "gemma2", fields(attention_softcap=None)),
+    Mistake("logits not soft-capped", "gemma2", fields(softcap=None)),
+    Mistake("soft-caps of attention and logits swapped", "gemma2", mapped(_caps_swapped)),
+    Mistake("windows one layer later", "gemma2", mapped(_windows_moved)),
+    Mistake("attention scaled by the head size", "gemma2", fields(attention_scale=None)),
+    Mistake("norms not offset by one", "gemma2", fields(norm_offset=False)),
+    Mistake("embeddings not scaled", "gemma2", fields(embed_scale=1.0)),
 )

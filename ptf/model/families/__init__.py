@@ -19,6 +19,7 @@ MODULES = {  # model_type → the file of its family
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "gpt_oss": "gpt_oss",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, backend
+from ptf.model.attention import Attend, Attention, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
 
 
@@ -97,10 +97,10 @@ class Cache:
             kv_heads = answers.shape[2]
             context, answers = context.float(), answers.float()  # a cache of bf16 is computed with in fp32
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
-            before = self._together(query) @ context[0].mT
+            before = soft_capped(self._together(query) @ context[0].mT, soft_cap_of(layer))
             if hidden is not None:
                 before.masked_fill_(hidden[:, None, None], float("-inf"))
-            scores = [self._apart(before), query @ answers[0].mT]
+            scores = [self._apart(before), soft_capped(query @ answers[0].mT, soft_cap_of(layer))]
             if layer.sinks is not None:
                 scores.append(layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
             weights = torch.cat(scores, -1).softmax(-1)
