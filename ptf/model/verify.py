@@ -453,6 +453,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         )
         # after a padding token transformers would read the value of an earlier token
         ends = [n for n in range(1, len(tokens) + 1) if tokens[n - 1] != model.config.pad_token_id]
+        corrected(model)
         theirs = torch.stack([model(input_ids=ids[:, :n]).logits[0, 0] for n in ends])
         return float((theirs - wanted[[n - 1 for n in ends]]).abs().max())
     ours, family = bridge.build(directory, factory=factory)
@@ -461,5 +462,5 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     body = AutoModel.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
-    hidden = body(input_ids=ids).last_hidden_state
+    hidden = corrected(body)(input_ids=ids).last_hidden_state
     return float((ours.head(hidden)[0].float() - wanted).abs().max())

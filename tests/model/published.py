@@ -1,4 +1,5 @@
-"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 with a vision tower."""
+"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 and Mistral 3
+with a vision tower, Phi-3 with fused projections."""
 
 import json
 import random
@@ -64,12 +65,24 @@ def mxfp4_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def multimodal_checkpoint(directory: Path) -> Path:
-    """Write a Gemma 3 checkpoint with a vision tower."""
-    config = family_of({"model_type": "gemma3"}).small(random.Random("published"))
+def multimodal_checkpoint(directory: Path, model_type: str = "gemma3") -> Path:
+    """Write a checkpoint with a vision tower."""
+    config = family_of({"model_type": model_type}).small(random.Random("published"))
     settings = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **settings))
+        made = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **settings))
         made.save_pretrained(directory)
+    return directory
+
+
+def fused_checkpoint(directory: Path) -> Path:
+    """Write a Phi-3 checkpoint, whose projections share tensors."""
+    config = family_of({"model_type": "phi3"}).small(random.Random("published"))
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **settings))
+        made.save_pretrained(directory)
+    assert any(name.endswith("qkv_proj.weight") for name in load_file(directory / "model.safetensors"))
     return directory
