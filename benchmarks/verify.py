@@ -1,5 +1,5 @@
-"""The logit verifier over every family: the largest and the median error of 50 random configs each, and how many seeded
-porting mistakes it catches. Writes benchmarks/results/verify.md.
+"""The logit verifier over every family: the largest and the median error of 50 random configs each, the largest of two
+configs on two ranks, and how many seeded porting mistakes it catches. Writes benchmarks/results/verify.md.
 
     python benchmarks/verify.py [--configs 50] [--seed 1]
 """
@@ -22,6 +22,7 @@ import transformers  # noqa: E402
 
 from benchmarks.flow_runs import cpu  # noqa: E402
 from ptf.model.families import MODULES, family_of  # noqa: E402
+from ptf.model.parallel_parity import MESHES, ParallelCase, verify_parallel  # noqa: E402
 from ptf.model.verify import LENGTHS, TOLERANCE, Report, random_reference, verify  # noqa: E402
 from tests.model.mistakes import MISTAKES, Mistake  # noqa: E402
 
@@ -37,7 +38,14 @@ def row(model_type: str, report: Report, found: int, total: int) -> str:
     logits, gradients = [c.logits for c in report.cases], [c.gradients for c in report.cases]
     passed = sum(c.passed for c in report.cases)
     numbers = " | ".join(f"{n:.1e}" for n in (max(logits), median(logits), max(gradients), median(gradients)))
-    return f"| {model_type} | {passed} / {len(report.cases)} | {numbers} | {f'{found} / {total}' if total else '–'} |"
+    ranks = " | ".join(f"{worst(report.parallel, mesh):.1e}" for mesh in MESHES)
+    mistakes = f"{found} / {total}" if total else "–"
+    return f"| {model_type} | {passed} / {len(report.cases)} | {numbers} | {ranks} | {mistakes} |"
+
+
+def worst(cases: list[ParallelCase], mesh: str) -> float:
+    """The largest error on a mesh: of a loss, a gradient or the logits of what was saved."""
+    return max(max(case.loss, case.gradients, case.reloaded) for case in cases if case.mesh == mesh)
 
 
 def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
@@ -60,7 +68,11 @@ def rounding(config: dict[str, Any], seed: int, tensor: str) -> float:
 
 def failures(report: Report, seed: int) -> list[str]:
     """What is known of each config that did not pass."""
-    told = []
+    told = [
+        f"{report.model}, {case.mesh}: {'; '.join(case.problems) or case.worst_gradient}"
+        for case in report.parallel
+        if not case.passed
+    ]
     for number, case in enumerate(report.cases):
         if case.passed:
             continue
@@ -96,6 +108,7 @@ def main() -> int:
     rows, failed = [], []
     for model_type in MODULES:
         report = verify(model_type, options.configs, options.seed)
+        report.parallel = verify_parallel(model_type, 2, options.seed)
         failed += failures(report, options.seed)
         rows.append(row(model_type, report, totals[model_type] - lost[model_type], totals[model_type]))
         print(rows[-1], *failed, sep="\n", flush=True)
@@ -119,9 +132,12 @@ five documents of 1 to 52 tokens packed into sequences for ptf, one at a time fo
 transformers, from one saved checkpoint. Errors are relative to the largest magnitude of the reference; \
 a config passes if both are at most {TOLERANCE:g}
 and every tensor comes back from ptf byte for byte. A gradient's error is the worst tensor's.
+On two ranks: two configs that two processes divide, with FSDP and with tensor parallelism (TP); \
+the largest error of the loss, of a gradient, and of the logits
+of the model that they save after a step, loaded by transformers, which takes the same step.
 
-| family | passed | logits, max | median | gradients, max | median | mistakes caught |
-|---|---|---|---|---|---|---|
+| family | passed | logits, max | median | gradients, max | median | two ranks: FSDP | TP | mistakes caught |
+|---|---|---|---|---|---|---|---|---|
 {table}
 
 Not passed: {"; ".join(failed) or "none"}.

@@ -32,6 +32,7 @@ from ptf.credentials import redacted
 from ptf.errors import UserError
 
 JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
+PARALLEL_CONFIGS = 2  # of a family, on two ranks
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
@@ -266,11 +267,17 @@ def verify(options: argparse.Namespace) -> int:
     ) as bar:
         task = bar.add_task(f"verify {options.model}", total=1 if Path(options.model).is_dir() else options.configs)
         report = compare(options.model, options.configs, options.seed, progress=lambda case: bar.advance(task))
+    if options.parallel and not Path(options.model).is_dir():
+        from ptf.model.parallel_parity import verify_parallel
+
+        report.parallel = verify_parallel(options.model, min(options.configs, PARALLEL_CONFIGS), options.seed)
     if options.json:
         sys.stdout.write(as_json(report) + "\n")
     else:
         out = console(width=None if sys.stdout.isatty() else 180)
         out.print(_verified(report))
+        if report.parallel:
+            out.print(_verified_on_two_ranks(report))
         out.print(
             f"{report.model}: {'pass' if report.passed else 'fail'}",
             style="green" if report.passed else "red",
@@ -282,28 +289,50 @@ def verify(options: argparse.Namespace) -> int:
 
 def _verified(report: "Report") -> Table:
     """Return a row for each config; errors are relative to the largest magnitude of the reference."""
+    experts = any(case.balance for case in report.cases)
     table = Table(
-        "config", "logit error", "gradient error", "worst tensor", "first diverging place", "problems", box=SIMPLE
+        "config",
+        "logit error",
+        "gradient error",
+        "worst tensor",
+        *(["balance error"] if experts else []),
+        "first diverging place",
+        "problems",
+        box=SIMPLE,
     )
-
-    def number(error):
-        return f"{error:.1e}" if math.isfinite(error) else "–"
-
     for i, case in enumerate(report.cases):
-        shown = [
-            *case.problems[:5],
-            *([f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else []),
-        ]
         cells = [
             str(i),
-            number(case.logits),
-            number(case.gradients),
+            _error(case.logits),
+            _error(case.gradients),
             case.worst_gradient,
+            *([_error(case.balance)] if experts else []),
             case.diverges,
-            "\n".join(shown),
+            _problems(case.problems),
         ]
         table.add_row(*map(Text, cells), style=None if case.passed else "red")
     return table
+
+
+def _verified_on_two_ranks(report: "Report") -> Table:
+    """Return a row for each config and mesh."""
+    table = Table(
+        "two ranks", "loss error", "gradient error", "worst tensor", "logit error, reloaded", "problems", box=SIMPLE
+    )
+    for case in report.parallel:
+        errors = _error(case.loss), _error(case.gradients), case.worst_gradient, _error(case.reloaded)
+        cells = [case.mesh, *errors, _problems(case.problems)]
+        table.add_row(*map(Text, cells), style=None if case.passed else "red")
+    return table
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if math.isfinite(error) else "–"
+
+
+def _problems(problems: Sequence[str]) -> str:
+    more = [f"and {len(problems) - 5} more (--json has all)"] if len(problems) > 5 else []
+    return "\n".join([*problems[:5], *more])
 
 
 def check_engine(options: argparse.Namespace) -> int:
@@ -635,6 +664,13 @@ def _add_check_model(commands: Commands) -> None:
         "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"
     )
     command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random configs (default: 0)")
+    command.add_argument(
+        "--parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=f"also run {PARALLEL_CONFIGS} configs of a family on two processes, with FSDP and with tensor "
+        "parallelism, and load what they save with transformers (about 10 seconds; default: on)",
+    )
     command.add_argument(
         "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
     )

@@ -90,7 +90,7 @@ def test_only_user_errors_lose_their_traceback(monkeypatch, capsys, error, statu
 
 
 def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
-    assert cli.main(["check-model", "llama", "--configs", "2", "--seed", "3"]) == 0
+    assert cli.main(["check-model", "llama", "--configs", "2", "--seed", "3", "--no-parallel"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "llama: pass"
     assert all(
@@ -106,13 +106,26 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
     )
     assert err == ""
     with next(m for m in MISTAKES if m.name == "gate and up swapped").made():
-        assert cli.main(["check-model", "llama", "--configs", "1"]) == 1
+        assert cli.main(["check-model", "llama", "--configs", "1", "--no-parallel"]) == 1
         out, _ = capsys.readouterr()
         assert out.splitlines()[-1] == "llama: fail"
         assert "layer 0, mlp" in out
-        assert cli.main(["check-model", "llama", "--configs", "1", "--json"]) == 1
+        assert cli.main(["check-model", "llama", "--configs", "1", "--json", "--no-parallel"]) == 1
     report = json.loads(capsys.readouterr().out)
+    assert report["parallel"] == []
     assert (report["passed"], len(report["cases"]), report["cases"][0]["config"]["model_type"]) == (False, 1, "llama")
+
+
+@pytest.mark.long
+def test_verify_runs_a_family_on_two_ranks(capsys):
+    assert cli.main(["check-model", "olmo2", "--configs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("FSDP", "tensor"))] == [
+        "FSDP",
+        "tensor",
+    ]
+    assert cli.main(["check-model", "olmo2", "--configs", "1", "--json"]) == 0
+    assert [case["mesh"] for case in json.loads(capsys.readouterr().out)["parallel"]] == ["FSDP", "tensor parallel"]
 
 
 def test_verify_takes_a_directory(tmp_path, capsys):

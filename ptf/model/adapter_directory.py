@@ -88,9 +88,9 @@ class AdapterDirectory:
             raise self._does_not_fit(base, missing)
         if rest:
             raise UserError(
-                f"{self.directory} has rank {self.rank}, but in this base model gate and up share a tensor, and ptf "
-                "reads such an adapter only if its rank is even; merge it into its base model with PEFT "
-                "(merge_and_unload) and use that"
+                f"{self.directory} has rank {self.rank}, but in this base model {widened.rank} projections share a "
+                f"tensor, and ptf reads such an adapter only if its rank is a multiple of {widened.rank}; merge it "
+                "into its base model with PEFT (merge_and_unload) and use that"
             )
         return LayerFactory(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
 

@@ -59,6 +59,7 @@ class Attention(nn.Module):
         self.layer, self.head_dim = layer, c.head_dim
         self.window = c.layers[layer].window
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
+        self.softcap = c.attention_softcap
         # with a gate, each head's rows are those of its query, then those of its gate
         self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim * (1 + c.attention_gate), c.qkv_bias)
         self.k_proj = factory.linear(f"{path}.k_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
@@ -67,21 +68,24 @@ class Attention(nn.Module):
         self.gated = c.attention_gate
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, c.norm_offset) if c.qk_norm else nn.Identity()
+        self.q_width_norm = RMSNorm(c.heads * c.head_dim, c.norm_eps) if c.qk_width_norm else nn.Identity()
+        self.k_width_norm = RMSNorm(c.kv_heads * c.head_dim, c.norm_eps) if c.qk_width_norm else nn.Identity()
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
     rotate = staticmethod(rotate)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""
-        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))  # [B, T, kv_heads, D]
-        q = self.q_proj(x)
+        q, k, v = self.q_proj(x), self.k_width_norm(self.k_proj(x)), self.v_proj(x)
+        gate = None
         if self.gated:
-            q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        else:
-            q, gate = q.unflatten(-1, (-1, self.head_dim)), None  # [B, T, heads, D]
+            q, gate = (t.flatten(-2) for t in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (self.q_width_norm(q), k, v))  # [B, T, heads, D]
         q, k = self.rotate(self.q_norm(q), rope), self.rotate(self.k_norm(k), rope)
-        out = attend(self, q, k, v)
-        return self.o_proj((out if gate is None else out * gate.sigmoid()).flatten(-2))
+        if len(rope) > 2:
+            q = q * rope[2].to(q.dtype)
+        out = attend(self, q, k, v).flatten(-2)
+        return self.o_proj(out if gate is None else out * gate.sigmoid())
 
 
 @functools.cache
@@ -107,6 +111,8 @@ def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | No
     """
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not has_tiles():
         return sdpa(layer, q.float(), k.float(), v.float(), visible).to(q.dtype)
+    if soft_cap_of(layer) is not None:
+        return _softcapped(layer, q, k, v, visible)
     if layer.sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True, scale=layer.scale
@@ -149,6 +155,27 @@ class PackedDelta:
         out, states = chunked(*flat, self.chunks)
         last = windows(qkv, self.chunks, layer.conv.weight.shape[-1])
         return out.unflatten(0, qkv.shape[:2]), last, states
+
+
+def soft_cap_of(layer: nn.Module) -> float | None:
+    """Return the soft-cap of an attention's scores; None for one of the user's own without it."""
+    return getattr(layer, "softcap", None)
+
+
+def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
+    """Return cap · tanh(scores / cap), or the scores where there is no cap."""
+    return scores if cap is None else cap * (scores / cap).tanh()
+
+
+def _softcapped(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Run attention with soft-capped scores, which torch's attention does not have; arguments as in `sdpa`."""
+    assert layer.sinks is None, "no family has both"
+    q = q.unflatten(1, (k.shape[1], -1)) * layer.scale  # [n, kv_heads, group, Tq, D]
+    scores = soft_capped(q @ k[:, :, None].mT, soft_cap_of(layer))
+    if visible is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ v[:, :, None]).flatten(1, 2)
 
 
 class PerDocument:
@@ -221,17 +248,21 @@ def band(width: int, window: int | None) -> Tensor | None:
     return (at[:, None] >= at) & (at[:, None] - at < window)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float) -> tuple[Tensor, Tensor]:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: object, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output [B, heads, T, V] and the log-sum-exp of each query [B, heads, T]."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": True}
+    if softcap is not None:
+        options["score_mod"] = lambda score, *place: soft_capped(score, softcap)
     out, more = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
     assert more.lse is not None
     return out, more.lse
 
 
-FLEX_VARIANTS = 128  # compiled at most: for each shape, window, scale, dtype, and with and without gradients
+FLEX_VARIANTS = 128  # compiled at most: for each shape, window, scale, soft-cap, dtype, and with and without gradients
 
 
 @functools.cache
@@ -284,7 +315,8 @@ class Flex:
             q, k, v = (F.pad(t, (0, 0, 0, 0, 0, self.added[1], 0, self.added[0])) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         try:
-            out, lse = _compiled_flex()(q, k, v, self.mask(layer.window), layer.scale)
+            cap = () if (softcap := soft_cap_of(layer)) is None else (softcap,)
+            out, lse = _compiled_flex()(q, k, v, self.mask(layer.window), layer.scale, *cap)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":  # whose module takes a second to import
                 raise

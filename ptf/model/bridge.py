@@ -284,7 +284,7 @@ def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
     """
     config = model.config
     without_mappings = {*own_tensors(model, family), *adapter_names(model)}
-    mappings = family.mappings_for(n for n in weight_shapes(model) if n not in without_mappings)
+    mappings = family.mappings_for({n: s for n, s in weight_shapes(model).items() if n not in without_mappings})
     changed: dict[str, TensorMapping] = {
         name: PaddedRows(name, other, config.vocab)
         for name, other in _names_outside_layers(mappings)

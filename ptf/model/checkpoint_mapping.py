@@ -5,7 +5,7 @@ A `TensorMapping` says which slices of their tensors make up a slice of ours, so
 only what it owns. In a name, `{i}` runs over the layers and `{e}` over the experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -155,6 +155,46 @@ class Stack(Rename):
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return their tensors, computed from ours."""
         return tensors[0].unbind(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenate:
+    """Their tensor has the rows of several of ours, one after the other."""
+
+    names: tuple[str, ...]
+    other: str
+    rows: tuple[int, ...] = ()  # of each of ours; `sized` says how many
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """Our names."""
+        return self.names
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names."""
+        return (self.other,)
+
+    def at(self, layer: int) -> Self:
+        """Return the mapping of one layer."""
+        names = tuple(n.replace("{i}", str(layer)) for n in self.names)
+        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
+
+    def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
+        """Return the mapping of a model in which our tensors have these shapes."""
+        return replace(self, rows=tuple(shapes[name][0] for name in self.names))
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
+        return (sum(self.rows), *ours[1:])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
+        before = sum(self.rows[:which])
+        return read(self.other, (slice(before + part[0].start, before + part[0].stop), *part[1:]))
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
+        return [torch.cat(tuple(tensors))]
 
 
 @dataclass(frozen=True, slots=True)

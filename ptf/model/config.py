@@ -23,7 +23,9 @@ class Rope:
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
     scale: float = 1.0  # factor of cosines and sines (yarn's attention factor)
-    partial: float = 1.0  # the share of a head's dimensions that is rotated: the first ones
+    partial: float = 1.0  # the share of a head's dimensions that is rotated: the first ones; 0: no positions (NoPE)
+    # Ministral 3: queries are multiplied by 1 + query_growth · ln(1 + ⌊position / original_positions⌋)
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class DecoderConfig:
     max_positions: int
     tied: bool  # the head shares the embedding's weight
     layers: tuple[Layer, ...]
-    qk_norm: bool = False
+    qk_norm: bool = False  # the queries and the keys of each head are normalised
+    qk_width_norm: bool = False  # the queries of all heads are normalised together, and the keys (OLMo 2)
     attention_gate: bool = False  # attention's output times sigmoid of a gate, which the query projection makes too
     delta: GatedDelta | None = None
     qkv_bias: bool = False
@@ -105,10 +108,14 @@ class DecoderConfig:
     latent: Latent | None = None
     sinks: bool = False  # a learned logit per head that takes attention away from every key
     attention_scale: float | None = None  # factor of query-key products; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become softcap · tanh(scores / softcap) (Gemma 2)
     activation: Activation = "silu"
+    pre_norm: bool = True  # a norm before attention and before the MLP
     sandwich: bool = False  # a norm after attention and after the MLP, too
     norm_offset: bool = False  # norms scale by 1 + weight
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream (Granite)
+    logit_scale: float = 1.0  # factor of the logits, before soft-capping (Granite)
     softcap: float | None = None  # logits become softcap · tanh(logits / softcap)
     moe: MoE | None = None
     init_std: float = 0.02

@@ -23,8 +23,8 @@ HeadFn = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → wha
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then an MLP or a mixture of experts, each behind a norm and a residual
-    connection."""
+    """One transformer layer: attention, then an MLP or a mixture of experts, each with a residual connection and a norm
+    before it, after it, or both."""
 
     def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
@@ -32,11 +32,12 @@ class Block(nn.Module):
         def norm():
             return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
 
-        self.attn_norm = norm()
+        self.residual_scale = c.residual_scale
+        self.attn_norm = norm() if c.pre_norm else nn.Identity()
         kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
         self.attn = factory.component(f"{path}.attn", kind, c, layer, factory, f"{path}.attn")
         self.attn_post_norm = norm() if c.sandwich else nn.Identity()
-        self.mlp_norm = norm()
+        self.mlp_norm = norm() if c.pre_norm else nn.Identity()
         moe = c.layers[layer].moe
         self.mlp = None if moe else factory.component(f"{path}.mlp", MLP, c, factory, f"{path}.mlp")
         self.moe = factory.component(f"{path}.moe", MixtureOfExperts, c, factory, f"{path}.moe") if moe else None
@@ -47,10 +48,11 @@ class Block(nn.Module):
 
         `rope` holds the rotary tables; `real` [B, T] is False at padding.
         """
-        x = x + self.attn_post_norm(self.attn(self.attn_norm(x), rope, attend))
+        h = self.attn_post_norm(self.attn(self.attn_norm(x), rope, attend))
+        x = torch.add(x, h, alpha=self.residual_scale)
         h = self.mlp_norm(x)
         h = self.moe(h, real) if self.moe is not None else cast("nn.Module", self.mlp)(h)
-        return x + self.mlp_post_norm(h)
+        return torch.add(x, self.mlp_post_norm(h), alpha=self.residual_scale)
 
 
 def projection(c: DecoderConfig, factory: LayerFactory, path: str) -> nn.Linear:
@@ -107,7 +109,10 @@ class Decoder(nn.Module):
             )  # rounded to the model's dtype, as when Gemma was trained
         for layer, kind in zip(self.layers, c.layers, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
-        return head_fn(self.norm(x), self.output())
+        x = self.norm(x)
+        if c.logit_scale != 1.0 and c.head == "lm":
+            x = x * c.logit_scale
+        return head_fn(x, self.output())
 
     @staticmethod
     def attention(segments: Tensor, positions: Tensor, pieces: Pieces | None) -> Attend:

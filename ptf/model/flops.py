@@ -104,7 +104,8 @@ class _Tally:
     def attention(self, m: Attention, upstream: bool) -> bool:
         """Count the projections of an attention, and what a (query, key) pair costs."""
         q, k, v = (self.chain(p, upstream) for p in (m.q_proj, m.k_proj, m.v_proj))
-        q, k = q or _trains(m.q_norm), k or _trains(m.k_norm)
+        q = q or _trains(m.q_norm) or _trains(m.q_width_norm)
+        k = k or _trains(m.k_norm) or _trains(m.k_width_norm)
         scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
         width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
         # forward QK, backward dQ and dK; forward PV, backward dP and dV

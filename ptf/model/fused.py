@@ -84,6 +84,10 @@ def obstacle(c: DecoderConfig) -> str | None:
     """Return why flash_attn cannot compute the attention of a model, or None if it can."""
     if c.sinks:
         return "it has no attention sinks"
+    if c.attention_softcap is not None:
+        return "its scores are not soft-capped"
+    if c.latent is not None:
+        return "it computes no values that are narrower than keys"
     return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
 
 

@@ -1,9 +1,10 @@
 """Adapters as PEFT and vLLM read them: `adapter_config.json` and `adapter_model.safetensors`.
 
 A family's tensor mappings also determine how its adapters are stored. Where Hugging Face has one tensor for all
-experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]; gate and up that share a tensor
-share an adapter of twice the rank, half of it zero. A file has one rank and one α, so narrower adapters
-are padded with zeros, and rsLoRA's scale is written as the α that gives it.
+experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]. Projections that share a tensor
+(gate and up of GPT-OSS; queries, keys and values of Phi-3) share an adapter of twice or three times the rank, of which
+each uses its part and has zeros in the others. A file has one rank and one α, so narrower adapters are padded with
+zeros, and rsLoRA's scale is written as the α that gives it.
 """
 
 import json
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ptf.model import bridge
-from ptf.model.checkpoint_mapping import Interleave, Rename, Stack, TensorMapping, Transpose
+from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
@@ -63,8 +64,8 @@ class PeftFormat:
 
     @cached_property
     def rank(self) -> int:
-        """The rank in the file: that of the adapters, or twice it where gate and up share a tensor."""
-        return self.lora.rank * (2 if any(isinstance(mapping, Interleave) for mapping in self.mappings) else 1)
+        """The rank in the file: that of the adapters, times how many projections share a tensor."""
+        return self.lora.rank * max((len(mapping.ours) for mapping in self.mappings), default=1)
 
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
@@ -85,7 +86,7 @@ class PeftFormat:
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
             for mapping in self.mappings
-            if not isinstance(mapping, Rename | Interleave)
+            if not isinstance(mapping, Rename | Interleave | Concatenate)
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -214,6 +215,8 @@ class PeftFormat:
     def _write(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
         """Convert pairs of ours into pairs of the file."""
         (a, b), *others = pairs
+        if isinstance(mapping, Concatenate):
+            return [(torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs)))]
         if isinstance(mapping, Stack):
             return list(zip(a.unbind(0), b.unbind(0), strict=True))
         if not isinstance(mapping, Interleave):
@@ -227,6 +230,10 @@ class PeftFormat:
         """Convert pairs of the file into pairs of ours."""
         if isinstance(mapping, Stack):
             return [(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))]
+        if isinstance(mapping, Concatenate):
+            ((a, b),), rank = pairs, self.lora.rank
+            parts = zip(a[: rank * len(mapping.ours)].split(rank), b.split(mapping.rows), strict=True)
+            return [(one, rows[:, i * rank : (i + 1) * rank]) for i, (one, rows) in enumerate(parts)]
         if not isinstance(mapping, Interleave):
             return pairs
         ((a, b),) = pairs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptf.model.config import Rope
 
-Table = tuple[Tensor, Tensor]  # cosines and sines
+Table = tuple[Tensor, ...]  # cosines and sines; with `query_growth`, the factors of the queries, too
 
 
 def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Tensor:
@@ -42,16 +42,26 @@ def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Ten
 
 
 def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
-    """Return the cosines and sines of the positions for heads of `dim`: [B, T] → two of [B, T, 1, rotated], fp32."""
+    """Return the cosines and sines of the positions for heads of `dim`: [B, T] → two of [B, T, 1, rotated], fp32.
+
+    With `query_growth` there is a third tensor, the factors of the queries [B, T, 1, 1].
+    """
     angles = positions[..., None].float() * frequencies(rope, int(dim * rope.partial), positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if rope.scale == 1.0 else (cos * rope.scale, sin * rope.scale)
+    if rope.scale != 1.0:
+        cos, sin = cos * rope.scale, sin * rope.scale
+    if not rope.query_growth:
+        return cos, sin
+    lengths = (positions // rope.original_positions)[..., None, None]
+    return cos, sin, 1 + rope.query_growth * lengths.float().log1p()
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
     """Apply the rotation to queries or keys, [B, T, heads, dim]; dimensions beyond the table's are not rotated."""
-    cos, sin = (t.to(x.dtype) for t in table)
+    cos, sin = (t.to(x.dtype) for t in table[:2])
+    if not cos.shape[-1]:
+        return x
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     a, b = x.chunk(2, dim=-1)
     turned = x * cos + torch.cat((-b, a), dim=-1) * sin

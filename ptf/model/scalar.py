@@ -15,6 +15,7 @@ from ptf.errors import UserError
 
 HF_NAME = "score.weight"
 CLASSIFIER, GENERATOR = "ForSequenceClassification", "ForCausalLM"
+UNCLASSIFIED = ("granite",)  # families of which transformers has no classifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ def as_scalar(config: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
         raise UserError(
             f"{config['model_type']} is multimodal, and with a scalar head it cannot be written as a transformers "
             "checkpoint; use its text model"
+        )
+    if config["model_type"] in UNCLASSIFIED:
+        raise UserError(
+            f"transformers has no classifier of {config['model_type']}, so with a scalar head it cannot be written as "
+            "a transformers checkpoint; use another model"
         )
     names = [name.replace(GENERATOR, CLASSIFIER) for name in config.get("architectures") or ()]
     pad = config.get("pad_token_id") if config.get("pad_token_id") is not None else pad_id

@@ -56,6 +56,21 @@ class _ReduceScatter(Function):
         return _gathered(grads[0], ctx.group), None
 
 
+class _SumOver(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = x.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        whole = grads[0].clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
 class _DivideGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -79,6 +94,11 @@ def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
     return cast("Tensor", _ReduceScatter.apply(x, group))
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum x over the ranks, each of which goes on with the sum in its own way: so are its gradients summed."""
+    return cast("Tensor", _SumOver.apply(x, group))
 
 
 def divide_gradient(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -31,6 +31,7 @@ from ptf.model.tensor_parallel import (
     embed,
     mix,
     normalise_and_gather,
+    normalise_width,
     own_experts,
     raise_if_indivisible,
 )
@@ -85,6 +86,7 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.attn.kv_a_norm": SEQUENCE,
     "layers.*.attn.q_b_proj": COLWISE,
     "layers.*.attn.kv_b_proj": COLWISE,
+    "layers.*.attn.[qk]_width_norm": ParallelStyle({"weight": SHARD_DIM0}, forward=normalise_width),
     "layers.*.attn.o_proj": ROWWISE,
     "layers.*.attn_post_norm": SEQUENCE,
     "layers.*.mlp_norm": SEQUENCE,
@@ -204,7 +206,7 @@ def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -
         return compiled[gated](activate, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     def turn(x: Tensor, table: Table) -> Tensor:
-        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table)).view(x.shape)
+        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table[:2])).view(x.shape)
 
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):

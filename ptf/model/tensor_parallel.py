@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, reduce_scatter
+from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, reduce_scatter, sum_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,15 @@ def embed(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, to
 def normalise_and_gather(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
     """Apply the last norm and gather; the head gives every rank the whole gradient."""
     return all_gather(own(x), group, whole_gradient=True)
+
+
+def normalise_width(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
+    """Normalise over a width of which each rank has a slice: [B, T, n / ranks] is divided by the root mean square of
+    all n."""
+    norm: Any = module
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = sum_over(wide.square().mean(-1, keepdim=True), group) / group.size()
+    return norm.weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
 
 def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
@@ -148,6 +157,8 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
     unknown = [f"{path} (model.replace)" for path in model.factory.constructors if path != "head"]
     sharded: dict[int, nn.Parameter] = {}  # by the parameter's id: a tied head stays one parameter with the embedding
     for name, module in model.named_modules():
+        if isinstance(module, nn.Identity):  # a norm that this family does not have
+            continue
         style = style_of(name, plan)
         if style is None:
             unknown += [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]

@@ -7,9 +7,10 @@ tensor mapping, layer, attention mask) shows as a number, with the first module 
 
 import json
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,17 +19,22 @@ from torch import Tensor, nn
 
 from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
+from ptf.model.config import Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
+from ptf.model.rope import rotary
 from ptf.model.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ptf.model.parallel_parity import ParallelCase
+
 TOLERANCE = 1e-5  # of the largest magnitude, fp32
 LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into sequences of 64
 SEQ_LEN = 64
+BALANCE = 10.0  # weight of the load-balancing loss beside the logits, in the gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,14 @@ class Case:
     gradients: float = float("inf")
     worst_gradient: str = ""
     diverges: str = ""  # the first module whose outputs differ, if any
+    balance: float = 0.0  # error of the load-balancing loss of experts
     problems: tuple[str, ...] = ()  # tensors that do not map, or change on the way back
 
     @property
     def passed(self) -> bool:
-        """Whether logits and gradients agree and every tensor maps both ways."""
-        return self.logits <= TOLERANCE and self.gradients <= TOLERANCE and not self.problems
+        """Whether logits, gradients and the load-balancing loss agree and every tensor maps both ways."""
+        errors = (self.logits, self.gradients, self.balance)
+        return all(error <= TOLERANCE for error in errors) and not self.problems
 
 
 @dataclass(slots=True)
@@ -54,11 +62,12 @@ class Report:
 
     model: str
     cases: list[Case] = field(default_factory=list)
+    parallel: list["ParallelCase"] = field(default_factory=list)  # on two ranks (parallel_parity.py)
 
     @property
     def passed(self) -> bool:
         """Whether there is a comparison and all of them passed."""
-        return bool(self.cases) and all(c.passed for c in self.cases)
+        return bool(self.cases) and all(c.passed for c in (*self.cases, *self.parallel))
 
 
 def verify(
@@ -75,7 +84,7 @@ def verify(
     comparison. Raise UserError for a name that is neither a family nor a directory, and for a checkpoint that
     transformers itself cannot load.
     """
-    _quiet()
+    quiet()
     report = Report(family_or_directory)
     if family_or_directory not in MODULES:
         directory = Path(family_or_directory)
@@ -99,7 +108,7 @@ def verify(
     return report
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Switch off progress bars, and warnings about configs that are small on purpose."""
     from transformers.utils import logging
 
@@ -116,7 +125,30 @@ def reference(directory: Path) -> "PreTrainedModel":
         if hasattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "text_config")
         else AutoModelForCausalLM
     )
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    return corrected(model)
+
+
+def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return transformers' model with its known mistakes corrected.
+
+    Up to 5.10 it scales the rotary frequencies of all layers of OLMo 3, which was trained with those of its
+    full-attention layers scaled (https://github.com/huggingface/transformers/pull/45945).
+    """
+    config: Any = model.config
+    if config.model_type != "olmo3" or hasattr(model.base_model, "rotary_embs"):
+        return model
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = Rope(config.rope_parameters["rope_theta"])
+
+    def unscaled(layer: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tables = (table[:, :, 0] for table in rotary(named["position_ids"], head_dim, plain))
+        return args, {**named, "position_embeddings": tuple(tables)}
+
+    for layer, kind in zip(cast("Any", model.base_model).layers, config.layer_types, strict=True):
+        if kind == "sliding_attention":
+            layer.register_forward_pre_hook(unscaled, with_kwargs=True)
+    return model
 
 
 def _loaded(directory: Path) -> "PreTrainedModel":
@@ -147,12 +179,14 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
                     # wide enough that the clamp is reached
                     wide = 3 if "gate_up_proj" in name and config["model_type"] == "gpt_oss" else 0.8
                     wide = 0.6 if "conv1d" in name else wide
-                    # small embeddings make the norms' epsilon matter
-                    p.normal_(0, 0.03 if "embed" in name else wide * p.shape[-1] ** -0.5)
+                    # small embeddings make the norms' epsilon matter; OLMo projects them as they are, and beside the
+                    # biases its gradients would be rounding
+                    embedding = 0.3 if config["model_type"] in ("olmo2", "olmo3") else 0.03
+                    p.normal_(0, embedding if "embed" in name else wide * p.shape[-1] ** -0.5)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):  # which is drawn to change the choice of experts
                     buffer.normal_(0, 0.2)
-    return model
+    return corrected(model)
 
 
 def packed() -> tuple[Tensor, Tensor]:
@@ -201,10 +235,12 @@ def _compare(
     hf.eval()
     hf.zero_grad()
     cast("nn.Embedding", hf.get_input_embeddings()).padding_idx = None  # it would zero one row's gradient
-    theirs = _record(
-        hf, _their_modules(hf), lambda: [hf(input_ids=d[None], use_cache=False).logits[0].float() for d in documents]
-    )
+    arguments = {"use_cache": False, **router_arguments(ours.config.experts)}
+    theirs = _record(hf, _their_modules(hf), lambda: [hf(input_ids=d[None], **arguments) for d in documents])
+    their_loss, theirs.result = their_balance(hf, theirs.result), [out.logits[0].float() for out in theirs.result]
     mine = _record(ours, _our_modules(ours), lambda: ours(tokens, positions, segments, lambda x, head: head.logits(x)))
+    loss = ours.load_balancing_loss()
+    problems = [*problems, *_coefficients(ours, hf, their_loss)]
     alone = ours(
         documents[1][None],
         torch.arange(LENGTHS[1])[None],
@@ -220,33 +256,78 @@ def _compare(
         )
         / scale
     )
-    torch.stack([(a * b).sum() for a, b in zip(theirs.result, upstream, strict=True)]).sum().backward()
+    balance = 0.0
+    ends = [
+        torch.stack([(a * b).sum() for a, b in zip(t, upstream, strict=True)]).sum() for t in (theirs.result, logits)
+    ]
+    if loss is not None and their_loss is not None:
+        balance = float((loss - their_loss).detach().abs() / their_loss.detach().abs())
+        ends = [end + BALANCE * each for end, each in zip(ends, (their_loss, loss), strict=True)]
     ours.zero_grad()
-    torch.stack([(a * b).sum() for a, b in zip(logits, upstream, strict=True)]).sum().backward()
+    for end in ends:
+        end.backward()
     gradient, worst = _gradients(ours, family, hf)
     diverges = "" if error <= TOLERANCE else first_difference(mine.outputs, theirs.outputs, segments)
-    return Case(config, error, gradient, worst, diverges, tuple(problems))
+    return Case(config, error, gradient, worst, diverges, balance, tuple(problems))
+
+
+def router_arguments(experts: int) -> dict[str, Any]:
+    """Return the arguments with which transformers returns what its routers compute."""
+    return {"output_router_logits": True} if experts else {}
+
+
+def their_balance(hf: "PreTrainedModel", outputs: Sequence[Any]) -> Tensor | None:
+    """Return transformers' load-balancing loss over these outputs; None if the family has none."""
+    compute = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+    logits = [getattr(out, "router_logits", None) for out in outputs]
+    if compute is None or not all(logits):
+        return None
+    c = hf.config.get_text_config()
+    layers = tuple(torch.cat(each) for each in zip(*logits, strict=True))
+    return compute(layers, getattr(c, "num_experts", None) or c.num_local_experts, c.num_experts_per_tok)
+
+
+def _coefficients(ours: Decoder, hf: "PreTrainedModel", balance: Tensor | None) -> list[str]:
+    """Return what differs in the weight of the load-balancing loss, which no logit shows."""
+    theirs = getattr(hf.config.get_text_config(), "router_aux_loss_coef", None)
+    if balance is None or theirs is None or ours.config.moe is None:
+        return []
+    mine = ours.config.moe.router_aux_loss_coef
+    return [] if mine == theirs else [f"router_aux_loss_coef is {mine} instead of {theirs}"]
+
+
+def vocabulary(hf: "PreTrainedModel") -> int:
+    """Return the size of the vocabulary of transformers' model."""
+    return hf.config.get_text_config().vocab_size
 
 
 @torch.no_grad()
 def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[float, str]:
-    """Return the largest relative error of a gradient, and its tensor.
+    """Return the largest relative error of a gradient, and its tensor."""
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
+    theirs = stored_gradients(hf, family, [p.grad for p in hf.parameters()])
+    return gradient_error((name, value, theirs[name]) for name, value in bridge.under_hf_names(gradients, ours, family))
 
-    An error is relative to the tensor's largest gradient, or to 1 % of the model's largest where that is more.
-    """
-    for p in hf.parameters():
-        p.data, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
+
+@torch.no_grad()
+def stored_gradients(hf: "PreTrainedModel", family: Family, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Return the gradients of transformers' parameters under the names of a checkpoint. The parameters are lost."""
+    for p, gradient in zip(hf.parameters(), gradients, strict=True):
+        p.data, p.grad = torch.zeros_like(p) if gradient is None else gradient, None
     for buffer in hf.buffers():
         buffer.zero_()  # some are saved with the parameters, and have no gradient
     with tempfile.TemporaryDirectory() as directory:
         hf.save_pretrained(directory)
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
         with TensorFiles(Path(directory), family.aliases) as files:
+            return {n: files.read(n, tuple(slice(0, size) for size in files.shape(n))) for n in files.names}
 
-            def read(name):
-                return files.read(name, tuple(slice(0, n) for n in files.shape(name)))
 
-            pairs = [(name, value, read(name)) for name, value in bridge.under_hf_names(gradients, ours, family)]
+def gradient_error(gradients: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
+    """Return the largest error of a gradient, and its tensor, of (name, ours, theirs).
+
+    An error is relative to the tensor's largest gradient, or to 1 % of the model's largest where that is more.
+    """
+    pairs = list(gradients)
     floor = 1e-2 * max(float(b.abs().max()) for _, _, b in pairs)
     errors = {name: float((a - b).abs().max()) / max(floor, float(b.abs().max())) for name, a, b in pairs}
     worst = max(errors, key=errors.__getitem__)
@@ -340,12 +421,14 @@ def as_json(report: Report) -> str:
             "gradients": c.gradients,
             "worst_gradient": c.worst_gradient,
             "diverges": c.diverges,
+            "balance": c.balance,
             "problems": c.problems,
             "config": c.config,
         }
         for c in report.cases
     ]
-    return json.dumps({"model": report.model, "passed": report.passed, "tolerance": TOLERANCE, "cases": cases})
+    found = {"model": report.model, "passed": report.passed, "tolerance": TOLERANCE, "cases": cases}
+    return json.dumps(found | {"parallel": [asdict(c) for c in report.parallel]})
 
 
 @torch.no_grad()
@@ -370,7 +453,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     """
     from transformers import AutoModel, AutoModelForSequenceClassification
 
-    _quiet()
+    quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
     if not factory.pattern("head"):
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -378,6 +461,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         )
         # after a padding token transformers would read the value of an earlier token
         ends = [n for n in range(1, len(tokens) + 1) if tokens[n - 1] != model.config.pad_token_id]
+        corrected(model)
         theirs = torch.stack([model(input_ids=ids[:, :n]).logits[0, 0] for n in ends])
         return float((theirs - wanted[[n - 1 for n in ends]]).abs().max())
     ours, family = bridge.build(directory, factory=factory)
@@ -386,5 +470,5 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     body = AutoModel.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
-    hidden = body(input_ids=ids).last_hidden_state
+    hidden = corrected(body)(input_ids=ids).last_hidden_state
     return float((ours.head(hidden)[0].float() - wanted).abs().max())

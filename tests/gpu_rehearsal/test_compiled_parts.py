@@ -91,7 +91,9 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
 
 # graphs of a layer: two norms, a gate, queries and keys rotated; norms of queries and keys, norms after
 @pytest.mark.long
-@pytest.mark.parametrize(("model_type", "parts"), [("qwen3", 7), ("qwen3_moe", 7), ("gpt_oss", 5), ("gemma3_text", 9)])
+@pytest.mark.parametrize(
+    ("model_type", "parts"), [("qwen3", 7), ("qwen3_moe", 7), ("gpt_oss", 5), ("gemma3_text", 9), ("olmo2", 7)]
+)
 def test_few_operations_are_left_between_the_products(pretend_cuda, model_type, parts) -> None:
     plain, none = pretend_cuda(counted, model_type, False)
     outside, graphs = pretend_cuda(counted, model_type, True)

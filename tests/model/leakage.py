@@ -29,8 +29,9 @@ from ptf.model.families import family_of
 from ptf.model.verify import random_reference
 from tests.model.foreign import foreign
 
-# families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3
-WRAPPERS = ("gemma3", "qwen3_5", "glm4_moe_lite")
+# families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
+# or ministral3
+WRAPPERS = ("gemma3", "qwen3_5", "glm4_moe_lite", "mistral3")
 SEQ_LEN = 40
 VOCAB = 30  # of the tokens that are drawn; every model has more
 
@@ -92,6 +93,15 @@ MIXERS = [
     Mixer("softmax, experts and a shared one", "qwen2_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
     Mixer("softmax of a part that is rotated, experts chosen by sigmoids", "glm4_moe", PerDocument, **EXPERTS),
     Mixer("latent", "deepseek_v3", PerDocument, **EXPERTS),
+    Mixer("sliding windows and whole, soft-capped", "gemma2", PerDocument),
+    Mixer("sliding windows and whole, soft-capped", "gemma2", Flex),
+    Mixer("queries and keys normalised over all heads", "olmo2", PerDocument),
+    Mixer("sliding windows and whole, frequencies of each", "olmo3", PerDocument),
+    Mixer("some layers without positions", "smollm3", PerDocument, settings=(("no_rope_layer_interval", 2),)),
+    Mixer("softmax, factors", "granite", PerDocument),
+    Mixer("softmax, partly rotated", "phi3", PerDocument),
+    Mixer("softmax, an output bias of its own", "seed_oss", PerDocument),
+    Mixer("queries that grow with their position", "ministral3", PerDocument),
     Mixer("softmax", "llama", Flex),
     Mixer("sliding window", "mistral", Flex, settings=(("sliding_window", 5),)),
     Mixer("sliding windows and whole, in turn", "gemma3_text", Flex),

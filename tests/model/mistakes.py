@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptf.model import moe
-from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping
+from ptf.model import decoder, moe, rope
+from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family
@@ -201,6 +201,72 @@ def _keys_for_values(attention: Any) -> None:
     weight.copy_(heads.roll(attention.value_dim, 1).flatten(0, 1))
 
 
+def _reordered(order: Callable[[tuple[str, ...]], tuple[str, ...]], part: str) -> Callable[[Family], Family]:
+    """Concatenate projections in another order."""
+
+    def change(mapping: TensorMapping) -> TensorMapping:
+        if isinstance(mapping, Concatenate) and part in mapping.other:
+            return replace(mapping, names=order(mapping.names))
+        return mapping
+
+    return lambda family: replace(family, mappings=tuple(change(mapping) for mapping in family.mappings))
+
+
+def _norm_of_heads(attention_: nn.Module) -> None:
+    """Normalise each head's queries by themselves."""
+    norm, size = attention_.q_width_norm, attention_.head_dim
+    norm.forward = lambda x: (
+        norm.weight * nn.functional.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=norm.eps).flatten(-2)
+    )
+
+
+def _no_width_norm(attention_: nn.Module) -> None:
+    attention_.k_width_norm = nn.Identity()
+
+
+def _norms_before(block: Any, x: torch.Tensor, rope: Any, attend: Any, real: torch.Tensor) -> torch.Tensor:
+    """Apply the norms before attention and MLP, instead of after them."""
+    x = x + block.attn(block.attn_post_norm(x), rope, attend)
+    return x + block.mlp(block.mlp_post_norm(x))
+
+
+def _scaled_as_the_whole_layers(c: DecoderConfig) -> DecoderConfig:
+    """The rotary frequencies of the layers without a window in all layers."""
+    whole = next((kind.rope for kind in c.layers if kind.window is None), c.layers[0].rope)
+    return replace(c, layers=tuple(replace(kind, rope=whole) for kind in c.layers))
+
+
+def _positions_moved(c: DecoderConfig) -> DecoderConfig:
+    """Layers without positions one layer later."""
+    return replace(c, layers=tuple(replace(kind, rope=c.layers[i - 1].rope) for i, kind in enumerate(c.layers)))
+
+
+def _frequencies_of_the_head(positions: torch.Tensor, dim: int, of: Rope) -> Any:
+    """The frequencies of the whole head, of which the first ones are taken."""
+    cos, sin = rope.rotary(positions, dim, replace(of, partial=1.0))
+    part = int(dim * of.partial) // 2
+    return tuple(torch.cat((t[..., :part], t[..., :part]), -1) for t in (cos, sin))
+
+
+def _growth_one_early(positions: torch.Tensor, dim: int, of: Rope) -> Any:
+    """Queries grow at the last position before the length of pre-training."""
+    cos, sin, *_ = rope.rotary(positions, dim, of)
+    return cos, sin, rope.rotary(positions + 1, dim, of)[-1]
+
+
+def _balance_of_layers(routings: list[moe.Routing]) -> torch.Tensor:
+    """The mean of the layers' load-balancing losses, instead of that of all layers together."""
+    return torch.stack([moe.load_balancing_loss([routing]) for routing in routings]).mean()
+
+
+def _balance_without_gradient(routings: list[moe.Routing]) -> torch.Tensor:
+    return moe.load_balancing_loss(routings).detach()
+
+
+def _caps_swapped(c: DecoderConfig) -> DecoderConfig:
+    return replace(c, attention_softcap=c.softcap, softcap=c.attention_softcap)
+
+
 MISTAKES = (
     Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
     Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
@@ -211,6 +277,8 @@ MISTAKES = (
         ropes(lambda r: replace(r, high=r.high * 2) if r.kind == "llama3" else r),
     ),
     Mistake("YaRN without its attention factor", "llama", ropes(lambda r: replace(r, scale=1.0))),
+    Mistake("low_freq_factor ignored", "llama", ropes(lambda r: replace(r, low=1.0) if r.kind == "llama3" else r)),
+    Mistake("beta_slow ignored", "llama", ropes(lambda r: replace(r, low=1.0) if r.kind == "yarn" else r)),
     Mistake(
         "YaRN with beta_fast and beta_slow swapped",
         "llama",
@@ -286,6 +354,17 @@ MISTAKES = (
     Mistake("weights of the experts not scaled", "glm4_moe_lite", experts(scaling=1.0)),
     Mistake("rotated dimensions in halves for pairs", "glm4_moe_lite", mapped(_pairs_for_halves)),
     Mistake("correction bias in the weights", "glm4_moe_lite", model=each("moe", _weights_with_correction)),
+    Mistake(
+        "the balance loss is a mean over layers",
+        "qwen3_moe",
+        patch=(decoder, "load_balancing_loss", _balance_of_layers),
+    ),
+    Mistake(
+        "the balance loss has no gradient",
+        "qwen3_moe",
+        patch=(decoder, "load_balancing_loss", _balance_without_gradient),
+    ),
+    Mistake("the balance loss has no weight", "qwen3_moe", experts(router_aux_loss_coef=0.0)),
     Mistake("norms not offset by one", "gemma3_text", fields(norm_offset=False)),
     Mistake("embeddings not scaled", "gemma3_text", fields(embed_scale=1.0)),
     Mistake("attention scaled by the head size, not the config's scalar", "gemma3_text", fields(attention_scale=None)),
@@ -313,4 +392,56 @@ MISTAKES = (
     Mistake(
         "YaRN truncates where the config says not to", "gpt_oss", ropes(lambda r: replace(r, truncate=not r.truncate))
     ),
+    Mistake("no weight of the balance loss", "gpt_oss", experts(router_aux_loss_coef=0.001)),
+    Mistake("norms before attention and MLP", "olmo2", patch=(decoder.Block, "forward", _norms_before)),
+    Mistake("norms before and after", "olmo2", fields(pre_norm=True)),
+    Mistake("queries normalised head by head", "olmo2", model=each("attn", _norm_of_heads)),
+    Mistake("keys not normalised", "olmo2", model=each("attn", _no_width_norm)),
+    Mistake("norms after attention and MLP swapped", "olmo2", swapped("attn_post_norm", "mlp_post_norm")),
+    Mistake("norm epsilon ten times too large", "olmo2", mapped(lambda c: replace(c, norm_eps=c.norm_eps * 10))),
+    Mistake("frequencies scaled in the layers with a window", "olmo3", mapped(_scaled_as_the_whole_layers)),
+    Mistake("frequencies scaled nowhere", "olmo3", ropes(lambda r: Rope(r.theta))),
+    Mistake("window one long", "olmo3", _shift_window(1)),
+    Mistake("windows one layer later", "olmo3", mapped(_windows_moved)),
+    Mistake("keys not normalised", "olmo3", model=each("attn", _no_width_norm)),
+    Mistake("positions in every layer", "smollm3", ropes(lambda r: replace(r, partial=1.0))),
+    Mistake("no positions where there are some", "smollm3", ropes(lambda r: replace(r, partial=1.0 - r.partial))),
+    Mistake("layers without positions one later", "smollm3", mapped(_positions_moved)),
+    Mistake("window ignored", "smollm3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("MLP biases left out", "smollm3", fields(mlp_bias=False)),
+    Mistake("residual factor left out", "granite", fields(residual_scale=1.0)),
+    Mistake("embedding factor left out", "granite", fields(embed_scale=1.0)),
+    Mistake("attention scaled by the head size", "granite", fields(attention_scale=None)),
+    Mistake(
+        "logits multiplied instead of divided", "granite", mapped(lambda c: replace(c, logit_scale=1 / c.logit_scale))
+    ),
+    Mistake("logits not scaled", "granite", fields(logit_scale=1.0)),
+    Mistake("residual factor after attention only", "granite", model=each("mlp.down_proj", lambda p: p.weight.mul_(2))),
+    Mistake("keys before queries", "phi3", _reordered(lambda n: (n[1], n[0], n[2]), "qkv_proj")),
+    Mistake("values before keys", "phi3", _reordered(lambda n: (n[0], n[2], n[1]), "qkv_proj")),
+    Mistake("ups before gates", "phi3", _reordered(lambda n: n[::-1], "gate_up_proj")),
+    Mistake("the whole head rotated", "phi3", ropes(lambda r: replace(r, partial=1.0))),
+    Mistake("frequencies of the whole head", "phi3", patch=(decoder, "rotary", _frequencies_of_the_head)),
+    Mistake("window ignored", "phi3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("biases of queries, keys and values left out", "seed_oss", fields(qkv_bias=False)),
+    Mistake("output bias left out", "seed_oss", fields(out_bias=False)),
+    Mistake("output bias as the others", "seed_oss", mapped(lambda c: replace(c, out_bias=c.qkv_bias))),
+    Mistake("MLP biases left out", "seed_oss", fields(mlp_bias=False)),
+    Mistake("head size from the width", "seed_oss", mapped(lambda c: replace(c, head_dim=c.dim // c.heads))),
+    Mistake("queries do not grow", "ministral3", ropes(lambda r: replace(r, query_growth=0.0))),
+    Mistake("queries grow a position early", "ministral3", patch=(decoder, "rotary", _growth_one_early)),
+    Mistake("queries grow half as fast", "ministral3", ropes(lambda r: replace(r, query_growth=r.query_growth / 2))),
+    Mistake("YaRN's attention factor without mscale", "ministral3", ropes(lambda r: replace(r, scale=1.0))),
+    Mistake("window ignored", "ministral3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("vision tensors not known", "mistral3", lambda family: replace(family, carried=())),
+    Mistake("the text model of Mistral always", "mistral3", ropes(lambda r: replace(r, query_growth=0.0))),
+    Mistake("tied head taken for untied", "mistral3", mapped(lambda c: replace(c, tied=not c.tied))),
+    Mistake("window ignored", "mistral3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("attention not soft-capped", "gemma2", fields(attention_softcap=None)),
+    Mistake("logits not soft-capped", "gemma2", fields(softcap=None)),
+    Mistake("soft-caps of attention and logits swapped", "gemma2", mapped(_caps_swapped)),
+    Mistake("windows one layer later", "gemma2", mapped(_windows_moved)),
+    Mistake("attention scaled by the head size", "gemma2", fields(attention_scale=None)),
+    Mistake("norms not offset by one", "gemma2", fields(norm_offset=False)),
+    Mistake("embeddings not scaled", "gemma2", fields(embed_scale=1.0)),
 )

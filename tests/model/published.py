@@ -1,5 +1,6 @@
-"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 with a vision tower, GLM-4.5 and
-DeepSeek-V3 in bf16 with a bias in fp32 and a layer that predicts further tokens."""
+"""Checkpoints in the forms in which models are published: gpt-oss in MXFP4, Gemma 3 and Mistral 3 with a vision tower,
+Phi-3 with fused projections, GLM-4.5 and DeepSeek-V3 in bf16 with a bias in fp32 and a layer that predicts further
+tokens."""
 
 import json
 import random
@@ -66,13 +67,13 @@ def mxfp4_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def multimodal_checkpoint(directory: Path) -> Path:
-    """Write a Gemma 3 checkpoint with a vision tower."""
-    config = family_of({"model_type": "gemma3"}).small(random.Random("published"))
+def multimodal_checkpoint(directory: Path, model_type: str = "gemma3") -> Path:
+    """Write a checkpoint with a vision tower."""
+    config = family_of({"model_type": model_type}).small(random.Random("published"))
     settings = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **settings))
+        made = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **settings))
         made.save_pretrained(directory)
     return directory
 
@@ -93,3 +94,15 @@ def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.T
     stored = bridge.read_config(directory) | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(stored))
     return whole
+
+
+def fused_checkpoint(directory: Path) -> Path:
+    """Write a Phi-3 checkpoint, whose projections share tensors."""
+    config = family_of({"model_type": "phi3"}).small(random.Random("published"))
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **settings))
+        made.save_pretrained(directory)
+    assert any(name.endswith("qkv_proj.weight") for name in load_file(directory / "model.safetensors"))
+    return directory

@@ -34,7 +34,8 @@ def model_of(model_type: str) -> Decoder:
 
 
 def test_every_family_is_looked_at() -> None:
-    assert MODULES.keys() - set(WRAPPERS) <= {mixer.model_type for mixer in MIXERS}
+    looked_at = {mixer.model_type for mixer in MIXERS if mixer.backend is not None}
+    assert MODULES.keys() - set(WRAPPERS) <= looked_at
 
 
 @pytest.mark.long

@@ -3,7 +3,8 @@
 import pytest
 
 from ptf.errors import UserError
-from ptf.model.scalar import as_scalar
+from ptf.model.families import MODULES
+from ptf.model.scalar import UNCLASSIFIED, as_scalar
 
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "pad_token_id": None}
 
@@ -19,3 +20,12 @@ def test_the_same_model_with_one_output():
 def test_a_multimodal_model_is_refused():
     with pytest.raises(UserError, match="gemma3 is multimodal"):
         as_scalar({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, 0)
+    with pytest.raises(UserError, match="transformers has no classifier of granite"):
+        as_scalar({"model_type": "granite", "architectures": ["GraniteForCausalLM"]}, 0)
+
+
+def test_transformers_has_a_classifier_of_every_other_family() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as classifiers
+
+    text = {m for m in MODULES if m not in ("gemma3", "mistral3")}
+    assert text - classifiers.keys() == set(UNCLASSIFIED)

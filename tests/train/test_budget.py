@@ -33,6 +33,11 @@ DENSE = {
 }
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 
+# beside Qwen3: experts, shared ones, sinks, more and fewer norms, norms of the width, factors, soft-caps, queries that
+# grow, latent and linear attention
+EXPERTS = ("qwen3_moe", "qwen2_moe", "gpt_oss", "glm4_moe", "deepseek_v3")
+WHOSE_LAYERS_DIFFER = (*EXPERTS, "gemma2", "gemma3_text", "olmo2", "granite", "phi3", "ministral3", "qwen3_5_text")
+
 
 def directory(path: Path, config: dict) -> Path:
     path.mkdir(exist_ok=True)
@@ -71,10 +76,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "model_type",
-    ["qwen3", "qwen3_moe", "qwen2_moe", "gpt_oss", "gemma3_text", "glm4_moe", "deepseek_v3", "qwen3_5_text"],
-)
+@pytest.mark.parametrize("model_type", [*WHOSE_LAYERS_DIFFER, "qwen3"])
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
     config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})

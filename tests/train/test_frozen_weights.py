@@ -22,7 +22,7 @@ from tests.tiny import arithmetic
 from tests.train.test_loop import same, stopped, train, weights
 from tests.train.test_preferences import preferences
 
-FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
+FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "olmo2", "phi3")
 LORA = LoraConfig(rank=4, alpha=8.0)
 BF16, FP32 = torch.bfloat16, torch.float32
 

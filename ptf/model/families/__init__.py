@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import Layer, Rope
 
 MODULES = {  # model_type → the file of its family
@@ -23,11 +23,20 @@ MODULES = {  # model_type → the file of its family
     "glm4_moe": "glm4_moe",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
     "gpt_oss": "gpt_oss",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5": "qwen3_5",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "phi3": "phi3",
+    "seed_oss": "seed_oss",
+    "ministral3": "ministral3",
+    "mistral3": "mistral3",
 }
 
 
@@ -56,9 +65,10 @@ class Family:
         prefixes = (p.replace("{mtp}", str(i)) for p in self.carried for i in (after if "{mtp}" in p else (0,)))
         return name.startswith(tuple(prefixes))
 
-    def mappings_for(self, parameters: Iterable[str]) -> list[TensorMapping]:
-        """Return the mappings of a model with these parameters. Raise AssertionError if one has none."""
-        names = set(parameters)
+    def mappings_for(self, shapes: Mapping[str, Sequence[int]]) -> list[TensorMapping]:
+        """Return the mappings of a model with parameters of these names and shapes. Raise AssertionError if one has
+        none."""
+        names = set(shapes)
         layers = 1 + max((int(n.split(".")[1]) for n in names if n.startswith("layers.")), default=-1)
         every = [
             mapping.at(i) for mapping in self.mappings for i in (range(layers) if "{i}" in mapping.ours[0] else (0,))
@@ -66,7 +76,7 @@ class Family:
         mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        return mappings
+        return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -217,13 +227,27 @@ def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def random_types(r: random.Random, layers: int) -> dict[str, Any]:
+    """Return `layer_types` for a small config.json, or none in it."""
+    types = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    return r.choice([{}, {"layer_types": types}])
+
+
 def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
     """Return random rotary settings of a kind for a small config.json."""
     theta = {"rope_type": kind, "rope_theta": r.choice([1000.0, 10_000.0, 1_000_000.0])}
-    original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": 32}
+    original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": r.choice([24, 32])}
+    scale = r.choice([{}, {}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": r.choice([0.5, 1.0])}])
+    truncate = r.choice([{}, {"truncate": False}])
     return {
         "default": theta,
         "linear": theta | {"factor": r.choice([2.0, 4.0])},
-        "llama3": theta | original | {"low_freq_factor": 1.0, "high_freq_factor": r.choice([2.0, 4.0])},
-        "yarn": theta | original | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": 1.0},
+        "llama3": theta
+        | original
+        | {"low_freq_factor": r.choice([0.5, 1.5]), "high_freq_factor": r.choice([2.0, 4.0])},
+        "yarn": theta
+        | original
+        | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])}
+        | scale
+        | truncate,
     }[kind]

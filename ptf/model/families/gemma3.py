@@ -21,6 +21,7 @@ from ptf.model.families import (
     alternating,
     common,
     raise_if_unsupported,
+    random_types,
     rope,
     small,
     small_rope,
@@ -109,6 +110,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
         attention_bias=r.random() < 0.2,
         final_logit_softcapping=r.choice([None, 20.0]),
     )
+    c |= random_types(r, c["num_hidden_layers"])
     full = small_rope(r, r.choice(["default", "linear"]))
     return c | {"rope_parameters": {"full_attention": full, "sliding_attention": small_rope(r, "default")}}
 
@@ -123,12 +125,13 @@ def random_multimodal_config(r: random.Random) -> dict[str, Any]:
         "image_size": 16,
         "patch_size": 8,
     }
-    text = random_config(r) | {"tie_word_embeddings": True, "final_logit_softcapping": None}
+    text = random_config(r) | {"final_logit_softcapping": None}
     return {
         "model_type": "gemma3",
         "text_config": text,
         "vision_config": {"model_type": "siglip_vision_model", **vision},
         "mm_tokens_per_image": 4,
+        "tie_word_embeddings": text["tie_word_embeddings"],
     }
 
 

@@ -11,7 +11,19 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping, Transpose
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.families import ATTENTION, LAYER, NORMS, OUTER, Family, alternating, common, rope, small, small_rope
+from ptf.model.families import (
+    ATTENTION,
+    LAYER,
+    NORMS,
+    OUTER,
+    Family,
+    alternating,
+    common,
+    random_types,
+    rope,
+    small,
+    small_rope,
+)
 
 OURS = "layers.{i}.moe.experts."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -68,15 +80,17 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     experts = r.choice([4, 5, 8])
-    return small(
+    c = small(
         r,
         "gpt_oss",
         num_local_experts=experts,
         num_experts_per_tok=r.choice([1, 2, 4]),
         sliding_window=r.choice([2, 5, 16]),
         attention_bias=r.random() < 0.8,
+        router_aux_loss_coef=r.choice([0.001, 0.01, 0.9]),
         rope_parameters=small_rope(r, "yarn") | {"truncate": r.random() < 0.5},
     )
+    return c | random_types(r, c["num_hidden_layers"])
 
 
 FAMILIES = {"gpt_oss": Family("gpt_oss", config, MAPPINGS, random_config)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, random_types, rope, small
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -27,19 +27,16 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers(c), qkv_bias=True)
 
 
-def random_window(r: random.Random) -> dict[str, Any]:
-    """Return random settings of the sliding window."""
-    return r.choice(
-        [
-            {"use_sliding_window": False},
-            {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 1},
-        ]
-    )
+def with_window(r: random.Random, c: dict[str, Any]) -> dict[str, Any]:
+    """Return a small config.json with random settings of the sliding window."""
+    window = {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": r.choice([0, 1])}
+    listed = window | random_types(r, c["num_hidden_layers"])
+    return c | r.choice([{"use_sliding_window": False}, listed, listed])
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(r, "qwen2", **random_window(r))
+    c = with_window(r, small(r, "qwen2"))
     del c["head_dim"]  # Qwen2 has none of its own
     c["hidden_size"] = c["num_attention_heads"] * r.choice(
         [size for size in (8, 16, 32) if size * c["num_attention_heads"] >= 32]

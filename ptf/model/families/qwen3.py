@@ -6,7 +6,7 @@ from typing import Any
 
 from ptf.model.config import DecoderConfig
 from ptf.model.families import DENSE, Family, common, raise_if_unsupported, small
-from ptf.model.families.qwen2 import layers, random_window
+from ptf.model.families.qwen2 import layers, with_window
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -21,7 +21,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return small(r, "qwen3", attention_bias=r.random() < 0.3, **random_window(r))
+    return with_window(r, small(r, "qwen3", attention_bias=r.random() < 0.3))
 
 
 FAMILIES = {"qwen3": Family("qwen3", config, DENSE, random_config)}

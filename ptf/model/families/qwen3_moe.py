@@ -54,6 +54,8 @@ def random_config(r: random.Random) -> dict[str, Any]:
         moe_intermediate_size=r.choice([16, 24]),
         norm_topk_prob=r.random() < 0.6,
         attention_bias=r.random() < 0.3,
+        router_aux_loss_coef=r.choice([0.001, 0.01]),
+        **r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8])}]),
         **sparse,
     )
 

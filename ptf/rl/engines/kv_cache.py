@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, PackedDelta, backend
+from ptf.model.attention import Attend, Attention, PackedDelta, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.rl.engines.delta_cache import DeltaCache
@@ -143,10 +143,10 @@ class Cache:
             answers = [t[place][:, :, first : turn + 1].float() for t in self.answers]
             kv_heads, new = answers[0].shape[1:3]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
-            before = self._together(query) @ context[0].mT
+            before = soft_capped(self._together(query) @ context[0].mT, soft_cap_of(layer))
             if hidden is not None:
                 before.masked_fill_(hidden[:, None, None], float("-inf"))
-            scores = [self._apart(before), query @ answers[0].mT]
+            scores = [self._apart(before), soft_capped(query @ answers[0].mT, soft_cap_of(layer))]
             if layer.sinks is not None:
                 scores.append(layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
             weights = torch.cat(scores, -1).softmax(-1)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, backend
+from ptf.model.attention import Attend, Attention, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
 from ptf.rl.engines.delta_cache import DeltaCache
 from ptf.rl.engines.kv_cache import CachedAttend, filling, places_of
@@ -92,7 +92,7 @@ class SlotCache:
             _, _, heads, size = q.shape
             kv_heads = keys.shape[1]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
-            scores = (query @ keys.mT).masked_fill(hidden[:, None, None], float("-inf"))
+            scores = soft_capped(query @ keys.mT, soft_cap_of(layer)).masked_fill(hidden[:, None, None], float("-inf"))
             if layer.sinks is not None:
                 sinks = layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1)
                 scores = torch.cat([scores, sinks], -1)

@@ -14,17 +14,21 @@ from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.vllm_engine import expected_names, is_quantised, unquantised
 from ptf.rl.engines.vllm_extension import refusing_lost_weights
 from ptf.rl.weights.verification import SyncError
-from tests.model.published import multimodal_checkpoint, mxfp4_checkpoint
+from tests.model.published import fused_checkpoint, multimodal_checkpoint, mxfp4_checkpoint
 from tests.tiny import checkpoint
 
 
-@pytest.fixture(params=["gpt_oss in MXFP4", "multimodal gemma3", "qwen3", "qwen3, tied"])
+@pytest.fixture(
+    params=["gpt_oss in MXFP4", "multimodal gemma3", "multimodal mistral3", "phi3, fused", "qwen3", "qwen3, tied"]
+)
 def directory(request, tmp_path) -> Path:
     path = tmp_path / "m"
     if request.param == "gpt_oss in MXFP4":
         mxfp4_checkpoint(path)
-    elif request.param == "multimodal gemma3":
-        multimodal_checkpoint(path)
+    elif request.param.startswith("multimodal"):
+        multimodal_checkpoint(path, request.param.split()[1])
+    elif request.param == "phi3, fused":
+        fused_checkpoint(path)
     else:
         checkpoint(path, tied="tied" in request.param)
     return path

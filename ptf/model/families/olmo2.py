@@ -1,0 +1,48 @@
+"""OLMo 2 (`Olmo2ForCausalLM`): norms after attention and MLP and none before them; the queries of all heads are
+normalised together, and the keys."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import ATTENTION, LAYER, MLP, OUTER, Family, common, raise_if_unsupported, rope, small
+
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *OUTER,
+    *ATTENTION,
+    *MLP,
+    *(Rename(f"layers.{{i}}.attn.{p}_width_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
+    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+)
+
+
+def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
+    """Return what OLMo 2 and OLMo 3 share, with these layers."""
+    raise_if_unsupported(str(c["model_type"]), {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    bias = c.get("attention_bias", False)
+    return DecoderConfig(
+        **common({"rms_norm_eps": 1e-5, **c}),
+        tied=c.get("tie_word_embeddings", False),
+        layers=layers,
+        qk_width_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        pre_norm=False,
+        sandwich=True,
+    )
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    return decoder(c, (Layer(rope(c)),) * c["num_hidden_layers"])
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    return small(r, "olmo2", attention_bias=r.random() < 0.3)
+
+
+FAMILIES = {"olmo2": Family("olmo2", config, MAPPINGS, random_config)}

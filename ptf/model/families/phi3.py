@@ -1,0 +1,55 @@
+"""Phi-3 and Phi-4 (`Phi3ForCausalLM`): Mistral whose checkpoints hold queries, keys and values in one tensor, gates and
+ups in another; part of a head may be rotated.
+
+Left out: longrope (Phi-3 and Phi-3.5 with 128K tokens, Phi-4-mini), whose frequencies change with the length of the
+document; and dropout.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import LAYER, NORMS, OUTER, Family, common, raise_if_unsupported, rope, small, small_rope
+
+ATTN, MLP = "layers.{i}.attn.", "layers.{i}.mlp."
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *OUTER,
+    *NORMS,
+    Concatenate(tuple(f"{ATTN}{p}_proj.weight" for p in "qkv"), f"{LAYER}self_attn.qkv_proj.weight"),
+    Rename(f"{ATTN}o_proj.weight", f"{LAYER}self_attn.o_proj.weight"),
+    Concatenate(tuple(f"{MLP}{p}_proj.weight" for p in ("gate", "up")), f"{LAYER}mlp.gate_up_proj.weight"),
+    Rename(f"{MLP}down_proj.weight", f"{LAYER}mlp.down_proj.weight"),
+)
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    parameters = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"  # Phi-3 calls longrope su and yarn, too
+    raise_if_unsupported(
+        "phi3",
+        {
+            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
+            "rope_type": kind != "default" and kind,
+        },
+    )
+    layer = Layer(rope(c, parameters, partial=1.0), c.get("sliding_window"))
+    tied = c.get("tie_word_embeddings", False)
+    return DecoderConfig(**common({"rms_norm_eps": 1e-5, **c}), tied=tied, layers=(layer,) * c["num_hidden_layers"])
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    partial = r.choice([{}, {"partial_rotary_factor": r.choice([0.5, 0.75])}])
+    return small(
+        r,
+        "phi3",
+        pad_token_id=0,  # the default is outside this vocabulary
+        sliding_window=r.choice([None, 5, 16]),
+        rope_parameters=small_rope(r, "default") | partial,
+    )
+
+
+FAMILIES = {"phi3": Family("phi3", config, MAPPINGS, random_config)}

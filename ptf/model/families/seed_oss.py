@@ -1,0 +1,32 @@
+"""Seed-OSS (`SeedOssForCausalLM`): Llama with biased queries, keys and values. Its dropout is not used in training."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.config import DecoderConfig
+from ptf.model.families import DENSE, Family, llama, small
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {"head_dim": 128, "num_key_value_heads": 8, **c}  # the reference's defaults where a config.json has none
+    return replace(llama.config(c), qkv_bias=c.get("attention_bias", True), out_bias=c.get("attention_out_bias", False))
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    bias = {} if r.random() < 0.5 else {"attention_bias": r.random() < 0.5}
+    return small(
+        r,
+        "seed_oss",
+        attention_out_bias=r.random() < 0.5,
+        mlp_bias=r.random() < 0.3,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        **bias,
+    )
+
+
+FAMILIES = {"seed_oss": Family("seed_oss", config, DENSE, random_config)}

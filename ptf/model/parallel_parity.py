@@ -1,0 +1,232 @@
+"""Verification of a model family on two processes: FSDP and tensor parallelism against transformers' model.
+
+Two ranks compute the loss of packed documents and its gradients, take one step, and save the model. transformers takes
+the same step in one process; what the ranks saved, loaded by transformers, must compute the same logits. So a parameter
+that the sharding plan treats wrongly shows as a gradient or as logits, with the tensor's name.
+"""
+
+import copy
+import logging
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ptf.errors import UserError
+from ptf.model import bridge, verify
+from ptf.model.chunked import cross_entropy
+from ptf.model.families import family_of
+from ptf.model.sharding import PLAN, parallelize
+from ptf.model.tensor_parallel import ParallelStyle, raise_if_indivisible
+
+RANKS = 2
+MESHES = {"FSDP": (RANKS, 1), "tensor parallel": (1, RANKS)}  # shard, tensor
+BALANCE = 0.1  # weight of the load-balancing loss
+STEP = 0.02  # the largest change of a weight
+PATIENCE = timedelta(minutes=2)  # of a rank for the other one, which may have failed
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelCase:
+    """The comparison of one config on one mesh. Errors are relative, as in `verify.Case`."""
+
+    mesh: str
+    config: dict[str, Any]
+    loss: float = float("inf")
+    gradients: float = float("inf")
+    worst_gradient: str = ""
+    reloaded: float = float("inf")  # logits of the saved model in transformers
+    problems: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss, gradients and what was saved agree."""
+        errors = (self.loss, self.gradients, self.reloaded)
+        return all(error <= verify.TOLERANCE for error in errors) and not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What transformers computes in one process: the loss, its gradients by name, and the size of the step."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    rate: float
+
+
+def verify_parallel(
+    model_type: str, configs: int = 1, seed: int = 0, plan: Mapping[str, ParallelStyle] = PLAN
+) -> list[ParallelCase]:
+    """Compare `configs` random members of a family, which two ranks divide, on each mesh.
+
+    `plan` replaces the sharding plan (to test that a mistake is caught).
+    """
+    verify.quiet()
+    family, cases = family_of({"model_type": model_type}), []
+    with tempfile.TemporaryDirectory() as base:
+        members = []
+        for number in range(configs):
+            config = divisible(model_type, f"{seed}/{number}")
+            member = Path(base) / str(number)
+            model = verify.random_reference(config, seed * 1000 + number)
+            model.save_pretrained(member)
+            for name, mesh in MESHES.items():
+                after = copy.deepcopy(model)
+                stepped = _step(after, family, _groups(mesh), member)
+                members.append((member, name, stepped, verify.corrected(after)))
+        jobs = [(str(member), name, stepped.rate) for member, name, stepped, _ in members]
+        mp.start_processes(partial(_rank, jobs=jobs, plan=dict(plan), base=base), nprocs=RANKS, start_method="spawn")
+        for number, (member, name, stepped, after) in enumerate(members):
+            found = _found(base, number)
+            cases.append(
+                _compared(name, bridge.read_config(member), found, stepped, after, Path(base) / f"saved-{number}")
+            )
+    return cases
+
+
+def divisible(model_type: str, key: str) -> dict[str, Any]:
+    """Return a random config.json of a family that two ranks divide."""
+    family = family_of({"model_type": model_type})
+    for attempt in range(1000):
+        config = family.small(random.Random(f"parallel/{model_type}/{key}/{attempt}"))
+        try:
+            raise_if_indivisible(family.config(config), RANKS)
+        except UserError:
+            continue
+        return config
+    raise UserError(f"{model_type}: none of 1,000 random configs is divided by {RANKS} ranks")
+
+
+def _documents(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, positions, segments, targets and weights of the packed documents, [sequences, SEQ_LEN]."""
+    positions, segments = verify.packed()
+    tokens = torch.randint(0, vocab, segments.shape, generator=torch.Generator().manual_seed(0)) * (segments >= 0)
+    targets = tokens.roll(-1, 1)
+    weights = ((segments == segments.roll(-1, 1)) & (segments >= 0)).float()
+    weights[:, -1] = 0
+    return tokens, positions, segments, targets, weights
+
+
+def _groups(mesh: tuple[int, int]) -> list[slice]:
+    """Return the sequences that each data-parallel rank computes."""
+    return [slice(rank, None, mesh[0]) for rank in range(mesh[0])]
+
+
+def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path) -> _Step:
+    """Take one step with transformers' model, document by document, and return it; `hf` is changed."""
+    hf.eval()
+    hf.get_input_embeddings().padding_idx = None
+    experts = family.config(bridge.read_config(member)).experts
+    tokens, _, segments, targets, weights = _documents(verify.vocabulary(hf))
+    total = torch.zeros(())
+    for group in groups:
+        loss, outputs = torch.zeros(()), []
+        for number in segments[group].unique().tolist():
+            if number < 0:
+                continue
+            here = segments[group] == number
+            outputs.append(hf(input_ids=tokens[group][here][None], **verify.router_arguments(experts)))
+            each = torch.nn.functional.cross_entropy(outputs[-1].logits[0], targets[group][here], reduction="none")
+            loss = loss + (each * weights[group][here]).sum()
+        balance = verify.their_balance(hf, outputs)
+        total = total + loss + (0 if balance is None else BALANCE * balance * weights[group].sum())
+    total = total / weights.sum()
+    total.backward()
+    rate = STEP / max(float(p.grad.abs().max()) for p in hf.parameters() if p.grad is not None)
+    with torch.no_grad():
+        gradients = verify.stored_gradients(copy.deepcopy(hf), family, [p.grad for p in hf.parameters()])
+        for p in hf.parameters():
+            if p.grad is not None:
+                p.sub_(rate * p.grad)
+    return _Step(float(total.detach()), gradients, rate)
+
+
+def _rank(rank: int, jobs: Sequence[tuple[str, str, float]], plan: Mapping[str, ParallelStyle], base: str) -> None:
+    """Compute every job as one of the ranks, and write what was found."""
+    torch.set_num_threads(1)
+    # it logs hints about microseconds at an export
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    store = dist.FileStore(f"{base}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+    for number, (member, name, rate) in enumerate(jobs):
+        failed = False
+        try:
+            found = _on_rank(Path(member), name, rate, plan, Path(base) / f"saved-{number}")
+        except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
+            found = {"problems": str(error).splitlines()}
+        except Exception as error:  # whatever a wrong plan leads to: the other rank may fail otherwise, or wait
+            found, failed = {"problems": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}, True
+        torch.save(found, f"{base}/found-{number}-{rank}.pt")
+        if failed:
+            return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _found(base: str, number: int) -> dict[str, Any]:
+    """Return what rank 0 found for a job, with the problems of both ranks."""
+    files = [Path(base) / f"found-{number}-{rank}.pt" for rank in range(RANKS)]
+    found = [torch.load(file, weights_only=True) for file in files if file.is_file()]
+    problems = [*dict.fromkeys(problem for one in found for problem in one.get("problems", ()))]
+    if len(found) < RANKS and not problems:
+        problems = ["not computed: the ranks had stopped at another config"]
+    return {**(found[0] if found else {}), "problems": problems}
+
+
+def _on_rank(member: Path, name: str, rate: float, plan: Mapping[str, ParallelStyle], saved: Path) -> dict[str, Any]:
+    """Take the step on this rank's part of the model and of the data, and save the model."""
+    shards, tensor = MESHES[name]
+    mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+    model, family = bridge.build(member)
+    parallelize(model, mesh, "fp32", plan=plan)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, member, family)
+    part = _groups((shards, tensor))[mesh["shard"].get_local_rank()]
+    *inputs, targets, weights = _documents(model.config.vocab)
+    units = weights.sum()
+    loss = model(*(t[part] for t in inputs), partial(cross_entropy, targets=targets[part], weights=weights[part]))
+    if (balance := model.load_balancing_loss()) is not None:
+        loss = loss + BALANCE * balance * weights[part].sum()
+    (loss * shards / units).backward()  # FSDP averages the gradients of its ranks
+    whole = loss.detach().clone()
+    if shards > 1:
+        dist.all_reduce(whole)
+    with torch.no_grad():
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        by_name = {n: t.clone() for n, t in bridge.under_hf_names(gradients, model, family)}
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(rate * p.grad)
+    bridge.save_hf(bridge.hf_tensors(model, family), member, saved, writes=dist.get_rank() == 0)
+    return {"loss": float(whole / units), "gradients": by_name}
+
+
+def _compared(
+    mesh: str, config: dict[str, Any], found: Mapping[str, Any], stepped: _Step, after: Any, saved: Path
+) -> ParallelCase:
+    """Compare what the ranks found with transformers' step, and their export with transformers' model after it."""
+    if problems := found.get("problems"):
+        return ParallelCase(mesh, config, problems=tuple(problems))
+    gradient, worst = verify.gradient_error(
+        (name, value, stepped.gradients[name]) for name, value in found["gradients"].items()
+    )
+    loss = abs(found["loss"] - stepped.loss) / abs(stepped.loss)
+    again = verify.reference(saved).eval()
+    tokens, _, segments, _, _ = _documents(verify.vocabulary(after))
+    with torch.no_grad():
+        pairs = [
+            (again(input_ids=document[None]).logits, after(input_ids=document[None]).logits)
+            for document in (tokens[segments == number] for number in range(len(verify.LENGTHS)))
+        ]
+    error = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+    return ParallelCase(mesh, config, loss, gradient, worst, error)

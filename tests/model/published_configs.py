@@ -1,0 +1,81 @@
+"""The settings of published config.json files that change a model, and how many parameters its model card tells of, in
+thousands of millions (of the language model alone, where it is multimodal). Written from memory of the files."""
+
+from typing import Any
+
+Config = dict[str, Any]
+EVERY_FOURTH = [int((i + 1) % 4 != 0) for i in range(36)]
+
+
+def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Config:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+PUBLISHED: dict[str, tuple[Config, float]] = {
+    "OLMo-2-1124-7B": (
+        {"model_type": "olmo2", **sizes(100_352, 4096, 11_008, 32, 32, 32, rope_theta=500_000, rms_norm_eps=1e-6)},
+        7.30,
+    ),
+    "Olmo-3-7B": (
+        {"model_type": "olmo3", **sizes(100_278, 4096, 11_008, 32, 32, 32, rope_theta=500_000, rope_scaling=YARN)},
+        7.30,
+    ),
+    "SmolLM3-3B": (
+        {
+            "model_type": "smollm3",
+            "no_rope_layers": EVERY_FOURTH,
+            **sizes(128_256, 2048, 11_008, 36, 16, 4, rope_theta=5_000_000.0, tie_word_embeddings=True),
+        },
+        3.08,
+    ),
+    "granite-3.3-2b": (
+        {
+            "model_type": "granite",
+            **GRANITE,
+            **sizes(49_159, 2048, 8192, 40, 32, 8, rope_theta=10_000_000.0, tie_word_embeddings=True),
+        },
+        2.53,
+    ),
+    "Phi-3-mini-4k": ({"model_type": "phi3", **sizes(32_064, 3072, 8192, 32, 32, 32, sliding_window=2047)}, 3.82),
+    "phi-4": (
+        {"model_type": "phi3", **sizes(100_352, 5120, 17_920, 40, 40, 10, sliding_window=None, rope_theta=250_000)},
+        14.66,
+    ),
+    "Seed-OSS-36B": (
+        {"model_type": "seed_oss", **sizes(155_136, 5120, 27_648, 64, 80, 8, head_dim=128, attention_bias=True)},
+        36.15,
+    ),
+    "Mistral-Small-3.1-24B": (
+        {
+            "model_type": "mistral3",
+            "text_config": {
+                "model_type": "mistral",
+                **sizes(131_072, 5120, 32_768, 40, 32, 8, head_dim=128, rope_theta=1e9, sliding_window=None),
+            },
+        },
+        23.57,
+    ),
+    "gemma-2-2b": ({"model_type": "gemma2", **sizes(256_000, 2304, 9216, 26, 8, 4, head_dim=256)}, 2.61),
+}

@@ -1,0 +1,71 @@
+"""Every family computes on two ranks what transformers computes in one process, and a wrong plan is caught."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from ptf.model.families import MODULES
+from ptf.model.parallel_parity import ParallelCase, verify_parallel
+from ptf.model.sharding import COLWISE, PLAN, SEQUENCE, WHOLE
+from ptf.model.tensor_parallel import ParallelStyle, ParamSharding, normalise_width
+
+Plan = Mapping[str, ParallelStyle]
+
+
+def without(entry: str) -> Plan:
+    return {name: style for name, style in PLAN.items() if name != entry}
+
+
+# a plan, and the mesh on which it shows; FSDP needs none
+WRONG: dict[str, tuple[str, Plan]] = {
+    "an entry is missing": ("olmo2", without("layers.*.attn.[qk]_width_norm")),
+    "a norm of a slice of the width": ("olmo2", {**PLAN, "layers.*.attn.[qk]_width_norm": COLWISE}),
+    "the weight of the norm is whole": (
+        "olmo2",
+        {**PLAN, "layers.*.attn.[qk]_width_norm": ParallelStyle({"weight": ParamSharding()}, forward=normalise_width)},
+    ),
+    "gradients of a norm are not summed": ("qwen3", {**PLAN, "layers.*.attn.[qk]_norm": WHOLE}),
+    "biases of the output count on each rank": (
+        "seed_oss",
+        {
+            **PLAN,
+            "layers.*.attn.o_proj": ParallelStyle({"weight": ParamSharding(1), "bias": ParamSharding(partial=True)}),
+        },
+    ),
+    "gradients of the router are not summed": ("qwen3_moe", {**PLAN, "layers.*.moe.router": WHOLE}),
+    "the balance loss counts on each rank": (
+        "qwen3_moe",
+        {**PLAN, "layers.*.moe": ParallelStyle(sequence_parallel=True)},
+    ),
+}
+
+
+def of(cases: list[ParallelCase], mesh: str) -> list[ParallelCase]:
+    return [case for case in cases if case.mesh == mesh]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", MODULES)
+def test_two_ranks_compute_what_transformers_does(model_type: str) -> None:
+    cases = verify_parallel(model_type)
+    assert [case.mesh for case in cases] == ["FSDP", "tensor parallel"]
+    assert [case for case in cases if not case.passed] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_plan_is_caught(mistake: str) -> None:
+    model_type, plan = WRONG[mistake]
+    cases = verify_parallel(model_type, configs=2, plan=plan)
+    assert of(cases, "FSDP")[0].passed
+    caught = [case for case in of(cases, "tensor parallel") if not case.passed]
+    assert caught
+    if mistake == "an entry is missing":
+        assert any("q_width_norm" in problem for problem in caught[0].problems)
+    if mistake == "the weight of the norm is whole":
+        assert caught[0].problems[0].startswith("RuntimeError: The size of tensor")
+
+
+def test_the_plans_differ() -> None:
+    assert all(plan != PLAN for _, plan in WRONG.values())
+    assert PLAN["layers.*.attn.[qk]_norm"] is SEQUENCE
