@@ -134,7 +134,7 @@ def build(
     Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
     """
     hf = read_config(directory)
-    family = family_of(hf)
+    family = _as_stored(family_of(hf), directory)
     if (method := hf.get("quantization_config", {}).get("quant_method", "mxfp4")) != "mxfp4":
         copy = ", or a copy in bf16, as transformers' FineGrainedFP8Config(dequantize=True) loads one"
         raise UserError(
@@ -157,6 +157,15 @@ def build(
             "experts only), or all of them train; set model.quantization: nf4, or leave it out"
         )
     return model, family
+
+
+def _as_stored(family: Family, directory: Path) -> Family:
+    """Return the family with the mappings for the form in which a checkpoint, if there are weights, stores experts."""
+    if family.per_expert and any((directory / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        with TensorFiles(directory, family.aliases) as files:
+            if any(".experts.0." in name for name in files.names):
+                return replace(family, mappings=family.per_expert)
+    return family
 
 
 def decoder_config(directory: Path, backend: Literal["ptf", "hf"] = "ptf") -> DecoderConfig:

@@ -198,6 +198,46 @@ class Concatenate:
 
 
 @dataclass(frozen=True, slots=True)
+class ConcatenateExperts:
+    """One tensor of theirs, [experts, rows, in], has in each expert the rows of several of ours, in turn."""
+
+    names: tuple[str, ...]
+    other: str
+    rows: tuple[int, ...] = ()  # of an expert in each of ours; `sized` says how many
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """Our names."""
+        return self.names
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their names."""
+        return (self.other,)
+
+    def at(self, layer: int) -> Self:
+        """Return the mapping of one layer."""
+        names = tuple(n.replace("{i}", str(layer)) for n in self.names)
+        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
+
+    def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
+        """Return the mapping of a model in which our tensors have these shapes."""
+        return replace(self, rows=tuple(shapes[name][1] for name in self.names))
+
+    def shape(self, ours: torch.Size) -> tuple[int, ...]:
+        """Return the shape of each of their tensors."""
+        return (ours[0], sum(self.rows), *ours[2:])
+
+    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+        """Return a slice of our tensor, read from theirs."""
+        before, (expert, rows, into) = sum(self.rows[:which]), part
+        return read(self.other, (expert, slice(before + rows.start, before + rows.stop), into))
+
+    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return their tensors, computed from ours."""
+        return [torch.cat(tuple(tensors), 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class Interleave:
     """Two tensors of ours alternate along the last dimension of one of theirs.
 

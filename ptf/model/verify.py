@@ -172,13 +172,13 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("A_log"):  # states that last for many tokens: otherwise they hardly matter
-                    p.normal_(-2, 0.5)
+                    p.normal_(-3, 0.5)
                 elif p.dim() == 1:
                     p.add_(0.3 * torch.randn_like(p))
                 else:
                     # wide enough that the clamp is reached
                     wide = 3 if "gate_up_proj" in name and config["model_type"] == "gpt_oss" else 0.8
-                    wide = 0.6 if "conv1d" in name else wide
+                    wide = 0.5 if "conv1d" in name else wide
                     # small embeddings make the norms' epsilon matter; OLMo projects them as they are, and beside the
                     # biases its gradients would be rounding
                     embedding = 0.3 if config["model_type"] in ("olmo2", "olmo3") else 0.03

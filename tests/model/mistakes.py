@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptf.model import decoder, moe, rope
+from ptf.model import attention, decoder, delta_rule, gated_delta, moe, rope
 from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
@@ -267,7 +267,78 @@ def _caps_swapped(c: DecoderConfig) -> DecoderConfig:
     return replace(c, attention_softcap=c.softcap, softcap=c.attention_softcap)
 
 
+def _one_document(segments: torch.Tensor, size: int) -> delta_rule.Chunks:
+    """Chunks of a packed batch as of one document: the state is not reset."""
+    return _CHUNKS(torch.where(segments >= 0, 0, segments), size)
+
+
+def _never_reset(x: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A convolution that reads across the beginnings of documents."""
+    return delta_rule.convolve(x, torch.arange(x.shape[1]).expand_as(positions), weight)
+
+
+def _gate_before_query(attention_: Any) -> None:
+    """Read each head's gate before its query."""
+    weight = attention_.q_proj.weight
+    if getattr(attention_, "gated", False):
+        weight.copy_(weight.clone().unflatten(0, (-1, 2, attention_.head_dim)).flip(1).flatten(0, 2))
+
+
+def _ungrouped(layer: Any, x: torch.Tensor) -> Any:
+    """Read queries, keys, values and gate as one after the other, instead of grouped by key head."""
+    c = layer.config
+    keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+    qkv, z = layer.qkvz_proj(x).split((2 * keys + values, values), -1)
+    return qkv, z, *layer.ba_proj(x).chunk(2, -1)
+
+
+def _heads_in_turn(layer: Any, qkv: torch.Tensor) -> Any:
+    """Give the heads of values to the heads of keys in turn, instead of in groups."""
+    q, k, v = _HEADS(layer, qkv)
+    c = layer.config
+    order = torch.arange(c.value_heads).view(c.key_heads, -1).t().flatten()
+    return q[..., order, :], k[..., order, :], v
+
+
+_CHUNKS, _HEADS = delta_rule.Chunks.of, gated_delta.GatedDeltaNet.heads
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
+
+
+def _of_linear_attention(model_type: str) -> tuple[Mistake, ...]:
+    return (
+        Mistake("state not reset", model_type, patch=(delta_rule.Chunks, "of", staticmethod(_one_document))),
+        Mistake("convolution not reset", model_type, patch=(attention, "convolve", _never_reset)),
+        Mistake(
+            "heads of values given in turn", model_type, patch=(gated_delta.GatedDeltaNet, "heads", _heads_in_turn)
+        ),
+        Mistake("gate read before query", model_type, model=each("attn", _gate_before_query)),
+        Mistake("attention not gated", model_type, model=each("attn", _set("gated", False))),
+        Mistake("heads rotated whole", model_type, ropes(lambda r: replace(r, partial=1.0))),
+        Mistake(
+            "norm of linear attention offset by one", model_type, model=each("attn.norm", lambda m: m.weight.add_(1))
+        ),
+        Mistake(
+            "time step's bias left out",
+            model_type,
+            model=each("attn", lambda m: getattr(m, "dt_bias", torch.ones(1)).zero_()),
+        ),
+        Mistake("no decay", model_type, model=each("attn", lambda m: getattr(m, "a_log", torch.ones(1)).fill_(-99))),
+        Mistake(
+            "kinds of layers one too early",
+            model_type,
+            mapped(lambda c: replace(c, layers=(*c.layers[1:], c.layers[0]))),
+        ),
+    )
+
+
 MISTAKES = (
+    *(mistake for model_type in HYBRIDS for mistake in _of_linear_attention(model_type)),
+    Mistake("shared expert not gated", "qwen3_next", model=each("moe", _set("shared_gate", None))),
+    Mistake("experts always normalised", "qwen3_next", experts(normalise=True)),
+    Mistake("rows not grouped by key head", "qwen3_next", patch=(gated_delta.GatedDeltaNet, "_grouped", _ungrouped)),
+    Mistake("vision tensors not known", "qwen3_5", lambda family: replace(family, carried=())),
+    Mistake("shared expert left out", "qwen3_5_moe", model=each("moe.shared.down_proj", _zero("weight"))),
+    Mistake("gate and up of experts swapped", "qwen3_5_moe_text", swapped("experts.gate_proj", "experts.up_proj")),
     Mistake("rope base 1 % off", "llama", ropes(lambda r: replace(r, theta=r.theta * 1.01))),
     Mistake("rope scaling ignored", "llama", ropes(lambda r: Rope(r.theta))),
     Mistake("rope scaling by half the factor", "llama", ropes(lambda r: replace(r, factor=max(1.0, r.factor / 2)))),

@@ -73,8 +73,8 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
         bridge.locate(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="no directory"):
         bridge.locate(str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"qwen2_5.*nearest: qwen2"):
-        bridge.family_of({"model_type": "qwen2_5"})
+    with pytest.raises(UserError, match=r"qwen2_mo.*nearest: qwen2_moe"):
+        bridge.family_of({"model_type": "qwen2_mo"})
     config = bridge.read_config(directory)
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UserError, match="num_hidden_layers 3 and 2 layer_types"):

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, ConcatenateExperts, Rename, TensorMapping
 from ptf.model.config import Layer, Rope
 
 MODULES = {  # model_type → the file of its family
@@ -29,6 +29,9 @@ MODULES = {  # model_type → the file of its family
     "gpt_oss": "gpt_oss",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_next": "qwen3_next",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "smollm3": "smollm3",
@@ -49,6 +52,8 @@ class Family:
     config: Callable[[Mapping[str, Any]], Any]
     mappings: tuple[TensorMapping, ...]
     small: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
+    # the mappings for checkpoints that store each expert by itself, in families whose `mappings` are for stacked ones
+    per_expert: tuple[TensorMapping, ...] = ()
     prefix: str = ""  # prefix of all names of the language model in a checkpoint
     # other prefixes of names that checkpoints use → the one that ptf writes
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +81,8 @@ class Family:
         mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
+        joined = Concatenate | ConcatenateExperts
+        return [mapping.sized(shapes) if isinstance(mapping, joined) else mapping for mapping in mappings]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

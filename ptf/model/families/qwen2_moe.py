@@ -10,14 +10,17 @@ from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, MoE
 from ptf.model.families import DENSE, LAYER, Family, alternating, common, raise_if_unsupported, rope, small
 
-MAPPINGS: tuple[TensorMapping, ...] = (
-    *DENSE,
+SHARED: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
     Rename("layers.{i}.moe.shared_gate.weight", f"{LAYER}mlp.shared_expert_gate.weight"),
     *(
         Rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_expert.{p}_proj.weight")
         for p in ("gate", "up", "down")
     ),
+)
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *DENSE,
+    *SHARED,
     *(
         Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
         for p in ("gate", "up", "down")
@@ -71,6 +74,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
         shared_expert_intermediate_size=r.choice([16, 40]),
         norm_topk_prob=r.random() < 0.5,
         qkv_bias=r.random() < 0.7,
+        router_aux_loss_coef=r.choice([0.001, 0.01]),
         **sparse,
         **windows,
     )

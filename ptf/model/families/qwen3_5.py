@@ -1,6 +1,6 @@
-"""Qwen3.5 (`Qwen3_5ForCausalLM`, and the text part of `Qwen3_5ForConditionalGeneration`): three layers of linear
-attention by the gated delta rule for every layer of softmax attention, whose output has a gate and whose heads are
-rotated in part; norms that scale by 1 + weight.
+"""Qwen3.5 (`Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`, and the text parts of their multimodal models): three layers
+of linear attention by the gated delta rule for every layer of softmax attention, whose output has a gate and whose
+heads are rotated in part; norms that scale by 1 + weight; an MLP, or experts beside a shared one, in every layer.
 
 A multimodal checkpoint trains its language model, on text alone: then the three coordinates of a position are equal,
 and its interleaved rotation is the plain one. The vision tower, and the layers that predict several tokens (`mtp.`),
@@ -8,14 +8,16 @@ are copied to the export unchanged.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
-from ptf.model.config import DecoderConfig, GatedDelta, Layer, Rope
+from ptf.model.checkpoint_mapping import ConcatenateExperts, Rename, Stack, TensorMapping
+from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE, Rope
 from ptf.model.families import DENSE, LAYER, Family, common, inside, raise_if_unsupported, rope, small
+from ptf.model.families.qwen2_moe import SHARED
 
 PARTIAL = 0.25  # of a head's dimensions are rotated, where a config.json does not say
 LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
@@ -75,33 +77,57 @@ def refuse_unsupported(c: Mapping[str, Any]) -> None:
     )
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+def hybrid_config(c: Mapping[str, Any], *, fused: bool, moe: MoE | None = None) -> DecoderConfig:
+    """Map a config.json with linear attention; experts, if there are any, are in every layer."""
     c = {**DEFAULTS, **c}
     refuse_unsupported(c)
-    bias = c.get("attention_bias", False)
+    bias, layers = c.get("attention_bias", False), hybrid_layers(c, rope(c, partial=PARTIAL))
     return DecoderConfig(
         **common(c),
         tied=c.get("tie_word_embeddings", False),
-        layers=hybrid_layers(c, rope(c, partial=PARTIAL)),
+        layers=tuple(replace(kind, moe=moe is not None) for kind in layers),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
         norm_offset=True,
         attention_gate=True,
-        delta=gated_delta(c, fused=False),
+        delta=gated_delta(c, fused=fused),
+        moe=moe,
     )
 
 
-def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map the text part of a multimodal config.json."""
-    text = {**c["text_config"]}
-    return config({**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", False))})
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    return hybrid_config(c, fused=False)
+
+
+def moe_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json with experts; raise UserError for settings that are not implemented."""
+    moe = MoE(
+        experts=c.get("num_experts", 256),
+        top_k=c.get("num_experts_per_tok", 8),
+        intermediate_size=c.get("moe_intermediate_size", 512),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
+        shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+    return hybrid_config({**c, "intermediate_size": c.get("intermediate_size", 0)}, fused=False, moe=moe)
+
+
+def multimodal(of_text: Callable[[Mapping[str, Any]], DecoderConfig]) -> Callable[[Mapping[str, Any]], DecoderConfig]:
+    """Return the mapping of a multimodal config.json, whose text part `of_text` maps."""
+
+    def of_whole(c: Mapping[str, Any]) -> DecoderConfig:
+        text = c["text_config"]
+        tied = c.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        return of_text({**text, "tie_word_embeddings": tied})
+
+    return of_whole
 
 
 def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     """Return a random config.json of a model with linear attention, small enough to verify in a second."""
-    sizes = {"hidden_size": 96, "num_hidden_layers": r.choice([2, 3]), "head_dim": r.choice([16, 32])}
+    sizes = {"hidden_size": r.choice([96, 144]), "num_hidden_layers": r.choice([2, 3]), "head_dim": r.choice([16, 32])}
     c = small(r, model_type, attention_bias=r.random() < 0.2, **sizes, **more)
     keys = r.choice([1, 2, 3])
     kinds = [r.choice(["linear_attention", "full_attention"]) for _ in range(c["num_hidden_layers"])]
@@ -109,7 +135,7 @@ def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, An
     kinds[first], kinds[1 - first] = "linear_attention", "full_attention"
     return c | {
         # a head's output may be small, and the norm after it makes the rounding errors of a small one large
-        "rms_norm_eps": r.choice([1e-3, 1e-2]),
+        "rms_norm_eps": r.choice([5e-3, 2e-2]),
         "layer_types": kinds,
         "linear_conv_kernel_dim": r.choice([2, 3, 4]),
         "linear_key_head_dim": r.choice([16, 24]),
@@ -125,9 +151,30 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return small_hybrid(r, "qwen3_5_text")
 
 
-def random_multimodal_config(r: random.Random) -> dict[str, Any]:
+def small_experts(r: random.Random) -> dict[str, Any]:
+    """Return random settings of experts for a small config.json."""
+    return {
+        "num_experts": r.choice([4, 6, 8]),
+        "num_experts_per_tok": r.choice([1, 2, 3]),
+        "moe_intermediate_size": r.choice([16, 24]),
+        "shared_expert_intermediate_size": r.choice([16, 40]),
+        "router_aux_loss_coef": r.choice([0.001, 0.01]),
+    }
+
+
+def random_moe_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json of a model with experts for the verifier."""
+    c = small_hybrid(r, "qwen3_5_moe_text", **small_experts(r))
+    return {key: value for key, value in c.items() if key != "intermediate_size"}
+
+
+def random_multimodal_config(
+    r: random.Random,
+    text_config: Callable[[random.Random], dict[str, Any]] = random_config,
+    model_type: str = "qwen3_5",
+) -> dict[str, Any]:
     """Return a small random config.json of a multimodal model for the verifier."""
-    text = random_config(r)
+    text = text_config(r)
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
     vision = {
         "depth": 1,
@@ -139,22 +186,45 @@ def random_multimodal_config(r: random.Random) -> dict[str, Any]:
         "num_position_embeddings": 16,
     }
     return {
-        "model_type": "qwen3_5",
+        "model_type": model_type,
         "text_config": text,
-        "vision_config": {"model_type": "qwen3_5_vision", **vision},
+        "vision_config": {"model_type": f"{model_type}_vision", **vision},
         "tie_word_embeddings": text["tie_word_embeddings"],
     }
 
 
-TEXT = Family("qwen3_5_text", config, MAPPINGS, random_config, carried=("mtp.",))
+EXPERTS = ("gate", "up", "down")
+# the experts are tensors of their own as transformers saves them, and stacked in published multimodal checkpoints
+MOE_MAPPINGS = (
+    *MAPPINGS,
+    *SHARED,
+    *(Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight") for p in EXPERTS),
+)
+STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
+    *MAPPINGS,
+    *SHARED,
+    ConcatenateExperts(
+        ("layers.{i}.moe.experts.gate_proj", "layers.{i}.moe.experts.up_proj"), f"{LAYER}mlp.experts.gate_up_proj"
+    ),
+    Rename("layers.{i}.moe.experts.down_proj", f"{LAYER}mlp.experts.down_proj"),
+)
+WITHOUT_TEXT = ("mtp.", "model.visual.")
 FAMILIES = {
-    "qwen3_5_text": TEXT,
-    "qwen3_5": replace(
-        TEXT,
-        model_type="qwen3_5",
-        config=multimodal_config,
-        small=random_multimodal_config,
-        mappings=inside(MAPPINGS, "language_model"),
-        carried=("mtp.", "model.visual."),
+    "qwen3_5_text": Family("qwen3_5_text", config, MAPPINGS, random_config, carried=("mtp.",)),
+    "qwen3_5_moe_text": Family("qwen3_5_moe_text", moe_config, MOE_MAPPINGS, random_moe_config, carried=("mtp.",)),
+    "qwen3_5": Family(
+        "qwen3_5",
+        multimodal(config),
+        inside(MAPPINGS, "language_model"),
+        random_multimodal_config,
+        carried=WITHOUT_TEXT,
+    ),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe",
+        multimodal(moe_config),
+        inside(STACKED_MAPPINGS, "language_model"),
+        partial(random_multimodal_config, text_config=random_moe_config, model_type="qwen3_5_moe"),
+        per_expert=inside(MOE_MAPPINGS, "language_model"),
+        carried=WITHOUT_TEXT,
     ),
 }

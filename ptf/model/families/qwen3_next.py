@@ -1,0 +1,46 @@
+"""Qwen3-Next (`Qwen3NextForCausalLM`): three layers of linear attention by the gated delta rule for every layer of
+softmax attention with a gate, as Qwen3.5; experts beside a shared one, in all layers or some. The projections of linear
+attention lie in two matrices, whose rows are grouped by key head.
+
+The layers that predict several tokens (`mtp.`) are copied to the export unchanged.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.checkpoint_mapping import TensorMapping
+from ptf.model.config import DecoderConfig, MoE
+from ptf.model.families import Family
+from ptf.model.families.qwen3_5 import MOE_MAPPINGS, hybrid_config, small_experts, small_hybrid
+
+MAPPINGS: tuple[TensorMapping, ...] = MOE_MAPPINGS
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    dense, step, experts = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1), c.get("num_experts", 512)
+    moe = MoE(
+        experts=experts,
+        top_k=c.get("num_experts_per_tok", 10),
+        intermediate_size=c.get("moe_intermediate_size", 512),
+        normalise=c.get("norm_topk_prob", True),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
+        shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+    found = hybrid_config({"intermediate_size": 5632, **c}, fused=True, moe=moe)
+    layers = tuple(
+        replace(kind, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i, kind in enumerate(found.layers)
+    )
+    return replace(found, layers=layers)
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+    return small_hybrid(r, "qwen3_next", norm_topk_prob=r.random() < 0.6, **small_experts(r), **sparse)
+
+
+FAMILIES = {"qwen3_next": Family("qwen3_next", config, MAPPINGS, random_config, carried=("mtp.",))}
