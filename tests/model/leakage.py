@@ -31,7 +31,7 @@ from tests.model.foreign import foreign
 
 # families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
 # or ministral3
-WRAPPERS = ("gemma3", "qwen3_5", "glm4_moe_lite", "mistral3")
+WRAPPERS = ("gemma3", "qwen3_5", "qwen3_5_moe", "glm4_moe_lite", "mistral3")
 SEQ_LEN = 40
 VOCAB = 30  # of the tokens that are drawn; every model has more
 
@@ -90,6 +90,8 @@ MIXERS = [
     Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, **EXPERTS),
     Mixer("softmax, experts", "qwen3_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
     Mixer("linear (gated delta rule, convolution) and softmax", "qwen3_5_text", PerDocument),
+    Mixer("linear and softmax, experts and a shared one", "qwen3_5_moe_text", PerDocument, **EXPERTS),
+    Mixer("linear of two matrices and softmax, experts", "qwen3_next", PerDocument, **EXPERTS),
     Mixer("softmax, experts and a shared one", "qwen2_moe", PerDocument, **{**EXPERTS, "bound": 1e-6}),
     Mixer("softmax of a part that is rotated, experts chosen by sigmoids", "glm4_moe", PerDocument, **EXPERTS),
     Mixer("latent", "deepseek_v3", PerDocument, **EXPERTS),

@@ -279,9 +279,15 @@ def _never_reset(x: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor)
 
 def _gate_before_query(attention_: Any) -> None:
     """Read each head's gate before its query."""
-    weight = attention_.q_proj.weight
     if getattr(attention_, "gated", False):
+        weight = attention_.q_proj.weight
         weight.copy_(weight.clone().unflatten(0, (-1, 2, attention_.head_dim)).flip(1).flatten(0, 2))
+
+
+def _one_gate(attention_: Any) -> None:
+    """Halve the output of attention, whatever its input."""
+    if getattr(attention_, "gated", False):
+        attention_.q_proj.weight.unflatten(0, (-1, 2, attention_.head_dim))[:, 1].zero_()
 
 
 def _ungrouped(layer: Any, x: torch.Tensor) -> Any:
@@ -312,7 +318,7 @@ def _of_linear_attention(model_type: str) -> tuple[Mistake, ...]:
             "heads of values given in turn", model_type, patch=(gated_delta.GatedDeltaNet, "heads", _heads_in_turn)
         ),
         Mistake("gate read before query", model_type, model=each("attn", _gate_before_query)),
-        Mistake("attention not gated", model_type, model=each("attn", _set("gated", False))),
+        Mistake("one gate for all", model_type, model=each("attn", _one_gate)),
         Mistake("heads rotated whole", model_type, ropes(lambda r: replace(r, partial=1.0))),
         Mistake(
             "norm of linear attention offset by one", model_type, model=each("attn.norm", lambda m: m.weight.add_(1))

@@ -114,9 +114,9 @@ def test_a_config_without_a_setting_that_has_no_default(directory):
 
 def test_an_architecture_that_is_not_there_is_named_with_the_nearest_and_the_way_out(directory):
     config = bridge.read_config(directory)
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_next"}))
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_nexx"}))
     (line,) = refused(directory)
-    assert all(part in line for part in ("'qwen3_next'", "nearest: qwen3", "model.backend: hf", "docs/add_a_model.md"))
+    assert all(part in line for part in ("'qwen3_nexx'", "nearest: qwen3", "model.backend: hf", "docs/add_a_model.md"))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])

@@ -65,7 +65,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
     windows = r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 2}])
-    return small(
+    c = small(
         r,
         "qwen2_moe",
         num_experts=r.choice([4, 6, 8]),
@@ -78,6 +78,9 @@ def random_config(r: random.Random) -> dict[str, Any]:
         **sparse,
         **windows,
     )
+    kinds = ["full_attention", *(["sliding_attention"] if windows else [])]
+    types = {"layer_types": [r.choice(kinds) for _ in range(c["num_hidden_layers"])]}
+    return c | r.choice([{}, types])
 
 
 FAMILIES = {"qwen2_moe": Family("qwen2_moe", config, MAPPINGS, random_config)}
