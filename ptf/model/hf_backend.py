@@ -7,18 +7,26 @@ attention or by something else. A batch costs its number of documents × the lon
 model and checked against the model's own logits when it is loaded, so a model that computes logits in another way is
 refused instead of trained wrongly.
 
+Parameters are made on the meta device, sharded, and filled slice by slice from the checkpoint (hf_weights.py). Buffers
+are made by the model's constructor on the CPU and never pass through meta, which would lose those that no checkpoint
+stores, such as rotary frequencies. Adapters (LoRA) go to transformers' own modules (hf_adapters.py); a scalar head is
+that of transformers' `...ForSequenceClassification`.
+
 Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
-tensor parallelism, LoRA, heads and components of the user's own, added tokens, generation. Loading holds the whole
-model in each process's memory; so does an export where transformers stores tensors in another form than it computes
-with.
+tensor parallelism, heads and components of the user's own, adapters of experts that are stacked in one parameter,
+weights in four bits. `model.init: random` makes the whole model in each process's memory.
 """
 
-from collections.abc import Iterator
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -29,23 +37,38 @@ from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
 from ptf.model.families import Family
 from ptf.model.head import Head
+from ptf.model.hf_adapters import PREFIX, adapt, merged, uncalled_kinds
+from ptf.model.hf_weights import InMemory, fill_from, stored_groups
+from ptf.model.layers import LayerFactory
+from ptf.model.lora import Lora, adapter_names, adapters
+from ptf.model.scalar import Scalar, is_scalar
+from ptf.model.tensor_files import TensorFiles
 
 # name of a factor of the logits in config.json → its exponent
-SCALES = {"logit_scale": 1, "logits_scaling": -1}
-TOLERANCE = 1e-5  # of the largest logit, fp32
-ROUNDING = 1e-4  # of the largest hidden value: experts sum in another order when another token goes elsewhere
+SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
+# of the largest hidden value: experts sum in another order when another token goes elsewhere
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBE = 8  # tokens
+SCORE = "score"  # transformers' name of a scalar head
 
 
 class HFDecoder(nn.Module):
     """A model of transformers with the interface of Decoder."""
 
-    def __init__(self, hf: Any) -> None:
+    supports_shared_prefixes = False  # transformers computes whole documents only
+    first, group = 0, None  # the head is never sharded over the vocabulary
+
+    def __init__(self, hf: Any, head: Literal["lm", "scalar"] = "lm", lora: Lora | None = None) -> None:
         super().__init__()
         self.hf = hf
-        self.config = decoder_config(hf.config)
-        self.scale = 1.0  # factor of the logits; `check` sets both
-        self.softcap = None
+        self.config = replace(decoder_config(hf.config), head=head)
+        self.factory = LayerFactory(lora=lora)
+        self.scale = 1.0  # factor of the logits
+        for key, power in SCALES.items():
+            if head == "lm" and (factor := getattr(hf.config, key, None)):
+                self.scale *= float(factor) ** power
+        self.softcap = getattr(hf.config, "final_logit_softcapping", None)
         self.eval()
 
     def train(self, mode: bool = True) -> "HFDecoder":
@@ -55,14 +78,12 @@ class HFDecoder(nn.Module):
     @property
     def head(self) -> nn.Module:
         """The output projection of transformers' model."""
-        return self.hf.get_output_embeddings()
+        return getattr(self.hf, SCORE) if self.config.head == "scalar" else self.hf.get_output_embeddings()
 
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, which are sharded one by one."""
         return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers)
-
-    supports_shared_prefixes = False  # transformers computes whole documents only
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: HeadFn, attend: None = None) -> Any:
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
@@ -96,8 +117,10 @@ class HFDecoder(nn.Module):
                 f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
             )
 
-    def output(self) -> Head:
+    def output(self) -> Head | Scalar:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""
+        if self.config.head == "scalar":
+            return Scalar(cast("Tensor", self.head.weight))
         weight, bias = cast("Tensor", self.head.weight), getattr(self.head, "bias", None)
         scaled = bias if bias is None or self.scale == 1 else bias * self.scale
         return Head(weight, self.config.vocab, self.softcap, scaled)
@@ -106,21 +129,40 @@ class HFDecoder(nn.Module):
         """Return None: there is no load-balancing loss."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in a checkpoint, whole tensor). Every rank must iterate."""
-        from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+        """Yield (name in a checkpoint, whole tensor), adapters merged. Every rank must iterate."""
+        from transformers.core_model_loading import revert_weight_conversion
 
         if isinstance(self, FSDPModule):
             self.reshard()
-        # tied tensors are listed under one name
+        values, pairs = self._stored(), adapters(self)
+        for group in stored_groups(self.hf, list(values)):
+            yield from revert_weight_conversion(self.hf, {n: merged(self, pairs, n, values[n]) for n in group}).items()
+
+    def hf_names(self) -> set[str]:
+        """Return the names under which `hf_tensors` gives the tensors."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        values = self._stored()
+        return {
+            name
+            for group in stored_groups(self.hf, list(values))
+            for name in revert_weight_conversion(self.hf, {n: torch.empty_like(values[n], device="meta") for n in group})
+        }
+
+    def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
+        _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names())
+        if problems:
+            raise KeyError("; ".join(problems))
+
+    def _adapter_names(self) -> set[str]:
+        return {name.removeprefix(PREFIX) for name in adapter_names(self)}
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by transformers' names; tied ones are listed under one name."""
         names = {n for n, _ in self.hf.named_parameters()} | {n for n, _ in self.hf.named_buffers()}
-        stored = (
-            (n, t.full_tensor() if isinstance(t, DTensor) else t) for n, t in self.hf.state_dict().items() if n in names
-        )
-        if any(isinstance(c, WeightConverter) for c in self.hf._weight_conversions or ()):
-            yield from revert_weight_conversion(self.hf, dict(stored)).items()
-        else:
-            for name, tensor in stored:
-                yield from revert_weight_conversion(self.hf, {name: tensor}).items()
+        names -= self._adapter_names()
+        return {n: t for n, t in self.hf.state_dict().items() if n in names}
 
 
 def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,13 +230,21 @@ def configured(directory: Path) -> Any:
     return c
 
 
-def build(directory: Path) -> tuple[HFDecoder, Family]:
-    """Return a model of the right shape on the meta device, and an object that stands for its family."""
-    from transformers import AutoModelForCausalLM
+def build(
+    directory: Path, *, head: Literal["lm", "scalar"] | None = None, lora: Lora | None = None
+) -> tuple[HFDecoder, Family]:
+    """Return a model whose parameters are on the meta device, and an object that stands for its family.
 
+    `head` is the kind of head; None takes that of the checkpoint. Raise UserError for a model that cannot be trained,
+    and for an adapter that matches nothing.
+    """
     c = configured(directory)
-    with torch.device("meta"):
-        model = HFDecoder(AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False))
+    head = head or ("scalar" if is_scalar(bridge.read_config(directory)) else "lm")
+    with parameters_on_meta():
+        hf = _model_class(c, head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+        model = HFDecoder(hf, head, lora)
+        if lora is not None:
+            adapt(model, lora)
     if model.head is None or not any(
         isinstance(m, nn.ModuleList) and len(m) == model.config.num_layers for m in model.hf.modules()
     ):
@@ -205,35 +255,105 @@ def build(directory: Path) -> tuple[HFDecoder, Family]:
     return model, Family(c.model_type, decoder_config, (), _no_random_members)
 
 
+def _model_class(c: Any, head: str) -> Any:
+    """Return transformers' class of models with this head; raise UserError if there is none."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if head == "lm":
+        return AutoModelForCausalLM
+    c.num_labels = 1
+    if type(c) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"model.backend: hf: {c.model_type} has no scalar head (reward models, critics): transformers has no "
+            "classifier of it"
+        )
+    return AutoModelForSequenceClassification
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Construct modules inside the `with` block with parameters on the meta device and buffers that hold values.
+
+    `torch.device("meta")` would take the values of both. A parameter has memory until it is registered.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def _no_random_members(_: Any) -> dict[str, Any]:
     raise AssertionError("transformers' models are the reference; there is nothing to verify them against")
 
 
-def load(model: HFDecoder, directory: Path, device: torch.device, *, random: bool, seed: int) -> None:
-    """Give a (sharded) meta model memory and weights.
+def load(model: HFDecoder, directory: Path, device: torch.device, *, random: bool, seed: int) -> tuple[str, ...]:
+    """Give a (sharded) model memory and weights, each process reading only what it owns, and check what it computes.
 
+    Return the names of tensors that the checkpoint lacks because a scalar head is new: these are drawn from `seed`.
     Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
-    whole = _random_model(model.hf.config, seed) if random else _stored_model(directory)
-    check(model, whole)
-    tied: dict[int, str] = {}
-    ties = [
-        (name, tied[id(p)])
-        for name, p in model.hf.named_parameters(remove_duplicate=False)
-        if tied.setdefault(id(p), name) != name
-    ]
-    model.to_empty(device=device)
+    ties = _ties(model.hf)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     for name, first in ties:
         _set_parameter(model.hf, name, model.hf.get_parameter(first))
-    values = dict(whole.named_parameters())
-    for name, parameter in model.hf.named_parameters():
-        bridge.fill(parameter, values[name].detach().__getitem__)
-    # one tensor may be two buffers, such as the frequencies of longrope and those that it returns to
-    for name, buffer in whole.named_buffers(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        model.hf.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-    model.hf._weight_conversions = whole._weight_conversions if hasattr(whole, "_weight_conversions") else None
-    check_assembled(model, whole)
+    if random:
+        whole = _random_model(model, seed)
+        new: tuple[str, ...] = ()
+        _, problems = fill_from(model.hf, InMemory(whole.state_dict()), model._adapter_names(), converted=False)
+    else:
+        with TensorFiles(directory) as files:
+            try:
+                new, problems = fill_from(
+                    model.hf, files, model._adapter_names(), lacks=_head_names(model), ignores=_other_heads(model)
+                )
+            except SafetensorError as error:
+                raise UserError(f"model.path: {directory} cannot be read: {error}") from error
+    if problems:
+        raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+    for name in new:
+        _initialise(name, model.hf.get_parameter(name), model.hf.config, seed)
+    bridge.init_adapters(cast("Any", model), seed)
+    check(model)
+    return new
+
+
+def _ties(hf: nn.Module) -> list[tuple[str, str]]:
+    """Return (name, first name) of each parameter that is another one's."""
+    first: dict[int, str] = {}
+    return [
+        (name, first[id(p)])
+        for name, p in hf.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(p), name) != name
+    ]
+
+
+def _head_names(model: HFDecoder) -> frozenset[str]:
+    """Return the tensors that a checkpoint may lack: those of a new scalar head."""
+    return frozenset({f"{SCORE}.weight"} if model.config.head == "scalar" else ())
+
+
+def _other_heads(model: HFDecoder) -> Any:
+    """Return whether a stored tensor belongs to a head that this model does not have, by transformers' name."""
+    body = f"{model.hf.base_model_prefix}."
+    if model.config.head == "scalar":
+        return lambda name: not name.startswith(body)
+    return lambda name: name == f"{SCORE}.weight"
+
+
+def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:
+    """Draw a new parameter, by seed and name, so that sharding changes nothing."""
+    key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    std = getattr(c, "initializer_range", None) or 0.02
+    values = torch.empty(parameter.shape).normal_(0, std, generator=torch.Generator().manual_seed(key))
+    bridge.fill(parameter, values.__getitem__)
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -242,112 +362,95 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     model.get_submodule(owner)._parameters[leaf] = parameter
 
 
-def _random_model(c: Any, seed: int) -> Any:
+def _random_model(model: HFDecoder, seed: int) -> Any:
     """Return transformers' model of a config with random weights, drawn by seed."""
-    from transformers import AutoModelForCausalLM
-
+    c = model.hf.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(c, dtype=torch.float32, trust_remote_code=False).eval()
-
-
-def _stored_model(directory: Path) -> Any:
-    """Return transformers' model of a directory, whole."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    settings = {
-        "dtype": torch.float32,
-        "use_safetensors": True,
-        "local_files_only": True,
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-    }
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **settings)
-        model, info = loaded
-    except Exception as error:  # transformers raises a dozen kinds; each means that the weights cannot be read
-        raise UserError(f"model.path: {directory} cannot be read: {_first_line(error)}") from error
-    problems = [f"missing: {n}" for n in sorted(info["missing_keys"])] + [
-        f"unexpected: {n}" for n in sorted(info["unexpected_keys"])
-    ]
-    problems += [
-        f"wrong shape: {n} is {tuple(stored)}, the config says {tuple(wanted)}"
-        for n, stored, wanted in sorted(info["mismatched_keys"])
-    ]
-    if problems:
-        raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
-    return model.eval()
+        return _model_class(c, model.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.no_grad()
-def check(model: HFDecoder, whole: Any) -> None:
-    """Set the scale and soft-cap of the logits, and compare logits with the model's own.
+def check(model: HFDecoder) -> None:
+    """Compare what the assembled model computes with what transformers' own forward pass of it returns.
 
-    Raise UserError for a model that computes them in another way, and for one that attends to later tokens.
+    Every rank calls it. Raise UserError for a tensor without a value, for buffers other than the constructor's, for a
+    model that attends to later tokens or computes logits in another way than ptf, and for an adapter without effect.
     """
-    c, name = whole.config, whole.config.model_type
-    tokens = _probe(c, model.config.max_positions)
-    hidden = whole.base_model(input_ids=tokens, use_cache=False)[0]
-    logits = whole(input_ids=tokens, use_cache=False).logits.float()
+    name, c = model.hf.config.model_type, model.hf.config
+    raise_if_without_values(model)
+    device = next(model.parameters()).device
+    tokens = _probe(c, model.config.max_positions).to(device)
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % c.vocab_size
-    moved = (whole.base_model(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
-    if not float(moved) <= ROUNDING * float(hidden.abs().max()):
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
+        for path, module in model.hf.named_modules()
+        if getattr(module, "adapters", None)
+    ]
+
+    def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
+        theirs = model.hf(input_ids=tokens, use_cache=False).logits.float()
+        hidden = model.hf.base_model(input_ids=tokens, use_cache=False)[0]
+        moved = (model.hf.base_model(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
+        ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
+        apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
+        return float(moved / hidden.abs().max()), float(apart), hidden.dtype
+
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
+    for hook in hooks:
+        hook.remove()
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    if not moved <= ROUNDING[dtype]:
         raise UserError(
             f"model.backend: hf: {name} attends to later tokens; only causal language models can be trained"
         )
-    model.softcap = getattr(c, "final_logit_softcapping", None)
-    for key, power in SCALES.items():
-        if factor := getattr(c, key, None):
-            model.scale *= float(factor) ** power
-    head = whole.get_output_embeddings()
-    bias = getattr(head, "bias", None)
-    ours = Head(head.weight, c.vocab_size, model.softcap, None if bias is None else bias * model.scale).logits(
-        hidden * model.scale
-    )
-    if not float((ours - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
+    if not apart <= TOLERANCE[dtype]:
         raise UserError(
             f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
             "ptf cannot train it"
         )
+    if kinds := uncalled_kinds(model, called):
+        raise UserError(
+            f"model.lora.targets: {', '.join(kinds)}: transformers' {name} computes with these weights directly, so an "
+            "adapter beside them would have no effect; give targets without them"
+        )
 
 
-@torch.no_grad()
-def check_assembled(model: HFDecoder, whole: Any) -> None:
-    """Compare the hidden states of the model that trains with those of the one that its tensors were copied from.
+def raise_if_without_values(model: HFDecoder) -> None:
+    """Raise UserError for tensors on the meta device, and for buffers other than the model's constructor makes.
 
-    Raise UserError where they differ, or, in a model that is sharded or on a GPU, where a buffer does: such a model has
-    state that was not copied.
+    Buffers that a checkpoint stores are as it stores them.
     """
-    name = whole.config.model_type
-    theirs = dict(whole.named_buffers(remove_duplicate=False))
-    mine = dict(model.hf.named_buffers(remove_duplicate=False))
-    wrong = sorted(
-        n for n in mine.keys() | theirs.keys() if n not in mine or n not in theirs or _differ(mine[n], theirs[n])
+    hf = model.hf
+    with parameters_on_meta():
+        fresh = dict(type(hf)(hf.config).named_buffers(remove_duplicate=False))
+    mine, stored = dict(hf.named_buffers(remove_duplicate=False)), hf.state_dict().keys()
+    wrong = [n for n, t in hf.named_parameters() if t.is_meta]
+    wrong += sorted(
+        n
+        for n in mine.keys() | fresh.keys()
+        if n not in mine or n not in fresh or mine[n].is_meta or (n not in stored and _differ(mine[n], fresh[n]))
     )
-    # another device rounds otherwise, and may send tokens to other experts
-    if not wrong and not isinstance(model, FSDPModule) and next(model.parameters()).device.type == "cpu":
-        tokens = _probe(whole.config, model.config.max_positions)
-        expected = whole.base_model(input_ids=tokens, use_cache=False)[0]
-        got = model.hf.base_model(input_ids=tokens, use_cache=False)[0]
-        if not float((got - expected).abs().max()) <= TOLERANCE * float(expected.abs().max()):
-            wrong = ["its hidden states"]
     if wrong:
         raise UserError(
-            f"model.backend: hf: {name} was not copied whole from transformers' model; these differ: {', '.join(wrong)}"
+            f"model.backend: hf: {hf.config.model_type} was not assembled as transformers does it; these tensors have "
+            f"other values: {', '.join(wrong)}"
         )
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    return a.shape != b.shape or not torch.equal(a.cpu(), b.cpu())
+    return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
 
 
 def _probe(c: Any, max_positions: int) -> Tensor:
-    """Return a sequence of tokens that two models are compared with, [1, T]."""
+    """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
     g = torch.Generator().manual_seed(0)
-    return torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
+    tokens = torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
+    return torch.where(tokens == getattr(c, "pad_token_id", None), (tokens + 1) % c.vocab_size, tokens)
 
 
 def _first_line(error: Exception) -> str:
