@@ -220,13 +220,12 @@ def foreign_model(job: Job) -> list[str]:
     """Return the problems of keys that `model.backend: hf` does not support."""
     if job.model.backend != "hf":
         return []
-    ranks = job.evaluate.ranking is not None and bool(job.evaluate.ranking.sources)
     uses = {
         "model.replace": bool(job.model.replace),
         "model.head": job.model.head is not None,
         "model.quantization": job.model.quantization is not None,
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
-        "evaluate.ranking": ranks,
+        "evaluate.ranking": job.evaluate.ranking is not None,
     }
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 

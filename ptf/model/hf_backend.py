@@ -19,7 +19,7 @@ weights in four bits. `model.init: random` makes the whole model in each process
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,7 +38,7 @@ from ptf.model.decoder import HeadFn
 from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, merged, uncalled_kinds
-from ptf.model.hf_weights import InMemory, fill_from, stored_groups
+from ptf.model.hf_weights import InMemory, fill_from, renamings, stored_groups
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters
 from ptf.model.scalar import Scalar, is_scalar
@@ -155,6 +155,10 @@ class HFDecoder(nn.Module):
         if problems:
             raise KeyError("; ".join(problems))
 
+    def renamed(self, names: Collection[str]) -> dict[str, str]:
+        """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
+        return {stored: name for name, stored in renamings(self.hf, names, self._adapter_names()).items()}
+
     def _adapter_names(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in adapter_names(self)}
 
@@ -214,7 +218,7 @@ def configured(directory: Path) -> Any:
     except (ValueError, OSError) as error:
         raise_if_custom_code(directory, error)
         raise UserError(
-            f"model.backend: hf: transformers has no such architecture: {directory}: {_first_line(error)}"
+            f"model.backend: hf: transformers has no such architecture: {directory}: {first_line(error)}"
         ) from error
     method = (getattr(c, "quantization_config", None) or {}).get("quant_method", "")
     faults = {
@@ -323,6 +327,17 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     bridge.init_adapters(cast("Any", model), seed)
     check(model)
     return new
+
+
+def vocabulary_tables(model: HFDecoder) -> dict[str, str]:
+    """Return which tensors, by transformers' names, have a row for each token: name → `embed`, `head` or `bias`."""
+    found, embed = {}, model.hf.get_input_embeddings()
+    for which, module in (("embed", embed), ("head", model.head)):
+        path = next(path for path, m in model.hf.named_modules() if m is module)
+        found[f"{path}.weight"] = "embed" if module.weight is embed.weight else which
+        if getattr(module, "bias", None) is not None:
+            found[f"{path}.bias"] = "bias"
+    return found
 
 
 def _ties(hf: nn.Module) -> list[tuple[str, str]]:
@@ -453,6 +468,6 @@ def _probe(c: Any, max_positions: int) -> Tensor:
     return torch.where(tokens == getattr(c, "pad_token_id", None), (tokens + 1) % c.vocab_size, tokens)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

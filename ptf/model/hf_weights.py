@@ -148,6 +148,11 @@ def _assigned(
     return renamed, groups, unexpected
 
 
+def renamings(hf: Any, names: Collection[str], without: Collection[str]) -> dict[str, str]:
+    """Return the stored name of each parameter that is only renamed; `names` are those of a checkpoint."""
+    return _assigned(hf, names, _targets(hf, without), converted=True)[0]
+
+
 def stored_groups(hf: Any, names: Collection[str]) -> list[list[str]]:
     """Return the parameters' names in groups whose stored form depends on no other, for `revert_weight_conversion`."""
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key

@@ -93,7 +93,7 @@ def _load_foreign(
     _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
     new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
-    if world.leads:
+    if world.leads and not frozen:
         report(directory, new, ())
         if spec.lora is not None:
             print(hf_adapters.described(foreign), flush=True)
