@@ -28,6 +28,10 @@ DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers ha
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # words of the names of modules that choose experts
 
 
+# architectures whose `out_proj` PEFT does not adapt, because their kernels compute with its weight directly
+STATE_SPACE = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+
+
 class Adapted(nn.Module):
     """A linear module of transformers with an adapter; `_adapted` makes a subclass of the module's own class."""
 
@@ -79,13 +83,18 @@ def kinds(names: Collection[str]) -> list[str]:
 
 
 def adapt(model: Any, lora: Lora) -> None:
-    """Give adapters to the modules that the targets match: by default the linear modules of the layers but routers.
+    """Give adapters to the modules that the targets match: by default the linear modules of the layers but routers and
+    what PEFT does not adapt.
 
     Raise UserError naming every target that adapts nothing, and what is there.
     """
     modules, experts = adaptable(model), stacked_experts(model)
     if lora.targets == DEFAULT:
-        chosen = {path: m for path, m in modules.items() if not ROUTERS & set(path.split("."))}
+        chosen = {
+            path: m
+            for path, m in modules.items()
+            if not ROUTERS & set(path.split(".")) and not _refused_by_peft(model, path)
+        }
         unused = [] if chosen else list(lora.targets)
     else:
         chosen = {path: m for path, m in modules.items() if lora.adapts(path)}
@@ -100,6 +109,10 @@ def adapt(model: Any, lora: Lora) -> None:
         )
     for module in chosen.values():
         _attach(module, lora)
+
+
+def _refused_by_peft(model: Any, path: str) -> bool:
+    return model.hf.config.model_type in STATE_SPACE and path.endswith(".out_proj")
 
 
 def _attach(module: Any, lora: Lora) -> None:
@@ -158,7 +171,9 @@ class HFPeftFormat:
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
         of_adapters = adapter_names(self.model)
-        return [
+        paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
+        refused = [f"{path} (PEFT does not adapt it)" for path in paths if _refused_by_peft(self.model, path)]
+        return refused + [
             f"{name.removeprefix(PREFIX)} (not an adapter)"
             for name, p in self.model.named_parameters()
             if p.requires_grad and name not in of_adapters
