@@ -147,7 +147,11 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
             raise_if_other_architecture(made(place)[0], made(model)[0], place, role)
         shrink(place, scratch / f"{role}.config")
         drawn, family = load_model(
-            scratch / f"{role}.config", World(), ModelConfig(path="-", init="random", backend=job.model.backend), seed=0, precision="fp32"
+            scratch / f"{role}.config",
+            World(),
+            ModelConfig(path="-", init="random", backend=job.model.backend),
+            seed=0,
+            precision="fp32",
         )
         paths[one.path] = str(scratch / role)
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None

@@ -70,10 +70,19 @@ def adaptable(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def stacked_experts(model: Any) -> list[str]:
-    """Return the kinds of parameters that hold the matrices of all experts, which get no adapter."""
-    inside = {id(p) for p in model.layers.parameters()}
-    names = [n for n, p in model.hf.named_parameters() if id(p) in inside and p.dim() == 3 and "expert" in n]
+def stacked_matrices(model: Any) -> list[str]:
+    """Return the kinds of parameters that hold the matrices of all experts, which get no adapter.
+
+    They have three dimensions, as the filters of a convolution have, or bear the name.
+    """
+    inside, modules = {id(p) for p in model.layers.parameters()}, adaptable(model)
+    names = []
+    for name, parameter in model.hf.named_parameters():
+        owner = name.rpartition(".")[0]
+        convolves = isinstance(model.hf.get_submodule(owner), nn.Conv1d)
+        stacked = parameter.dim() == 3 or (parameter.dim() == 2 and ".experts." in name)
+        if id(parameter) in inside and stacked and not convolves and owner not in modules and "lora_" not in name:
+            names.append(name)
     return kinds(names)
 
 
@@ -88,7 +97,7 @@ def adapt(model: Any, lora: Lora) -> None:
 
     Raise UserError naming every target that adapts nothing, and what is there.
     """
-    modules, experts = adaptable(model), stacked_experts(model)
+    modules, experts = adaptable(model), stacked_matrices(model)
     if lora.targets == DEFAULT:
         chosen = {
             path: m
@@ -135,8 +144,8 @@ def described(model: Any) -> str:
     """Return what adapters adapt and what has none, for a run's first lines."""
     names = [name.removeprefix(PREFIX).removesuffix(".weight") for name in adapters(model)]
     line = f"lora: {len(names)} adapters: {', '.join(kinds(names))}"
-    experts = stacked_experts(model)
-    return line + (f"; none for the stacked matrices of experts: {', '.join(experts)}" if experts else "")
+    experts = stacked_matrices(model)
+    return line + (f"; none for the stacked matrices {', '.join(experts)}" if experts else "")
 
 
 def uncalled_kinds(model: Any, called: Collection[str]) -> list[str]:

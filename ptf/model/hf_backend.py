@@ -46,6 +46,11 @@ from ptf.model.tensor_files import TensorFiles
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+SOFTCAPS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)  # names of the soft-cap of the logits
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
 # of the largest hidden value: experts sum in another order when another token goes elsewhere
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -68,7 +73,7 @@ class HFDecoder(nn.Module):
         for key, power in SCALES.items():
             if head == "lm" and (factor := getattr(hf.config, key, None)):
                 self.scale *= float(factor) ** power
-        self.softcap = getattr(hf.config, "final_logit_softcapping", None)
+        self.softcap = next((cap for key in SOFTCAPS if (cap := getattr(hf.config, key, None))), None)
         self.eval()
 
     def train(self, mode: bool = True) -> "HFDecoder":
@@ -79,6 +84,13 @@ class HFDecoder(nn.Module):
     def head(self) -> nn.Module:
         """The output projection of transformers' model."""
         return getattr(self.hf, SCORE) if self.config.head == "scalar" else self.hf.get_output_embeddings()
+
+    @property
+    def body(self) -> nn.Module:
+        """The part of transformers' model that computes hidden states."""
+        if self.hf.base_model is not self.hf:
+            return self.hf.base_model
+        return next(m for m in self.hf.children() if hasattr(m, "base_model_prefix"))  # its prefix names no module
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -94,7 +106,7 @@ class HFDecoder(nn.Module):
         index, back = document_places(segments)
         if self.switches_at is not None:
             self._raise_if_mixed_lengths(segments, self.switches_at)
-        hidden = self.hf.base_model(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
+        hidden = self.body(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
         return head_fn(x if self.scale == 1 else x * self.scale, self.output())
 
@@ -146,7 +158,9 @@ class HFDecoder(nn.Module):
         return {
             name
             for group in stored_groups(self.hf, list(values))
-            for name in revert_weight_conversion(self.hf, {n: torch.empty_like(values[n], device="meta") for n in group})
+            for name in revert_weight_conversion(
+                self.hf, {n: torch.empty_like(values[n], device="meta") for n in group}
+            )
         }
 
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -357,7 +371,7 @@ def _head_names(model: HFDecoder) -> frozenset[str]:
 
 def _other_heads(model: HFDecoder) -> Any:
     """Return whether a stored tensor belongs to a head that this model does not have, by transformers' name."""
-    body = f"{model.hf.base_model_prefix}."
+    body = next(path for path, module in model.hf.named_modules() if module is model.body) + "."
     if model.config.head == "scalar":
         return lambda name: not name.startswith(body)
     return lambda name: name == f"{SCORE}.weight"
@@ -390,7 +404,8 @@ def check(model: HFDecoder) -> None:
     """Compare what the assembled model computes with what transformers' own forward pass of it returns.
 
     Every rank calls it. Raise UserError for a tensor without a value, for buffers other than the constructor's, for a
-    model that attends to later tokens or computes logits in another way than ptf, and for an adapter without effect.
+    model that attends to later tokens, computes logits in another way than ptf or changes its weights while it computes
+    (RWKV), and for an adapter without effect.
     """
     name, c = model.hf.config.model_type, model.hf.config
     raise_if_without_values(model)
@@ -407,18 +422,21 @@ def check(model: HFDecoder) -> None:
 
     def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
         theirs = model.hf(input_ids=tokens, use_cache=False).logits.float()
-        hidden = model.hf.base_model(input_ids=tokens, use_cache=False)[0]
-        moved = (model.hf.base_model(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
+        hidden = model.body(input_ids=tokens, use_cache=False)[0]
+        moved = (model.body(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
         ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
         apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
         return float(moved / hidden.abs().max()), float(apart), hidden.dtype
 
+    before = [_version(p) for p in model.parameters()]
     positions = torch.arange(tokens.shape[1], device=device)[None]
     moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
     for hook in hooks:
         hook.remove()
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
+    if [_version(p) for p in model.parameters()] != before:
+        raise UserError(f"model.backend: hf: {name} changes its weights in a forward pass; ptf cannot train it")
     if not moved <= ROUNDING[dtype]:
         raise UserError(
             f"model.backend: hf: {name} attends to later tokens; only causal language models can be trained"
@@ -455,6 +473,11 @@ def raise_if_without_values(model: HFDecoder) -> None:
             f"model.backend: hf: {hf.config.model_type} was not assembled as transformers does it; these tensors have "
             f"other values: {', '.join(wrong)}"
         )
+
+
+def _version(parameter: Tensor) -> int:
+    """Return how often a parameter, or this rank's part of it, was changed in place."""
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:

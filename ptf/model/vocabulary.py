@@ -79,9 +79,7 @@ def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Te
     return vectors
 
 
-def extend(
-    source: Path, directory: Path, tokenizer: str, new: NewRows, backend: Literal["ptf", "hf"] = "ptf"
-) -> None:
+def extend(source: Path, directory: Path, tokenizer: str, new: NewRows, backend: Literal["ptf", "hf"] = "ptf") -> None:
     """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files."""
     config = bridge.read_config(source)
     vocab = max([rows(config), *(i + 1 for i in new.ids)])

@@ -54,7 +54,11 @@ def load_frozen_models(
         else:
             path = located(frozen_model, role, job.verify_bytes)
             raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)
-        section = checkpoint_section(spec, path) if frozen_model.same_architecture else ModelConfig(path=str(path), backend=spec.backend)
+        section = (
+            checkpoint_section(spec, path)
+            if frozen_model.same_architecture
+            else ModelConfig(path=str(path), backend=spec.backend)
+        )
         loaded[role], _ = load_model(
             path,
             model_world,

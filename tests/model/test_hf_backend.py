@@ -223,19 +223,23 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     assert not torch.equal(a["transformer.wte.weight"], c["transformer.wte.weight"])
 
 
-SHARDED = ("gpt2", "mixtral")
+SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}}  # with adapters
 
 
 def _sharded() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     rank = torch.distributed.get_rank()
     world = World(rank, 2, torch.device("cpu"), make_mesh("cpu", 2, 1, 1))
-    return [_trained(Path(os.environ["PTF_TEST_MODELS"]) / name, world) for name in SHARDED]
+    return [_trained(Path(os.environ["PTF_TEST_MODELS"]) / name, world, lora) for name, lora in SHARDED.items()]
 
 
-def _trained(directory: Path, world: World) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _spec(lora: dict | None) -> ModelConfig:
+    return ModelConfig(path="-", backend="hf", lora=lora)  # type: ignore[arg-type]
+
+
+def _trained(directory: Path, world: World, lora: dict | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps with a row of each batch on this rank, and one in which only rank 0 has any."""
     rank = world.rank
-    model, family = loaded(directory, world)
+    model, family = load_model(directory, world, _spec(lora), seed=0, precision="fp32")
     trainer = Trainer(model, world, DAMPED)
     losses = []
     for step, batch in enumerate(BATCHES[:2]):
@@ -255,9 +259,10 @@ def _row(batch: Batch, row: int) -> Batch:
 def test_two_ranks_are_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PTF_TEST_MODELS", str(tmp_path))
     directories = [foreign(tmp_path / name, name) for name in SHARDED]
-    for directory, (losses, tensors), (others, _) in zip(directories, *two_ranks(_sharded, tmp_path), strict=True):
+    found = zip(directories, SHARDED.values(), *two_ranks(_sharded, tmp_path), strict=True)
+    for directory, lora, (losses, tensors), (others, _) in found:
         assert losses == others
-        model, family = loaded(directory)
+        model, family = load_model(directory, World(), _spec(lora), seed=0, precision="fp32")
         trainer = Trainer(model, World(), DAMPED)
         for step, loss in enumerate(losses):
             micro = [_row(BATCHES[step], row) for row in range(2 if step < 2 else 1)]

@@ -1,9 +1,9 @@
 """The native engine for models of transformers (`model.backend: hf`).
 
-Requests whose contexts are equally long share a batch without padding, with transformers' own cache, so any architecture
-runs whose cache is right: that is tested when the engine starts, against whole forward passes. Without such a cache
-(none, or other logits) each token costs a forward pass over everything before it. A batch is computed until its last
-response ends. For a fast rollout use vllm.
+Requests whose contexts are equally long share a batch without padding, with transformers' own cache, so any
+architecture runs whose cache is right: that is tested when the engine starts, against whole forward passes. Without
+such a cache (none, or other logits) each token costs a forward pass over everything before it. A batch is computed
+until its last response ends. For a fast rollout use vllm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,11 +146,10 @@ class _Batch:
         positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)
         self.length += ids.shape[1]
         extra = {"cache_position": positions} if "cache_params" in self.cache else {}
-        out = model.hf.base_model(input_ids=ids, use_cache=True, **self.cache, **extra)
+        out = model.body(input_ids=ids, use_cache=True, **self.cache, **extra)
         self.cache = {name: out[name] for name in CACHES if out.get(name) is not None}
         if not self.cache:
             raise LookupError("it returns none")
         head = cast("Head", model.output())
         hidden = out[0][:, -1]
         return head.logits(hidden if model.scale == 1 else hidden * model.scale)
-
