@@ -178,6 +178,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
         "attention_hidden_size": 64,
+        "use_mamba_kernels": False,
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
     },
     "zamba2": {

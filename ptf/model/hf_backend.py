@@ -107,8 +107,9 @@ class HFDecoder(nn.Module):
         if self.switches_at is not None:
             self._raise_if_mixed_lengths(segments, self.switches_at)
         hidden = self.body(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
-        x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1)
-        return head_fn(x if self.scale == 1 else x * self.scale, self.output())
+        head = self.output()
+        x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1).to(head.weight.dtype)  # some keep fp32 between layers
+        return head_fn(x if self.scale == 1 else x * self.scale, head)
 
     @property
     def switches_at(self) -> int | None:
@@ -426,7 +427,7 @@ def check(model: HFDecoder) -> None:
         moved = (model.body(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
         ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
         apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
-        return float(moved / hidden.abs().max()), float(apart), hidden.dtype
+        return float(moved / hidden.abs().max()), float(apart), head.weight.dtype
 
     before = [_version(p) for p in model.parameters()]
     positions = torch.arange(tokens.shape[1], device=device)[None]

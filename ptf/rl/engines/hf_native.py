@@ -151,5 +151,5 @@ class _Batch:
         if not self.cache:
             raise LookupError("it returns none")
         head = cast("Head", model.output())
-        hidden = out[0][:, -1]
+        hidden = out[0][:, -1].to(head.weight.dtype)
         return head.logits(hidden if model.scale == 1 else hidden * model.scale)
