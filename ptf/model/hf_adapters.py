@@ -35,13 +35,17 @@ STATE_SPACE = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 class Adapted(nn.Module):
     """A linear module of transformers with an adapter; `_adapted` makes a subclass of the module's own class."""
 
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    adapters: dict[str, Adapter]
+    adapted: bool
+
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the module's own output, with the adapter's part unless adapters are off."""
         y = super().forward(input, *args, **kwargs)  # type: ignore[misc]
         if not self.adapted:
             return y
-        a, b = self.lora_a, self.lora_b
-        return y + self.adapters["weight"].scale * F.linear(F.linear(input, a), b)
+        return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -197,10 +201,12 @@ class HFPeftFormat:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        model: nn.Module = self.model
+        if isinstance(model, FSDPModule):
+            model.reshard()
+        parameters = dict(self.model.named_parameters())
         for name, ours in self._places():
-            yield name, whole(self.model.get_parameter(ours).detach()).float()
+            yield name, whole(parameters[ours].detach()).float()
 
     def names(self) -> set[str]:
         """Return the names of all `tensors`."""

@@ -87,6 +87,8 @@ def _load_foreign(
 ) -> tuple[Decoder, Family]:
     from ptf.model import hf_adapters, hf_backend
 
+    if world.mesh is not None and world.mesh["tensor"].size() > 1:
+        raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
     model = cast("Decoder", foreign)  # it has Decoder's interface
     freeze(model, family, spec.trainable)
