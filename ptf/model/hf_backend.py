@@ -489,7 +489,8 @@ def _probe(c: Any, max_positions: int) -> Tensor:
     """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
-    return torch.where(tokens == getattr(c, "pad_token_id", None), (tokens + 1) % c.vocab_size, tokens)
+    pad = getattr(c, "pad_token_id", None)
+    return tokens if pad is None else torch.where(tokens == pad, (tokens + 1) % c.vocab_size, tokens)
 
 
 def first_line(error: Exception) -> str:
