@@ -168,6 +168,7 @@ SIZES = {
     "lru_width": 32,
     "n_groups": 1,
     "chunk_size": 16,
+    "mamba_chunk_size": 16,
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},

@@ -82,7 +82,7 @@ def test_an_adapter_resumes_to_the_bit_and_peft_reads_it(tmp_path, monkeypatch, 
     assert adapter_difference(config, whole, whole / "adapter") < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", pytest.param("mamba", marks=pytest.mark.long)])
 def test_adapters_of_other_modules(model_type, tmp_path, capsys):
     """Conv1D, experts that are stacked, and no attention; a policy without its adapters is its own reference."""
     raw = {**preferences(job(tmp_path, model_type, lora=LORA), tmp_path), "recipe": "dpo", "algo": {"beta": 0.5}}
@@ -177,9 +177,9 @@ def online(raw: dict[str, Any], directory: Path, recipe: str, **rollout: Any) ->
     ("model_type", "recipe", "model", "rollout"),
     [
         ("olmo2", "grpo", {"lora": LORA}, {"lora_sync": "adapter"}),
-        ("mixtral", "grpo", {}, {}),
+        pytest.param("mixtral", "grpo", {}, {}, marks=pytest.mark.long),
         ("gpt2", "ppo", {"tokens": {"added": ["<new>"]}}, {}),
-        ("mamba", "grpo", {}, {}),
+        pytest.param("mamba", "grpo", {}, {}, marks=pytest.mark.long),
     ],
 )
 def test_rollouts_agree_with_the_trainer(tmp_path, model_type, recipe, model, rollout):
