@@ -14,11 +14,13 @@ that of transformers' `...ForSequenceClassification`.
 
 Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
 tensor parallelism, heads and components of the user's own, adapters of experts that are stacked in one parameter,
-weights in four bits. `model.init: random` makes the whole model in each process's memory.
+weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc of weights, `ptf plan`, `ptf chat` and
+`ptf serve`. `model.init: random` makes the whole model in each process's memory.
 """
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +57,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
 # of the largest hidden value: experts sum in another order when another token goes elsewhere
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBE = 8  # tokens
+# words of the names of sizes in config.json at which a model computes in another way, and the largest that is tried
+BOUNDARIES, LARGEST = ("chunk", "block_size", "window"), 1024
+# transformers' own code (without kernels) computes later chunks of these wrongly: 5.10, see benchmarks/hf_backend.py
+WRONG_CHUNKS = {"nemotron_h", "zamba2"}
 SCORE = "score"  # transformers' name of a scalar head
 
 
@@ -411,7 +417,14 @@ def check(model: HFDecoder) -> None:
     name, c = model.hf.config.model_type, model.hf.config
     raise_if_without_values(model)
     device = next(model.parameters()).device
-    tokens = _probe(c, model.config.max_positions).to(device)
+    if name in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
+        raise UserError(
+            f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes {name} wrongly "
+            "beyond one chunk: what it computes of a token depends on the tokens after it"
+        )
+    part, whole = probe_lengths(model)
+    longer = _probe(c, whole).to(device)
+    tokens = _probe(c, min(PROBE, model.config.max_positions)).to(device)
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % c.vocab_size
     called: set[str] = set()
@@ -425,6 +438,9 @@ def check(model: HFDecoder) -> None:
         theirs = model.hf(input_ids=tokens, use_cache=False).logits.float()
         hidden = model.body(input_ids=tokens, use_cache=False)[0]
         moved = (model.body(input_ids=other, use_cache=False)[0] - hidden)[:, :-1].abs().max()
+        if head.weight.dtype == torch.float32:  # rounding may send tokens to other experts
+            ends, goes_on = (model.body(input_ids=longer[:, :n], use_cache=False)[0] for n in (part, whole))
+            moved = torch.maximum(moved, (goes_on[:, :part] - ends).abs().max())
         ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
         apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
         return float(moved / hidden.abs().max()), float(apart), head.weight.dtype
@@ -440,7 +456,8 @@ def check(model: HFDecoder) -> None:
         raise UserError(f"model.backend: hf: {name} changes its weights in a forward pass; ptf cannot train it")
     if not moved <= ROUNDING[dtype]:
         raise UserError(
-            f"model.backend: hf: {name} attends to later tokens; only causal language models can be trained"
+            f"model.backend: hf: in {name} later tokens change what is computed of earlier ones; only causal language "
+            "models can be trained"
         )
     if not apart <= TOLERANCE[dtype]:
         raise UserError(
@@ -485,10 +502,26 @@ def _differ(a: Tensor, b: Tensor) -> bool:
     return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
 
 
-def _probe(c: Any, max_positions: int) -> Tensor:
+def _has_kernels(hf: Any) -> bool:
+    return bool(getattr(sys.modules[type(hf).__module__], "is_fast_path_available", False))
+
+
+def probe_lengths(model: HFDecoder) -> tuple[int, int]:
+    """Return two lengths of sequences, the second longer, beyond the sizes at which the model computes otherwise."""
+    sizes = {
+        value
+        for key, value in model.hf.config.to_dict().items()
+        if any(word in key for word in BOUNDARIES) and isinstance(value, int) and 1 < value <= LARGEST
+    }
+    size = max(sizes, default=32)
+    most = min(model.config.max_positions, model.switches_at or 1 << 30)
+    return min(size + PROBE // 2, most - 1), min(2 * size + PROBE, most)
+
+
+def _probe(c: Any, length: int) -> Tensor:
     """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
     g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, c.vocab_size, (1, min(PROBE, max_positions)), generator=g)
+    tokens = torch.randint(0, c.vocab_size, (1, length), generator=g)
     pad = getattr(c, "pad_token_id", None)
     return tokens if pad is None else torch.where(tokens == pad, (tokens + 1) % c.vocab_size, tokens)
 

@@ -320,8 +320,25 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
         "bert", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(UserError, match="bert attends to later tokens"):
+    with pytest.raises(UserError, match="in bert later tokens change what is computed of earlier ones"):
         loaded(tmp_path / "bert")
+
+
+@pytest.mark.parametrize(("known", "message"), [(True, "wrongly beyond one chunk"), (False, "later tokens change")])
+def test_chunks_that_transformers_computes_wrongly_are_refused(tmp_path, monkeypatch, known, message):
+    """Found by name, and by what is computed where the name is not known."""
+    if not known:
+        monkeypatch.setattr(hf_backend, "WRONG_CHUNKS", set())
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "chunk_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16}
+    states = {"n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_d_state": 4, "num_mem_blocks": 1, "adapter_rank": 4}
+    kinds = {"layers_block_type": ["mamba", "hybrid"], "max_position_embeddings": 256, "initializer_range": 0.2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("zamba2", **sizes, **heads, **states, **kinds)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "m")
+    with pytest.raises(UserError, match=message):
+        loaded(tmp_path / "m")
 
 
 def test_logits_that_are_made_in_another_way_are_refused(tmp_path):

@@ -20,12 +20,13 @@ from ptf.model import hf_backend
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.head import Head
+from ptf.model.hf_backend import PROBE
 from ptf.model.layers import LayerFactory
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request
 
-PROBE, STEPS = 5, 3  # tokens of a context and after it, with which the cache is compared with whole forward passes
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # of the largest logit
+STEPS = 4  # tokens after a context, with which the cache is compared with whole forward passes
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-1}  # in log-probs
 CACHES = ("past_key_values", "cache_params")  # names under which transformers' models take and return their cache
 
 
@@ -62,17 +63,20 @@ class HFNativeEngine(NativeEngine):
         """Return why transformers' cache is not used; '' if it is."""
         if cast("Any", self.model).switches_at is not None:
             return "its rotary frequencies change with the length (longrope)"
-        ids = torch.arange(2 * (PROBE + STEPS)).view(2, -1) % self.model.config.vocab
-        ids = ids.to(self.device)
-        try:
-            batch = _Batch(self, ids[:, :PROBE])
-            steps = [batch.logits, *(batch.next(ids[:, PROBE + i]) for i in range(STEPS))]
-        except Exception as error:  # whatever a model's cache raises, whole forward passes give the same tokens
-            return f"its cache fails ({type(error).__name__}: {hf_backend.first_line(error)})"
-        for i, logits in enumerate(steps):
-            whole = self._whole([row[: PROBE + i] for row in ids.cpu().numpy()])
-            if not float((logits - whole).abs().max()) <= TOLERANCE[self.dtype] * float(whole.abs().max()):
-                return "its cache gives other logits than its forward pass"
+        part, whole = hf_backend.probe_lengths(cast("Any", self.model))
+        for context in (PROBE, part - STEPS // 2, whole - STEPS):
+            length = max(1, context) + STEPS
+            ids = (torch.arange(2 * length).view(2, -1) * 7 % self.model.config.vocab).to(self.device)
+            try:
+                batch = _Batch(self, ids[:, :-STEPS])
+                steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]
+            except Exception as error:  # whatever a model's cache raises, whole forward passes give the same tokens
+                return f"its cache fails ({type(error).__name__}: {hf_backend.first_line(error)})"
+            for i, logits in enumerate(steps):
+                expected = self._whole([row[: length - STEPS + i] for row in ids.cpu().numpy()])
+                apart = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
+                if not float(apart) <= TOLERANCE[self.dtype]:
+                    return f"its cache gives other log-probs than its forward pass (by {float(apart):.1g})"
         return ""
 
     def _whole(self, sequences: Sequence[np.ndarray]) -> Tensor:
