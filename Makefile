@@ -67,6 +67,9 @@ bench: setup                             ## the main job with three seeds and it
 bench-verify: setup                      ## the logit verifier over every family, with seeded porting mistakes; writes benchmarks/results/verify.md
 	$(PY) benchmarks/verify.py
 
+bench-hf-backend: setup                   ## SFT, LoRA, DPO and GRPO on tiny models of transformers' architectures (model.backend: hf); writes benchmarks/results/hf_backend.md
+	$(PY) benchmarks/hf_backend.py
+
 bench-masks: setup                       ## loss masks of all chat data and of fuzzed conversations beside an oracle; writes benchmarks/results/loss_masks.md
 	$(PY) benchmarks/loss_masks.py
 

@@ -26,11 +26,12 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
+from ptf.model import hf_backend
 from ptf.model.bridge import build, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
 from ptf.train.data_plan import preview_data
-from ptf.train.frozen_models import located, raise_if_other_architecture
+from ptf.train.frozen_models import backend_of, located, raise_if_other_architecture
 from ptf.train.job_tokenizer import rendered
 from ptf.train.trainer import load_model
 
@@ -153,10 +154,15 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
             continue
         place = located(one, role, None)
         if one.same_architecture:
-            raise_if_other_architecture(build(place)[0], build(model)[0], place, role)
+            made: Any = hf_backend.build if job.model.backend == "hf" else build
+            raise_if_other_architecture(made(place)[0], made(model)[0], place, role)
         shrink(place, scratch / f"{role}.config")
         drawn, family = load_model(
-            scratch / f"{role}.config", World(), ModelConfig(path="-", init="random"), seed=0, precision="fp32"
+            scratch / f"{role}.config",
+            World(),
+            ModelConfig(path="-", init="random", backend=backend_of(place, job.model.backend)),
+            seed=0,
+            precision="fp32",
         )
         paths[one.path] = str(scratch / role)
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None

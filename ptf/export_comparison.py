@@ -12,14 +12,16 @@ from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.adapter_directory import AdapterDirectory
+from ptf.model.adapter_directory import TENSORS, AdapterDirectory
 from ptf.model.components import FILES
+from ptf.model.hf_adapters import HFPeftFormat
 from ptf.model.verify import export_difference, head_difference
 from ptf.train.adapter import raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
 from ptf.train.job_tokenizer import rendered
 from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
+from ptf.train.trainer import load_model
 
 
 def model_difference(job: Job, run: Path, model: Path) -> float:
@@ -62,13 +64,17 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     """
     base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
-    _, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
+    spec, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
     stored = AdapterDirectory.read(adapter)
-    factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-    model, family = bridge.build(base, head="lm", factory=factory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, base, family)
-    stored.fill(model.eval(), family)
+    if spec.backend == "hf":
+        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", frozen=True)
+        HFPeftFormat(model).fill(adapter / TENSORS)
+    else:
+        factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
+        model, family = bridge.build(base, head="lm", factory=factory)
+        bridge.materialize(model, torch.device("cpu"))
+        bridge.load_hf(model, base, family)
+        stored.fill(model.eval(), family)
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs")}
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32

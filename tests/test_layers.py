@@ -104,7 +104,9 @@ PACKAGES = {
         "ptf/data/event_tokenizer.py",
         "ptf/model/bridge.py",
         "ptf/model/verify.py",
+        "ptf/model/hf_adapters.py",
         "ptf/model/hf_backend.py",
+        "ptf/model/hf_weights.py",
     ],
     "pyarrow": [
         "ptf/data/sources/blocks.py",

@@ -217,12 +217,10 @@ def test_the_policy_is_echo_for_the_reason_that_is_named(tmp_path: Path, monkeyp
         "has no weights": {"init": "pretrained"},
         "there is no directory": {"path": str(tmp_path / "gone")},
         "is not in the cache of this machine": {"path": "nobody/nothing-of-this-name"},
-        "model.backend: hf": {"backend": "hf"},
     }
     for reason, changes in reasons.items():
         keys = [f"model.{key}={value}" for key, value in changes.items()]
-        launched = ["rollout.engine=vllm", "compute.launcher=ray"]  # models of transformers need it
-        found = policies.policy_of(ptf.load(file, overrides=[*keys, *launched]), None)
+        found = policies.policy_of(ptf.load(file, overrides=keys), None)
         assert found.script is not None
         assert found.line.startswith("echo, because")
         assert reason in found.line

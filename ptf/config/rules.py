@@ -221,14 +221,11 @@ def foreign_model(job: Job) -> list[str]:
     if job.model.backend != "hf":
         return []
     uses = {
-        "model.tokens": job.model.tokens is not None,
         "model.replace": bool(job.model.replace),
         "model.head": job.model.head is not None,
-        "model.lora": job.model.lora is not None,
+        "model.quantization": job.model.quantization is not None,
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
-        "rollout.engine: native": job.rollout is not None and job.rollout.engine == "native",
-        "evaluate.engine: native": bool(job.evaluate.sources)
-        and (job.evaluate.engine == "native" or (job.evaluate.engine == "auto" and job.compute.launcher != "ray")),
+        "evaluate.ranking": job.evaluate.ranking is not None,
     }
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 

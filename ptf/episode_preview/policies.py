@@ -79,8 +79,6 @@ def _with_model(job: Job, named: str) -> Job:
 def _why_not_own(job: Job) -> str | None:
     """Return why the job's own model cannot answer here; None if it can."""
     path = job.model.path
-    if job.model.backend == "hf":
-        return "models of transformers (model.backend: hf) do not run in ptf's own engine"
     if config := unpublished(job, {}).get("model.path"):
         return f"{config} has published no model yet"
     if "://" in path:

@@ -361,6 +361,9 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Family) -> None:
     """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
+    if not isinstance(model, Decoder):  # hf_backend.py
+        model.load_hf_tensors(tensors)
+        return
     parameters, fill_weight = dict(model.named_parameters()), weight_filler(model)
     experts = model.config.experts
 
@@ -376,6 +379,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Famil
 
 def hf_names(model: Decoder, family: Family) -> set[str]:
     """Return the names under which `hf_tensors` gives this model's tensors."""
+    if not isinstance(model, Decoder):  # hf_backend.py
+        return model.hf_names()
     experts = model.config.experts
     return {family.prefix + n for mapping in checkpoint_mappings(model, family) for n in mapping.theirs(experts)} | {
         OWN + n for n in own_tensors(model, family)

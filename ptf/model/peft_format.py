@@ -29,6 +29,7 @@ from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack,
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
+from ptf.model.hf_adapters import HFPeftFormat
 from ptf.model.lora import adapter_names, adapters, projection_name, whole
 from ptf.model.quantised_weights import weight_shapes
 
@@ -247,6 +248,11 @@ class PeftFormat:
             experts = self.model.config.experts
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         return a, b
+
+
+def format_of(model: Decoder, family: Family) -> "PeftFormat | HFPeftFormat":
+    """Return the adapters of a model, ptf's own or one of transformers, in PEFT's format."""
+    return PeftFormat(model, family) if isinstance(model, Decoder) else HFPeftFormat(model)
 
 
 def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], directory: Path, *, writes: bool) -> None:

@@ -15,7 +15,12 @@ from ptf.errors import UserError
 
 HF_NAME = "score.weight"
 CLASSIFIER, GENERATOR = "ForSequenceClassification", "ForCausalLM"
-UNCLASSIFIED = ("granite", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text")  # families of which transformers has no classifier
+UNCLASSIFIED = (
+    "granite",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_5_moe_text",
+)  # families of which transformers has no classifier
 
 
 @dataclass(frozen=True, slots=True)

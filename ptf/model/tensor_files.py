@@ -87,7 +87,7 @@ class TensorFiles:
     def read(self, name: str, part: Slices) -> Tensor:
         """Read a slice of a tensor, dequantised."""
         if name not in self.packed:
-            return self._slice(name)[part]
+            return self._slice(name)[part] if part else self._slice(name)[...]
         *outer, rows, columns = part
         inside = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
         blocks = self._slice(f"{name}_blocks")[(*outer, columns, inside, slice(None))]

@@ -8,7 +8,7 @@ before any is added.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,7 +39,7 @@ class NewRows:
             return self.vectors[which].float()
         if self.pieces is not None:
             return torch.stack([used[list(piece)].mean(0) for piece in self.pieces])
-        return used.mean(0).expand(len(self.ids), -1)
+        return used.mean(0).expand(len(self.ids), *used.shape[1:])
 
 
 def rows(config: Mapping[str, Any]) -> int:
@@ -79,10 +79,9 @@ def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Te
     return vectors
 
 
-def extend(source: Path, directory: Path, tokenizer: str, new: NewRows) -> None:
+def extend(source: Path, directory: Path, tokenizer: str, new: NewRows, backend: Literal["ptf", "hf"] = "ptf") -> None:
     """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files."""
     config = bridge.read_config(source)
-    family = family_of(config)
     vocab = max([rows(config), *(i + 1 for i in new.ids)])
     text = (
         {"text_config": {**config["text_config"], "vocab_size": vocab}}
@@ -90,7 +89,7 @@ def extend(source: Path, directory: Path, tokenizer: str, new: NewRows) -> None:
         else {"vocab_size": vocab}
     )
     bridge.save_hf(
-        _tensors(source, family, new, vocab),
+        _foreign_tensors(source, new, vocab) if backend == "hf" else _tensors(source, family_of(config), new, vocab),
         source,
         directory,
         writes=True,
@@ -118,9 +117,23 @@ def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator
                 yield from ((OWN + name, own.get_tensor(name)) for name in own.keys())  # noqa: SIM118
 
 
+def _foreign_tensors(source: Path, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a checkpoint of transformers (`model.backend: hf`)."""
+    from ptf.model import hf_backend
+
+    model, _ = hf_backend.build(source, head="lm")
+    tables = hf_backend.vocabulary_tables(model)
+    with TensorFiles(source) as files:
+        renamed = model.renamed(files.names)
+        for name in sorted(files.names):
+            tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+            which = tables.get(renamed.get(name, ""))
+            yield name, tensor if which is None else table(tensor, which, new, vocab)
+
+
 def table(old: Tensor, which: str, new: NewRows, vocab: int) -> Tensor:
-    """Return a table [V, D] extended to [vocab, D], with the new rows in their places."""
-    extended = torch.zeros(vocab, old.shape[1], dtype=old.dtype)
+    """Return a table [V, D], or a bias [V], extended to `vocab` rows, with the new rows in their places."""
+    extended = torch.zeros(vocab, *old.shape[1:], dtype=old.dtype)
     extended[: len(old)] = old
     extended[list(new.ids)] = new.of(which, old).to(old.dtype)
     return extended

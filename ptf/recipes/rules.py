@@ -31,13 +31,6 @@ def custom_head_errors(job: "Job") -> list[str]:
     return []
 
 
-def backend_errors(job: "Job") -> list[str]:
-    """Check the backend of an algorithm that needs ptf's own decoder."""
-    if job.model.backend == "hf":
-        return [f"model.backend: hf has no recipe {job.recipe}, which needs ptf's own decoder; use the default backend"]
-    return []
-
-
 def precomputed_errors(job: "Job") -> list[str]:
     """Check the conditions of `algo.precompute`."""
     if job.train.deterministic:

@@ -45,7 +45,7 @@ from ptf.rl.rollout_role import (
 from ptf.rl.weights.transports import advice, with_lora_sync
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
-from ptf.train.frozen_models import located, raise_if_other_tokenizer
+from ptf.train.frozen_models import backend_of, located, raise_if_other_tokenizer
 from ptf.train.job_tokenizer import with_run_rendering
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel, is_own_reference
@@ -250,7 +250,8 @@ def _own_model(job: Job, frozen_model: FrozenModelSpec, role: str, start: Start)
         return {}
     directory = located(frozen_model, role, job.verify_bytes)
     raise_if_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
-    return {"directory": str(directory), "spec": ModelConfig(path=str(directory))}
+    backend = backend_of(directory, job.model.backend)
+    return {"directory": str(directory), "spec": ModelConfig(path=str(directory), backend=backend)}
 
 
 def _reward_model(job: Job) -> dict[str, Any]:
@@ -263,7 +264,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
     raise_if_without_score(directory)
     return {
         "directory": str(directory),
-        "spec": ModelConfig(path=str(directory)),
+        "spec": ModelConfig(path=str(directory), backend=backend_of(directory, "ptf")),
         "seed": job.seed,
         "precision": job.train.precision,
         "compiled": job.train.compile,
@@ -276,7 +277,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
 def _reward_model_length(job: Job, directory: Path) -> int:
     """Return the largest number of tokens of a conversation. It may exceed `data.seq_len`, since the reward model's
     tokenizer and template may give more tokens than the policy's."""
-    return min(bridge.decoder_config(directory).max_positions, 2 * job.data.seq_len)
+    return min(bridge.decoder_config(directory, backend_of(directory, "ptf")).max_positions, 2 * job.data.seq_len)
 
 
 def _reward_model_client(

@@ -26,7 +26,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.fused import Setting, attention_of
 from ptf.model.lora import adapters_off
-from ptf.model.peft_format import PeftFormat
+from ptf.model.peft_format import format_of
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
 from ptf.recipes.documents import last_values
@@ -299,7 +299,7 @@ class Learner:
         With `adapter`, the tensors are those of the adapter, by PEFT's names. The buckets are in memory, or in files
         under `directory`. Raises UserError if PEFT's format cannot store all trained parameters.
         """
-        form = PeftFormat(self.model, self.family) if adapter else None
+        form = format_of(self.model, self.family) if adapter else None
         if form and (obstacles := form.obstacles()):
             raise UserError(f"rollout.lora_sync: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else self._sent_tensors()

@@ -27,13 +27,11 @@ from ptf.rl.sampler import Sampler
 def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
     """Return the engine that generates held-out responses (`evaluate.engine`).
 
-    `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM. The native engine cannot run models
-    of transformers (`model.backend: hf`), and vLLM cannot run components of the user's own.
+    `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM, which cannot run components of the
+    user's own.
     """
     if job.evaluate.engine != "auto":
         return job.evaluate.engine
-    if job.model.backend == "hf":
-        return "vllm"
     possible = job.compute.launcher == "ray" and not job.model.replace
     return "vllm" if gpu and installed and possible else "native"
 

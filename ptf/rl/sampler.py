@@ -254,11 +254,13 @@ def make_engine(
             raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`{renamed}")
         return made
     if kind == "native":
+        from ptf.rl.engines.hf_native import HFNativeEngine
         from ptf.rl.engines.native import PREFILL_TOKENS, NativeEngine
 
+        foreign = "spec" in options and options["spec"].backend == "hf"
         factory = layer_factory_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
         offload_file = own_file(options.get("offload_path"), world.rank)
-        return NativeEngine(
+        return (HFNativeEngine if foreign else NativeEngine)(
             directory,
             device=world.device,
             dtype=getattr(torch, dtype),

@@ -20,7 +20,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import whole
-from ptf.model.peft_format import PeftFormat, save
+from ptf.model.peft_format import format_of, save
 from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe, write_probe
 from ptf.train.trainer import load_model
@@ -47,7 +47,7 @@ def export_adapter(
     else:
         loaded = probe(load(merged, without_adapters(spec)), world)
         raise_if_difference(merged, trained, loaded, _tolerance(merged, precision))
-    form = PeftFormat(model, family)
+    form = format_of(model, family)
     if obstacles := form.obstacles():
         if world.leads:
             print(
@@ -61,7 +61,7 @@ def export_adapter(
     save(form.tensors(), form.config(base_name(spec, source)), unchecked, writes=world.leads)
     world.barrier()
     reloaded = load(source, spec)
-    PeftFormat(reloaded, family).fill(unchecked / "adapter_model.safetensors")
+    format_of(reloaded, family).fill(unchecked / "adapter_model.safetensors")
     difference = raise_if_difference(unchecked, trained, probe(reloaded, world), LOGPROB_TOLERANCE[precision])
     world.barrier()
     if world.leads:

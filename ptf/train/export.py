@@ -59,6 +59,8 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
     config = bridge.read_config(source)
     if model.config.head == "scalar":
         config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
+        if not isinstance(model, Decoder):  # hf_backend.py
+            config["architectures"] = [type(model.hf).__name__]
     bridge.save_hf(
         bridge.hf_tensors(model, family, source),
         source,

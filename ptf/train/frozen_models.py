@@ -7,6 +7,7 @@ that training starts from, the trained model without its adapters serves as the 
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from ptf.compute.world import World
 from ptf.config import Job
@@ -15,6 +16,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
+from ptf.model.families import MODULES
 from ptf.model.flops import Flops
 from ptf.model.vocabulary import raise_if_larger_tokenizer, rows
 from ptf.recipes.protocol import FrozenModelSpec
@@ -54,7 +56,11 @@ def load_frozen_models(
         else:
             path = located(frozen_model, role, job.verify_bytes)
             raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)
-        section = checkpoint_section(spec, path) if frozen_model.same_architecture else ModelConfig(path=str(path))
+        section = (
+            checkpoint_section(spec, path)
+            if frozen_model.same_architecture
+            else ModelConfig(path=str(path), backend=backend_of(path, spec.backend))
+        )
         loaded[role], _ = load_model(
             path,
             model_world,
@@ -68,6 +74,11 @@ def load_frozen_models(
         if frozen_model.same_architecture:
             raise_if_other_architecture(loaded[role], model, path, role)
     return loaded
+
+
+def backend_of(directory: Path, of_job: Literal["ptf", "hf"]) -> Literal["ptf", "hf"]:
+    """Return the backend of a model beside the one that trains: the job's, and `hf` for a family that ptf has not."""
+    return "hf" if of_job == "hf" or bridge.read_config(directory).get("model_type") not in MODULES else "ptf"
 
 
 def located(frozen_model: FrozenModelSpec, role: str, verify_up_to: float | None) -> Path:

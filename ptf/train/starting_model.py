@@ -9,7 +9,7 @@ model.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from ptf import file_verification, scratch
 from ptf.compute.world import World
@@ -112,10 +112,10 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
         base = start_directory(without_head(model), directory, run, tokenizer, seed)
         larger = Tokenizer.load(tokenizer)
         raise_if_larger_tokenizer(base, tokenizer, larger.vocab_size)
-        new = added_rows(tokens, base, larger)
+        new = added_rows(tokens, base, larger, model.backend)
         with scratch.directory(part) as tokenizer_copy:
             larger.save(tokenizer_copy)
-            extend(base, part, str(tokenizer_copy), new)
+            extend(base, part, str(tokenizer_copy), new, model.backend)
         old_rows, new_rows = (rows(bridge.read_config(d)) for d in (base, part))
         frozen = (
             ""
@@ -131,9 +131,11 @@ def extended(model: ModelConfig, directory: Path, run: Path, seed: int) -> tuple
     return model.model_copy(update={"init": "pretrained", "tokenizer": None, "tokens": None}), larger_model
 
 
-def added_rows(tokens: TokensConfig, base: Path, tokenizer: Tokenizer) -> NewRows:
+def added_rows(
+    tokens: TokensConfig, base: Path, tokenizer: Tokenizer, backend: Literal["ptf", "hf"] = "ptf"
+) -> NewRows:
     """Add the tokens to the tokenizer, in place, and return the initial values of their rows in the model `base`."""
-    config = bridge.build(base)[0].config
+    config = bridge.decoder_config(base, "hf") if backend == "hf" else bridge.build(base)[0].config
     old_size = tokenizer.vocab_size
     pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
     new = add(tokenizer, tokens)

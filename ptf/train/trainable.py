@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,23 +18,34 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
+from ptf.model.hf_adapters import PREFIX as FOREIGN
 from ptf.model.lora import adapter_names
 from ptf.model.quantised_weights import weight_shapes
+from ptf.model.scalar import HF_NAME
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether the pattern matches a parameter's unified name, or a beginning of it that ends at a dot."""
-    return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
+    """Return whether the pattern matches a parameter's unified name, or a beginning of it that ends at a dot.
+
+    In a model of transformers (`model.backend: hf`) these are transformers' names.
+    """
+    words = name.removeprefix(FOREIGN).split(".")
+    return any(fnmatchcase(part, pattern) for part in accumulate(words, "{}.{}".format))
 
 
 def raise_if_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise UserError naming every pattern of the config's `key` that matches no parameter."""
     if unused := [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]:
-        kinds = dict.fromkeys(".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names)
+        kinds = dict.fromkeys(kind(name) for name in names)
         raise UserError(f"{key}: {', '.join(unused)} matches nothing; there is {', '.join(kinds)}")
 
 
-def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> None:
+def kind(name: str) -> str:
+    """Return a parameter's name with `*` in place of numbers."""
+    return ".".join("*" if word.isdigit() else word for word in name.removeprefix(FOREIGN).split("."))
+
+
+def freeze(model: Any, family: Family, patterns: Sequence[str] | None) -> None:
     """Freeze all parameters that no pattern matches; without patterns and LoRA, freeze none. Call it before sharding.
 
     Under LoRA these parameters train: the adapters, those that the patterns match, and those that no Hugging Face
@@ -52,6 +64,8 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str] | None) -> 
             *own_tensors(model, family),
             *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
         }
+    elif adapters and model.config.head == "scalar":  # hf_backend.py
+        free.add(f"{FOREIGN}{HF_NAME}")
     for name, parameter in model.named_parameters():
         trains = name in free or any(matches(name, pattern) for pattern in patterns or ())
         parameter.requires_grad_(trains and name not in fixed)

@@ -24,7 +24,7 @@ from ptf.model.fused import Setting, kernels
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
 from ptf.recipes.protocol import Recipe
-from ptf.train.components import layer_factory_of, report
+from ptf.train.components import layer_factory_of, lora_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
@@ -99,20 +99,24 @@ def _load_foreign(
     *,
     seed: int,
     precision: str,
-    head: str,
+    head: Literal["lm", "scalar"],
     recomputed: Recompute,
     frozen: bool,
 ) -> tuple[Decoder, Family]:
-    from ptf.model import hf_backend
+    from ptf.model import hf_adapters, hf_backend
 
-    if head != "lm":
-        raise UserError("model.backend: hf has no scalar heads (reward models, critics); use the default backend")
-    foreign, family = hf_backend.build(directory)
+    if world.mesh is not None and world.mesh["tensor"].size() > 1:
+        raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
+    foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
     model = cast("Decoder", foreign)  # it has Decoder's interface
     freeze(model, family, spec.trainable)
     _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
-    hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
+    new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
+    if world.leads and not frozen:
+        report(directory, new, ())
+        if spec.lora is not None:
+            print(hf_adapters.described(foreign), flush=True)
     return model, family
 
 

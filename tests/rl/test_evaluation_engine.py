@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf.config import ConfigError, Job, Plugin, loads
+from ptf.config import Job, Plugin, loads
 from ptf.rl.rollout_role import evaluation_engine
 
 
@@ -37,7 +37,8 @@ REPLACED = {"replace": {"layers.*.mlp": {"use": "a:b"}}}
         ({"launcher": "local"}, True, True, "native"),
         ({"launcher": "torchrun"}, True, True, "native"),
         (REPLACED, True, True, "native"),
-        ({"backend": "hf"}, False, True, "vllm"),
+        ({"backend": "hf"}, False, True, "native"),
+        ({"backend": "hf"}, True, True, "vllm"),
         ({"engine": "vllm"}, False, False, "vllm"),
         ({"engine": "native"}, True, True, "native"),
         ({"engine": {"use": "a:b"}}, True, True, Plugin(use="a:b")),
@@ -49,8 +50,3 @@ def test_the_engine_of_an_evaluation(keys, gpu, installed, engine):
 
 def test_auto_is_the_default():
     assert Job.model_fields["evaluate"].default.engine == "auto"
-
-
-def test_models_of_transformers_need_vllm_and_so_ray():
-    with pytest.raises(ConfigError, match=r"evaluate\.engine  native is not supported with model\.backend: hf"):
-        job(backend="hf", launcher="local")

@@ -6,17 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World
-from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of
-from ptf.errors import UserError
 from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
 from ptf.recipes.grpo.recipe import GRPO
@@ -257,17 +254,3 @@ def test_it_learns_and_its_critic_too(ppo):
     assert sum(r["reward"] for r in rows[-5:]) / 5 > rows[0]["reward"] + 0.3
     error = [row["critic_value_mse"] for row in rows]
     assert sum(error[-5:]) < 0.5 * sum(error[:5])
-
-
-def test_a_critic_needs_our_own_decoder(ppo):
-    with pytest.raises(UserError, match=r"model\.backend +hf has no recipe ppo"):
-        loads(
-            yaml.safe_dump(
-                {
-                    **ppo,
-                    "model": {"path": "m", "backend": "hf"},
-                    "rollout": ppo["rollout"] | {"engine": "vllm"},
-                    "compute": {},
-                }
-            )
-        )

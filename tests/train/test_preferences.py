@@ -310,7 +310,6 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
             {"recipe": "rm", "algo": {}, "data": {"too_long": "truncate"}},
             r"data\.too_long +recipe rm needs whole responses",
         ),
-        ({"model": {"path": "m", "backend": "hf"}}, r"model\.backend +hf has no recipe dpo"),
         ({"model": {"path": "m", "replace": {"head": {"use": "a:b"}}}}, r"model\.head +recipe dpo compares log-probs"),
     ],
 )

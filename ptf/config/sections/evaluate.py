@@ -38,8 +38,7 @@ class EvaluateConfig(Section):
     """Rank a catalogue and compare it with what users did next."""
     engine: Literal["auto", "vllm", "native"] | Plugin = changeable("auto")
     """What generates the responses; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a
-    GPU, vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native. With
-    `model.backend: hf`, `auto` is vllm."""
+    GPU, vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native."""
     measure_starting_model: bool = changeable(True)
     """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
     compares with them: with `false`, versions are published without that comparison."""

@@ -39,7 +39,9 @@ class LoraConfig(Section):
     """Projections that get an adapter, as patterns of ptf's module names, which are the same for every family:
     `layers.3.attn.q_proj` is Hugging Face's `model.layers.3.self_attn.q_proj`. A pattern matches the whole name, and
     `*` also matches dots (`*.q_proj`, `layers.*.moe.experts.*`). Default: every projection of attention, MLP and
-    experts. Routers are left out, and the output head cannot have an adapter."""
+    experts. Routers are left out, and the output head cannot have an adapter. With `model.backend: hf`, patterns match
+    transformers' module names (`model.layers.*.self_attn.q_proj`), the default is every linear module of the layers but
+    routers, and experts that are stacked in one parameter get no adapter."""
 
 
 class ModelConfig(Section):
@@ -60,8 +62,8 @@ class ModelConfig(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: Literal["ptf", "hf"] = "ptf"
-    """`ptf`: our own decoder. `hf`: any causal language model of transformers,
-    slower and with fewer features (ptf.model.hf_backend)."""
+    """`ptf`: our own decoder. `hf`: any causal language model of transformers, slower; it has no `model.replace`,
+    `model.head`, `model.quantization`, tensor parallelism and load-balancing loss (ptf.model.hf_backend)."""
     tokens: TokensConfig | None = None
     """Tokens to add."""
     replace: dict[str, Plugin] = {}
@@ -81,5 +83,6 @@ class ModelConfig(Section):
     model is published. `mxfp4`: the experts of a checkpoint that stores them in MXFP4 (published GPT-OSS), in 4.25 bits
     as they are there; nothing is rounded."""
     trainable: Patterns | None = None
-    """What trains, as patterns of ptf's parameter names or of the modules above them (`embed`, `layers.*.attn`).
-    Default: everything. With `lora` the adapters always train, and these patterns add to them."""
+    """What trains, as patterns of ptf's parameter names or of the modules above them (`embed`, `layers.*.attn`); with
+    `model.backend: hf`, of transformers' (`model.layers.*.self_attn`). Default: everything. With `lora` the adapters
+    always train, and these patterns add to them."""

@@ -142,7 +142,8 @@ class RolloutConfig(Section):
     """How many slices an environment may take for a reply, while the other responses go on. The reply is used that many
     slices later also if it is there earlier. 0: engines wait for each reply."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
-    """`vllm`; `native`, which is ptf's own decoder and needs no further package; or `use: pkg.mod:Engine`
+    """`vllm`; `native`, which is ptf's own decoder, or with `model.backend: hf` transformers' model (slower; where its
+    cache cannot be used, each token costs a whole forward pass), and needs no further package; or `use: pkg.mod:Engine`
     (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
     prompts_per_step: Positive = 64
     """Number of prompts that are answered in each step."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import AlgoConfig, PositiveFloat
-from ptf.recipes.rules import backend_errors, custom_head_errors, precomputed_errors, whole_answer_errors
+from ptf.recipes.rules import custom_head_errors, precomputed_errors, whole_answer_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -40,7 +40,7 @@ class DPOConfig(AlgoConfig):
 
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        errors = whole_answer_errors(job) + custom_head_errors(job) + backend_errors(job)
+        errors = whole_answer_errors(job) + custom_head_errors(job)
         if self.loss == "simpo" and self.reference:
             errors.append("algo.reference: simpo has no reference")
         if self.loss == "simpo" and self.precompute:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Section
-from ptf.recipes.rules import backend_errors, custom_head_errors, precomputed_errors
+from ptf.recipes.rules import custom_head_errors, precomputed_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -50,7 +50,7 @@ class KDConfig(AlgoConfig):
 
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        errors = custom_head_errors(job) + backend_errors(job)
+        errors = custom_head_errors(job)
         if self.loss != "js" and self.beta != type(self).model_fields["beta"].default:
             errors.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
         if self.precompute and self.top_k is None:

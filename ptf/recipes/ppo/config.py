@@ -36,10 +36,6 @@ class PPOConfig(RewardedConfig):
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         errors = super().config_errors(job)
-        if job.model.backend == "hf":
-            errors.append(
-                "model.backend: hf has no recipe ppo, because a critic needs a scalar head; use the default backend"
-            )
         if self.bootstrap_truncated and self.overlong_filter:
             errors.append(
                 "algo.bootstrap_truncated has no effect with algo.overlong_filter, which trains on no response that "

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import AlgoConfig
-from ptf.recipes.rules import backend_errors, whole_answer_errors
+from ptf.recipes.rules import whole_answer_errors
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -24,7 +24,7 @@ class RMConfig(AlgoConfig):
 
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
-        errors = whole_answer_errors(job) + backend_errors(job)
+        errors = whole_answer_errors(job)
         if self.loss != "pair":
             configured = [name for name in ("margin", "center_coef") if getattr(self, name)]
             errors += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]

@@ -26,9 +26,11 @@ from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
-from ptf.model.peft_format import PeftFormat
+from ptf.model.peft_format import format_of
 from ptf.model.sampling import restrict
 from ptf.rl.engines.continuous_batch import Answer, ContinuousBatch
 from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
@@ -61,10 +63,7 @@ class NativeEngine:
         seed: int = 0,
         offload_file: Path | None = None,
     ) -> None:
-        self.model, self.family = bridge.build(Path(directory), head="lm", factory=factory)
-        bridge.materialize(self.model, device)
-        bridge.load_hf(self.model, Path(directory), self.family, seed)
-        self.model.to(dtype).requires_grad_(False).eval()
+        self.model, self.family = self.load_model(Path(directory), device, dtype, factory, seed)
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
         # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
         self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
@@ -84,6 +83,15 @@ class NativeEngine:
         )
         if device.type == "cuda":
             self.warm_up()
+
+    def load_model(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
+    ) -> tuple[Decoder, Family]:
+        """Return the frozen model of a directory, and its family."""
+        model, family = bridge.build(directory, head="lm", factory=factory)
+        bridge.materialize(model, device)
+        bridge.load_hf(model, directory, family, seed)
+        return model.to(dtype).requires_grad_(False).eval(), family
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
@@ -170,13 +178,31 @@ class NativeEngine:
         logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)
-        logits = logits[which]
+        lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
 
-        n = len(requests)
+        def following(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
+            if kept is not None:
+                cache.keep(kept)
+            positions = (lengths[torch.from_numpy(live).to(self.device)] + turn)[:, None]
+            return self._logits(tokens[:, None], positions, cache.step(turn))
+
+        return self.sampled(requests, logits[which], following)
+
+    def sampled(
+        self,
+        requests: Sequence[Request],
+        logits: Tensor,
+        following: Callable[[int, np.ndarray, Tensor, Tensor | None], Tensor],
+    ) -> list[Generation]:
+        """Sample responses from the logits of their first tokens, [requests, V], to their ends.
+
+        `following(turn, live, tokens, kept)` returns the logits after token `turn` of the requests that go on: their
+        numbers, those tokens, and which rows of the turn before they are (None: all).
+        """
+        n, limits = len(requests), np.array([r.sampling.max_new_tokens for r in requests])
         temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
         top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
         allowed = TrieStates(requests, self.device)
-        lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
         draws = pad_sequence([random_numbers(r) for r in requests], batch_first=True).to(self.device)
         stops = [frozenset(r.sampling.stop) for r in requests]
         sampled: list[list[int]] = [[] for _ in requests]
@@ -194,12 +220,11 @@ class NativeEngine:
             unfinished = ~stopped[live] & (turn + 1 < limits[live])
             if not unfinished.any():
                 break
+            kept = None
             if not unfinished.all():
                 kept = torch.from_numpy(np.flatnonzero(unfinished)).to(self.device)
-                cache.keep(kept)
-                live, rows, tokens = live[unfinished], rows[kept], tokens[kept]
-            positions = (lengths[rows] + turn)[:, None]
-            logits = self._logits(tokens[:, None], positions, cache.step(turn))
+                live, tokens = live[unfinished], tokens[kept]
+            logits = following(turn, live, tokens, kept)
         return [
             Generation(
                 r.context,
@@ -325,7 +350,7 @@ class NativeEngine:
             raise SyncError(
                 f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
             )
-        form = PeftFormat(self.model, self.family) if manifest.adapter is not None else None
+        form = format_of(self.model, self.family) if manifest.adapter is not None else None
         names = form.names() if form else bridge.hf_names(self.model, self.family)
         if different := names ^ manifest.digests.keys():
             raise SyncError(

@@ -1,0 +1,458 @@
+"""Jobs on tiny random models of transformers' architectures that ptf does not define (`model.backend: hf`). Writes
+results/hf_backend.md, and hf_backend.jsonl as it goes.
+
+    python benchmarks/hf_backend.py [--types gpt2 olmo2] [--minutes 55]
+
+For each architecture: what is loaded against transformers' own forward pass, what one document changes in another, and
+a few steps of SFT, LoRA, DPO and GRPO (native engine). A loss that does not fall, or an error, is in the table by its
+first line. An architecture that hf_backend.jsonl has is not made again.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
+from ptf.compute.tracking import read_metrics  # noqa: E402
+from ptf.compute.world import World  # noqa: E402
+from ptf.config import loads  # noqa: E402
+from ptf.config.sections.model import ModelConfig  # noqa: E402
+from ptf.data.tokenizer import Tokenizer  # noqa: E402
+from ptf.errors import UserError  # noqa: E402
+from ptf.model.head import Head  # noqa: E402
+from ptf.run import run  # noqa: E402
+from ptf.train.trainer import load_model  # noqa: E402
+from tests.tiny import arithmetic, packed, write_jsonl  # noqa: E402
+
+RESULTS = results_page("hf_backend.md")
+STEPS, DPO_STEPS = 12, 20
+TYPES = [
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "phi",
+    "phi3",
+    "phimoe",
+    "stablelm",
+    "starcoder2",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "smollm3",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "exaone4",
+    "nemotron",
+    "persimmon",
+    "mpt",
+    "bloom",
+    "falcon",
+    "falcon_h1",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "jamba",
+    "bamba",
+    "zamba",
+    "zamba2",
+    "recurrent_gemma",
+    "qwen2_moe",
+    "qwen3_next",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minimax",
+    "mixtral",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "seed_oss",
+    "arcee",
+    "helium",
+    "apertus",
+    "lfm2",
+    "ministral",
+    "llama4_text",
+    "gpt_bigcode",
+    "biogpt",
+    "xglm",
+    "dbrx",
+    "jetmoe",
+    "diffllama",
+    "bitnet",
+    "vaultgemma",
+    "nemotron_h",
+    "rwkv",
+    "xlstm",
+]
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "intermediate_size_mlp": 48,
+    "max_position_embeddings": 256,
+    "rotary_dim": 4,
+    "word_embed_proj_dim": 32,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "state_size": 4,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_ssm": 64,
+    "mamba_ngroups": 1,
+    "mamba_n_groups": 1,
+    "mamba_headdim": 16,
+    "n_mamba_heads": 2,
+    "mamba_expand": 2,
+    "sliding_window": 64,
+    "attention_window_size": 64,
+    "lru_width": 32,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 64,
+        "use_mamba_kernels": False,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "num_mem_blocks": 1,
+        "layers_block_type": ["mamba", "hybrid"],
+        "adapter_rank": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_multiple_of": 8},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    "deepseek_v2": {"head_dim": 8},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 64},
+    "dbrx": {
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    },
+    "jetmoe": {"kv_channels": 8, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "hunyuan_v1_moe": {"moe_topk": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "hybrid_override_pattern": "M*", "mamba_num_heads": 4},
+    "xlstm": {"num_heads": 4},
+    "rwkv": {"attention_hidden_size": 32},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def config_of(model_type: str, vocab: int) -> Any:
+    """Return a small config: each size that the architecture's config has."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    fixed = {key for key in SIZES if isinstance(getattr(type(default), key, None), property)}
+    sizes = {key: value for key, value in SIZES.items() if hasattr(default, key) and key not in fixed}
+    if "layer_types" in default.to_dict() and "layer_types" not in EXTRAS.get(model_type, {}):
+        sizes["layer_types"] = None
+    sizes |= EXTRAS.get(model_type, {})
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    try:
+        return AutoConfig.for_model(model_type, vocab_size=vocab, initializer_range=0.2, **sizes, **ids)
+    except Exception:
+        sizes.pop("layer_types", None)
+        return AutoConfig.for_model(model_type, vocab_size=vocab, initializer_range=0.2, **sizes, **ids)
+
+
+def made(directory: Path, model_type: str) -> dict[str, Any]:
+    """Make a checkpoint, a tokenizer and data; return a raw job."""
+    from transformers import AutoModelForCausalLM
+
+    raw = arithmetic(directory)
+    tokenizer = Tokenizer.load(str(directory / "model"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(model_type, tokenizer.vocab_size), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms that all do something
+            if parameter.dim() == 1:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(directory / "made")
+    for file in (directory / "made").iterdir():
+        file.replace(directory / "model" / file.name)
+    return {
+        **raw,
+        "model": {"path": str(directory / "model"), "backend": "hf"},
+        "train": {**raw["train"], "steps": STEPS, "lr": 1e-2},
+        "checkpoint": {"every": 100},
+    }
+
+
+def without_validation(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the job without held-out data."""
+    train = {k: v for k, v in raw["train"].items() if k != "validate_every"}
+    return {**raw, "train": train, "data": {k: v for k, v in raw["data"].items() if k != "validation"}}
+
+
+def preferences(directory: Path) -> str:
+    """Write pairs; return their file."""
+    sums = np.random.default_rng(5).integers(1, 30, (60, 2)).tolist()
+    pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in sums]
+    return str(write_jsonl(directory / "pairs.jsonl", pairs))
+
+
+def jobs(raw: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the jobs by name."""
+    raw = without_validation(raw)
+    prompts = {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}
+    lora = {"rank": 4, "alpha": 8}
+    return {
+        "sft": raw,
+        "lora": {**raw, "model": {**raw["model"], "lora": lora}, "train": {**raw["train"], "lr": 3e-2}},
+        "dpo": {
+            **raw,
+            "recipe": "dpo",
+            "train": {**raw["train"], "steps": DPO_STEPS, "lr": 2e-3},
+            "algo": {"beta": 0.5},
+            "data": {**raw["data"], "sources": {"pairs": {"path": preferences(directory)}}},
+        },
+        "grpo": {
+            **raw,
+            "recipe": "grpo",
+            "data": {"sources": prompts, "seq_len": 64},
+            "rollout": {
+                "engine": "native",
+                "prompts_per_step": 4,
+                "group_size": 4,
+                "max_new_tokens": 6,
+                "reward": {"use": "tests.rl.plugs:varied"},
+            },
+            "train": {"steps": 3, "lr": 1e-3, "precision": "fp32", "micro_batch_sequences": 2},
+        },
+    }
+
+
+@torch.no_grad()
+def compared(directory: Path) -> dict[str, float]:
+    """Return how far the loaded model is from transformers' own logits, and what a document changes in another."""
+    from transformers import AutoModelForCausalLM
+
+    spec = ModelConfig(path=str(directory), backend="hf")
+    model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    batch = packed([[20, 37, 7]], 64)
+    tokens = batch.tokens % model.config.vocab
+    head: Callable[[torch.Tensor, Head], torch.Tensor] = lambda x, head: head.logits(x)  # noqa: E731
+    ours = model(tokens, batch.positions, batch.segments, head)
+    apart = largest = 0.0
+    for document in range(3):
+        at = batch.segments == document
+        expected = theirs(input_ids=tokens[at][None], use_cache=False).logits[0].float()
+        apart = max(apart, float((ours[at] - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    own = batch.segments == 1
+    again = model(torch.where(own, tokens, (tokens + 1) % model.config.vocab), batch.positions, batch.segments, head)
+    return {"apart": apart / largest, "leak": float((again - ours)[own].abs().max()) / largest}
+
+
+def outcome(name: str, raw: dict[str, Any]) -> Any:
+    """Run a job; return the mean loss of the last four steps, of GRPO the largest difference of a log-prob, or what
+    went wrong, in words."""
+    try:
+        directory = run(loads(yaml.safe_dump(raw)), name)
+    except UserError as error:
+        return "refused: " + str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever it is, it is what the table is for
+        return f"fails: {type(error).__name__}: " + next(iter(str(error).strip().splitlines()), "")
+    rows = read_metrics(directory / "metrics.jsonl")
+    if name == "grpo":
+        return max(row["logprob_diff_max"] for row in rows)
+    return float(np.mean([row["loss"] for row in rows[-4:]]))
+
+
+def judged(found: float | str, untrained: float) -> str:
+    """Return the outcome of a job in words, beside the loss of the untrained model."""
+    if isinstance(found, str):
+        return found
+    return f"{'falls' if found < 0.98 * untrained else 'DOES NOT FALL'}: {untrained:.3g} → {found:.3g}"
+
+
+def control(raw: dict[str, Any]) -> float:
+    """Run SFT without learning; return the mean loss of the last four steps."""
+    directory = run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "lr": 1e-12}})), "control")
+    return float(np.mean([row["loss"] for row in read_metrics(directory / "metrics.jsonl")[-4:]]))
+
+
+def measured(model_type: str) -> dict[str, Any]:
+    """Return a row of the table."""
+    began, row = time.process_time(), dict[str, Any](model_type=model_type)
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        try:
+            raw = made(directory, model_type)
+        except Exception as error:
+            return {**row, "made": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"}
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            try:
+                row |= compared(directory / "model")
+                row["control"] = control(jobs(raw, directory)["sft"])
+            except UserError as error:
+                return {**row, "refused": str(error).strip().splitlines()[0]}
+            except Exception as error:
+                return {**row, "refused": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"}
+            for name, job in jobs(raw, directory).items():
+                row[name] = outcome(name, job)
+        lines = printed.getvalue().splitlines()
+        row["uncached"] = next(
+            (line.partition("for each token: ")[2] for line in lines if "without a cache" in line), ""
+        )
+        row["stacked"] = any("none for the stacked" in line for line in lines)
+    return {**row, "cpu_s": time.process_time() - began}
+
+
+def page(found: list[dict[str, Any]], command: str) -> str:
+    """Return the results as a page."""
+    ran = [row for row in found if "sft" in row]
+    words = {
+        row["model_type"]: {n: judged(row[n], row["control"]) for n in ("sft", "lora")}
+        | {"dpo": judged(row["dpo"], math.log(2))}
+        for row in ran
+    }
+    falls = {name: sum(of[name].startswith("falls") for of in words.values()) for name in ("sft", "lora", "dpo")}
+    grpo = sum(isinstance(row["grpo"], float) for row in ran)
+    close = sum(isinstance(row["grpo"], float) and row["grpo"] <= 1e-5 for row in ran)
+    head = f"""# Architectures of transformers
+
+Command: `{command}` (`make bench-hf-backend`)  
+Hardware: {cpu()}; {sum(row.get("cpu_s", 0) for row in found):.0f} s of one core  
+Date: {time.strftime("%Y-%m-%d")}; commit {commit()}  
+Each row: [hf_backend.jsonl](hf_backend.jsonl)
+
+Tiny random checkpoints of architectures that ptf does not define, with `model.backend: hf` in fp32 on a CPU.
+*Logits*: the largest difference of the loaded model from transformers' own forward pass over each document alone, of
+the largest logit. *Leak*: the largest change of one document's logits when the tokens of the others in its batch
+change, likewise (rounding where experts sum over all tokens of a batch). SFT and LoRA (rank 4, default targets) are
+{STEPS} steps of learning rate 1e-2 and 3e-2, DPO is {DPO_STEPS} of 2e-3 (eight of 1e-2 did not lower the loss of six
+architectures). Each cell has the mean loss of the last four steps without learning (the same job with a learning rate
+of 1e-12; for DPO it is ln 2) and with it; it falls if it is lower by more than 2 %. GRPO is three steps with
+`rollout.engine: native`: the largest difference between the engine's log-probs and the trainer's. Of {len(ran)}
+architectures that train, the loss falls in {falls["sft"]} with SFT, {falls["lora"]} with LoRA and {falls["dpo"]} with
+DPO, and {grpo} run GRPO, {close} of them within 1e-5.
+
+| architecture | logits | leak | SFT | LoRA | DPO | GRPO | generates |
+|---|---|---|---|---|---|---|---|
+"""
+    lines = []
+    for row in ran:
+        of = words[row["model_type"]]
+        lora = of["lora"] + (" (experts are stacked: no adapter)" if row["stacked"] else "")
+        rollouts = row["grpo"] if isinstance(row["grpo"], str) else f"{row['grpo']:.1g}"
+        cells = [f"{row['apart']:.1g}", f"{row['leak']:.1g}", of["sft"], lora, of["dpo"], rollouts]
+        cells.append(f"without a cache: {row['uncached']}" if row["uncached"] else "with its cache")
+        lines.append(f"| {row['model_type']} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    rest = [row for row in found if "sft" not in row]
+    if rest:
+        lines += ["", "Not trained:", ""]
+        lines += [
+            f"- {row['model_type']}: {row.get('refused') or 'no tiny model: ' + row.get('made', '')}" for row in rest
+        ]
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--minutes", type=float, default=55.0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
+    found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    for model_type in asked.types:
+        if time.monotonic() > ends:
+            break
+        if any(row["model_type"] == model_type for row in found):
+            continue
+        found.append(measured(model_type))
+        with ledger.open("a") as file:
+            file.write(json.dumps(found[-1]) + "\n")
+        print(json.dumps(found[-1]), flush=True)
+    asked.results.write_text(page(found, "python benchmarks/hf_backend.py"))
+    print(f"wrote {asked.results}")
+    failed = [
+        row for row in found if any(str(row.get(k, "")).startswith("fails") for k in ("sft", "lora", "dpo", "grpo"))
+    ]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""LoRA in models of transformers (`model.backend: hf`): which of its modules get an adapter, and the adapter as PEFT
+stores it.
+
+A module keeps its class, whose forward pass may be its own (Falcon), and gets the adapter's part on top. PEFT calls
+modules as transformers does, so a file has the adapter's matrices as they are trained. Experts whose matrices are
+stacked in one parameter are no modules, and get none.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.lora import Adapter, Lora, adapter_names, adapters, whole
+
+PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
+DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers has none
+ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # words of the names of modules that choose experts
+
+
+# architectures whose `out_proj` PEFT does not adapt, because their kernels compute with its weight directly
+STATE_SPACE = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+
+
+class Adapted(nn.Module):
+    """A linear module of transformers with an adapter; `_adapted` makes a subclass of the module's own class."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    adapters: dict[str, Adapter]
+    adapted: bool
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the module's own output, with the adapter's part unless adapters are off."""
+        y = super().forward(input, *args, **kwargs)  # type: ignore[misc]
+        if not self.adapted:
+            return y
+        return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's weight is [in, out] (GPT-2's Conv1D)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def adaptable(model: Any) -> dict[str, nn.Module]:
+    """Return what can get an adapter, by transformers' name: linear modules of the layers, routers included.
+
+    A weight that several modules share is left out, because each would add its adapter to it.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    shared = Counter(id(p) for _, p in model.hf.named_parameters(remove_duplicate=False))
+    inside = {id(m) for m in model.layers.modules()}
+    return {
+        path: module
+        for path, module in model.hf.named_modules()
+        if id(module) in inside
+        and isinstance(module, nn.Linear | Conv1D)
+        and module.weight.dim() == 2
+        and shared[id(module.weight)] == 1
+    }
+
+
+def stacked_matrices(model: Any) -> list[str]:
+    """Return the kinds of parameters that hold the matrices of all experts, which get no adapter.
+
+    They have three dimensions, as the filters of a convolution have, or bear the name.
+    """
+    inside, modules = {id(p) for p in model.layers.parameters()}, adaptable(model)
+    names = []
+    for name, parameter in model.hf.named_parameters():
+        owner = name.rpartition(".")[0]
+        convolves = isinstance(model.hf.get_submodule(owner), nn.Conv1d)
+        stacked = parameter.dim() == 3 or (parameter.dim() == 2 and ".experts." in name)
+        if id(parameter) in inside and stacked and not convolves and owner not in modules and "lora_" not in name:
+            names.append(name)
+    return kinds(names)
+
+
+def kinds(names: Collection[str]) -> list[str]:
+    """Return names with `*` in place of numbers, each once."""
+    return list(dict.fromkeys(".".join("*" if word.isdigit() else word for word in n.split(".")) for n in names))
+
+
+def adapt(model: Any, lora: Lora) -> None:
+    """Give adapters to the modules that the targets match: by default the linear modules of the layers but routers and
+    what PEFT does not adapt.
+
+    Raise UserError naming every target that adapts nothing, and what is there.
+    """
+    modules, experts = adaptable(model), stacked_matrices(model)
+    if lora.targets == DEFAULT:
+        chosen = {
+            path: m
+            for path, m in modules.items()
+            if not ROUTERS & set(path.split(".")) and not _refused_by_peft(model, path)
+        }
+        unused = [] if chosen else list(lora.targets)
+    else:
+        chosen = {path: m for path, m in modules.items() if lora.adapts(path)}
+        unused = [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in chosen)]
+    if unused:
+        stacked = [name for name in experts if any(fnmatchcase(name, pattern) for pattern in unused)]
+        reason = f" ({', '.join(stacked)}: stacked matrices of experts, which get no adapter)" if stacked else ""
+        raise UserError(
+            f"model.lora.targets: {', '.join(unused)} matches nothing{reason}; in transformers' "
+            f"{model.hf.config.model_type} there is {', '.join(kinds(modules)) or 'no linear module'} (the head has no "
+            "adapter: to train it whole, name it in model.trainable)"
+        )
+    for module in chosen.values():
+        _attach(module, lora)
+
+
+def _refused_by_peft(model: Any, path: str) -> bool:
+    return model.hf.config.model_type in STATE_SPACE and path.endswith(".out_proj")
+
+
+def _attach(module: Any, lora: Lora) -> None:
+    """Give a module an adapter with B = 0."""
+    out, into = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
+    module.register_parameter("lora_a", nn.Parameter(torch.zeros(lora.rank, into)))
+    module.register_parameter("lora_b", nn.Parameter(torch.zeros(out, lora.rank)))
+    module.adapters = {"weight": Adapter("lora_a", "lora_b", lora.scale)}
+    module.adapted = True  # False inside `adapters_off`
+    module.__class__ = _adapted(type(module))
+
+
+@cache
+def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of adapted modules of this class."""
+    return type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+
+
+def described(model: Any) -> str:
+    """Return what adapters adapt and what has none, for a run's first lines."""
+    names = [name.removeprefix(PREFIX).removesuffix(".weight") for name in adapters(model)]
+    line = f"lora: {len(names)} adapters: {', '.join(kinds(names))}"
+    experts = stacked_matrices(model)
+    return line + (f"; none for the stacked matrices {', '.join(experts)}" if experts else "")
+
+
+def uncalled_kinds(model: Any, called: Collection[str]) -> list[str]:
+    """Return the kinds of adapted modules of which a forward pass called none.
+
+    Of experts only those that a token was sent to are called, so a module that was not called proves nothing by itself.
+    """
+    names = [path for path, module in model.hf.named_modules() if getattr(module, "adapters", None)]
+    return [kind for kind in kinds(names) if kind not in kinds(called)]
+
+
+def merged(model: Any, pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
+    """Return a whole tensor of transformers' name, with its adapter merged if it has one."""
+    weight = whole(tensor.detach())
+    if (adapter := pairs.get(PREFIX + name)) is None:
+        return weight
+    a, b = (whole(model.get_parameter(n).detach()) for n in (adapter.a, adapter.b))
+    update = adapter.scale * (b.float() @ a.float())
+    owner = model.hf.get_submodule(name.rpartition(".")[0])
+    update = update.t() if is_transposed(owner) else update
+    return (weight.float() + update).to(torch.promote_types(weight.dtype, a.dtype))
+
+
+class HFPeftFormat:
+    """The adapters of a model of transformers in PEFT's format and back; the interface of PeftFormat."""
+
+    def __init__(self, model: Any) -> None:
+        assert model.factory.lora is not None
+        self.model, self.lora, self.adapters = model, model.factory.lora, adapters(model)
+        self.rank = self.lora.rank
+
+    def obstacles(self) -> list[str]:
+        """Return what is trained and cannot be expressed in this format; [] if everything can."""
+        of_adapters = adapter_names(self.model)
+        paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
+        refused = [f"{path} (PEFT does not adapt it)" for path in paths if _refused_by_peft(self.model, path)]
+        return refused + [
+            f"{name.removeprefix(PREFIX)} (not an adapter)"
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and name not in of_adapters
+        ]
+
+    def _places(self) -> Iterator[tuple[str, str]]:
+        """Yield (name in the file, name of the parameter)."""
+        for weight, adapter in self.adapters.items():
+            module = weight.removeprefix(PREFIX).removesuffix(".weight")
+            yield f"base_model.model.{module}.lora_A.weight", adapter.a
+            yield f"base_model.model.{module}.lora_B.weight", adapter.b
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
+        model: nn.Module = self.model
+        if isinstance(model, FSDPModule):
+            model.reshard()
+        parameters = dict(self.model.named_parameters())
+        for name, ours in self._places():
+            yield name, whole(parameters[ours].detach()).float()
+
+    def names(self) -> set[str]:
+        """Return the names of all `tensors`."""
+        return {name for name, _ in self._places()}
+
+    def fill(self, file: Path) -> None:
+        """Load this model's adapters from a file."""
+        with safe_open(file, "pt") as stored:
+            self.copy(stored.get_tensor)
+
+    def copy(self, tensor: Callable[[str], Tensor]) -> None:
+        """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
+        for name, ours in self._places():
+            bridge.fill(self.model.get_parameter(ours), tensor(name).__getitem__)
+
+    def config(self, base: str) -> dict[str, Any]:
+        """Return adapter_config.json, for the base model called `base`.
+
+        `target_modules` are the last words of modules that are adapted wherever they are, else whole names.
+        """
+        paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
+        everywhere = [path for path, m in self.model.hf.named_modules() if hasattr(m, "weight")]
+
+        def leaves(names: Collection[str]) -> Counter[str]:
+            return Counter(name.rpartition(".")[2] for name in names)
+
+        adapted, there = leaves(paths), leaves(everywhere)
+        targets = {leaf if adapted[leaf] == there[leaf] else p for p in paths for leaf in [p.rpartition(".")[2]]}
+        alpha = self.lora.scale * self.rank
+        transposed = any(is_transposed(self.model.hf.get_submodule(path)) for path in paths)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "target_modules": sorted(targets),
+            "use_rslora": False,
+            "use_dora": False,
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "fan_in_fan_out": transposed,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }

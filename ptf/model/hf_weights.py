@@ -1,0 +1,175 @@
+"""The weights of a model of transformers, read from a checkpoint in the slices that this process owns.
+
+transformers' own table says how stored names become parameters (`conversion_mapping`). A tensor that is only renamed is
+read slice by slice. Where parameters are computed from several tensors (experts that are stored one by one and
+computed stacked), those of one parameter are read whole, converted and cut, so no process ever holds a whole model.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ptf.model import bridge
+from ptf.model.checkpoint_mapping import Slices
+
+
+class StoredTensors(Protocol):
+    """Tensors by the names of a checkpoint."""
+
+    names: set[str]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        ...
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        """Read a slice of a tensor."""
+        ...
+
+
+class InMemory:
+    """Tensors of a mapping as StoredTensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.names = tensors, set(tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        """Return a slice of a tensor."""
+        return self.tensors[name][part]
+
+
+def _never(_: str) -> bool:
+    return False
+
+
+def fill_from(
+    hf: Any,
+    stored: StoredTensors,
+    without: Collection[str],
+    *,
+    converted: bool = True,
+    lacks: Collection[str] = (),
+    ignores: Callable[[str], bool] = _never,
+) -> tuple[tuple[str, ...], list[str]]:
+    """Fill the parameters and the stored buffers of transformers' model, but those of `without`.
+
+    `converted` is False for tensors under the model's own names. `lacks` may be missing, and `ignores` says which
+    tensors may be unexpected. Return the names of `lacks` that are missing, and a line for each tensor that is missing,
+    unexpected or misshapen.
+    """
+    targets = _targets(hf, without)
+    renamed, groups, unexpected = _assigned(hf, stored.names, targets, converted)
+    filled, problems = set[int](), list[str]()
+
+    def fill(name: str, shape: tuple[int, ...], source: str, read: Callable[[Slices], Tensor]) -> None:
+        target = targets[name]
+        if tuple(target.shape) != shape:
+            problems.append(f"wrong shape: {source} is {shape}, the config says {tuple(target.shape)}")
+        elif id(target) not in filled:
+            bridge.fill(target, read)
+        filled.add(id(target))
+
+    for name, source in renamed.items():
+        fill(name, stored.shape(source), source, partial(stored.read, source))
+    for name, (converter, sources) in groups.items():
+        for source, pattern in sources:
+            converter.add_tensor(name, source, pattern, stored.read(source, _all(stored.shape(source))))
+        try:
+            made = converter.convert(name, model=hf, config=hf.config)
+        except Exception as error:  # whatever a conversion raises, the tensors do not fit
+            problems.append(f"cannot be converted: {name}: {type(error).__name__}: {error}")
+            filled.add(id(targets[name]))
+            continue
+        for made_name, tensor in made.items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            fill(made_name, tuple(tensor.shape), made_name, tensor.__getitem__)
+    missing = [name for name, target in targets.items() if id(target) not in filled]
+    own = {id(target) for name, target in targets.items() if name in lacks}
+    ignored = [re.compile(pattern) for pattern in hf._keys_to_ignore_on_load_unexpected or ()]
+    surplus = [n for n in unexpected if not ignores(n) and not any(pattern.search(n) for pattern in ignored)]
+    problems += [f"missing: {n}" for n in sorted(missing) if id(targets[n]) not in own]
+    problems += [f"unexpected: {n}" for n in sorted(surplus) if not n.endswith("rotary_emb.inv_freq")]
+    return tuple(n for n in missing if id(targets[n]) in own), problems
+
+
+def _all(shape: tuple[int, ...]) -> Slices:
+    return tuple(slice(0, n) for n in shape)
+
+
+def _targets(hf: Any, without: Collection[str]) -> dict[str, Tensor]:
+    """Return what a checkpoint stores: parameters, and buffers that are part of the model's state."""
+    everything = dict(hf.named_parameters(remove_duplicate=False)) | dict(hf.named_buffers(remove_duplicate=False))
+    return {name: everything[name] for name in hf.state_dict() if name not in without}
+
+
+Groups = dict[str, tuple[Any, list[tuple[str, str]]]]  # parameter → converter, (stored name, pattern) of its tensors
+
+
+def _assigned(
+    hf: Any, names: Collection[str], targets: Mapping[str, Tensor], converted: bool
+) -> tuple[dict[str, str], Groups, list[str]]:
+    """Return the stored name of each parameter that is only renamed, the others' converters, and what has no place.
+
+    As transformers' `convert_and_load_state_dict_in_model` assigns them; the conversions that were used are left in the
+    model, where `revert_weight_conversion` expects them.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    if not converted:
+        return {n: n for n in names if n in targets}, {}, [n for n in names if n not in targets]
+    conversions = get_model_conversion_mapping(hf)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known: Any = dict(targets)
+    prefix = hf.base_model_prefix
+    renamed, unexpected = dict[str, str](), list[str]()
+    groups: Groups = {}
+    for name in sorted(names, key=dot_natural_key):
+        ours, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if ours not in targets and name in targets:
+            ours, pattern = rename_source_key(name, [], [], prefix, known)
+        if ours not in targets:
+            unexpected.append(ours)
+        elif pattern is None:
+            renamed.setdefault(ours, name)
+        else:
+            groups.setdefault(ours, (deepcopy(by_pattern[pattern]), []))[1].append((name, pattern))
+    hf._weight_conversions = [one for one in conversions if one.was_used()]
+    return renamed, groups, unexpected
+
+
+def renamings(hf: Any, names: Collection[str], without: Collection[str]) -> dict[str, str]:
+    """Return the stored name of each parameter that is only renamed; `names` are those of a checkpoint."""
+    return _assigned(hf, names, _targets(hf, without), converted=True)[0]
+
+
+def stored_groups(hf: Any, names: Collection[str]) -> list[list[str]]:
+    """Return the parameters' names in groups whose stored form depends on no other, for `revert_weight_conversion`."""
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    inverted = [one.reverse_transform() for one in reversed(_conversions(hf))]
+    converters = [one for one in inverted if isinstance(one, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        groups.setdefault(rename_source_key(name, [], converters)[0], []).append(name)
+    return list(groups.values())
+
+
+def _conversions(hf: Any) -> list[Any]:
+    """Return the conversions that `revert_weight_conversion` reverts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    if (used := getattr(hf, "_weight_conversions", None)) is not None:
+        return used
+    return [one for one in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(one, PrefixChange)]

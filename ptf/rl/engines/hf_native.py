@@ -1,0 +1,159 @@
+"""The native engine for models of transformers (`model.backend: hf`).
+
+Requests whose contexts are equally long share a batch without padding, with transformers' own cache, so any
+architecture runs whose cache is right: that is tested when the engine starts, against whole forward passes. Without
+such a cache (none, or other logits) each token costs a forward pass over everything before it. A batch is computed
+until its last response ends. For a fast rollout use vllm.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptf.data.trajectory import Generation
+from ptf.data.trie import Trie
+from ptf.model import hf_backend
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
+from ptf.model.head import Head
+from ptf.model.hf_backend import PROBE
+from ptf.model.layers import LayerFactory
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request
+
+STEPS = 4  # tokens after a context, with which the cache is compared with whole forward passes
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-1}  # in log-probs
+CACHES = ("past_key_values", "cache_params")  # names under which transformers' models take and return their cache
+
+
+class HFNativeEngine(NativeEngine):
+    """RolloutEngine on a model of transformers."""
+
+    def __init__(self, directory: str, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(directory, dtype=dtype, **{**options, "continuous": False})
+        self.why_uncached = self._why_uncached()
+        if self.why_uncached:
+            print(
+                f"rollout: native: {self.hf.config.model_type} generates without a cache, at the cost of a whole "
+                f"forward pass for each token: {self.why_uncached}",
+                flush=True,
+            )
+
+    @property
+    def hf(self) -> Any:
+        """Transformers' model."""
+        return cast("Any", self.model).hf
+
+    def load_model(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
+    ) -> tuple[Decoder, Family]:
+        """See NativeEngine. Buffers keep their dtype."""
+        model, family = hf_backend.build(directory, head="lm", lora=factory.lora if factory else None)
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(dtype)
+        hf_backend.load(model, directory, device, random=False, seed=seed)
+        return cast("Decoder", model), family
+
+    @torch.no_grad()
+    def _why_uncached(self) -> str:
+        """Return why transformers' cache is not used; '' if it is."""
+        if cast("Any", self.model).switches_at is not None:
+            return "its rotary frequencies change with the length (longrope)"
+        part, whole = hf_backend.probe_lengths(cast("Any", self.model))
+        for context in (PROBE, part - STEPS // 2, whole - STEPS):
+            length = max(1, context) + STEPS
+            ids = (torch.arange(2 * length).view(2, -1) * 7 % self.model.config.vocab).to(self.device)
+            try:
+                batch = _Batch(self, ids[:, :-STEPS])
+                steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]
+            except Exception as error:  # whatever a model's cache raises, whole forward passes give the same tokens
+                return f"its cache fails ({type(error).__name__}: {hf_backend.first_line(error)})"
+            for i, logits in enumerate(steps):
+                expected = self._whole([row[: length - STEPS + i] for row in ids.cpu().numpy()])
+                apart = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
+                if not float(apart) <= TOLERANCE[self.dtype]:
+                    return f"its cache gives other log-probs than its forward pass (by {float(apart):.1g})"
+        return ""
+
+    def _whole(self, sequences: Sequence[np.ndarray]) -> Tensor:
+        """Return the logits after each sequence, from forward passes over the whole of them: [sequences, V]."""
+        return self._prefill(sequences, lambda *_: cast("Any", None))
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[Request]) -> list[Generation]:
+        """Answer a batch of requests to the end. Raises ValueError for a response that could be longer than rotary
+        frequencies that change with the length allow."""
+        self._raise_if_switching(requests)
+        if self.why_uncached:
+            sequences = [list(r.context) for r in requests]
+
+            def recomputed(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
+                for i, token in zip(live.tolist(), tokens.tolist(), strict=True):
+                    sequences[i].append(token)
+                return self._whole([np.array(sequences[i], np.int32) for i in live.tolist()])
+
+            return self.sampled(requests, self._whole([r.context for r in requests]), recomputed)
+        by_length: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_length.setdefault(len(request.context), []).append(i)
+        answers: dict[int, Generation] = {}
+        for rows in by_length.values():
+            group = [requests[i] for i in rows]
+            answers |= zip(rows, self._answer_equally_long(group), strict=True)
+        return [answers[i] for i in range(len(requests))]
+
+    def _answer_equally_long(self, requests: Sequence[Request]) -> list[Generation]:
+        ids = torch.from_numpy(np.stack([r.context for r in requests])).long().to(self.device)
+        batch = _Batch(self, ids)
+        last = ids[:, -1].clone()  # a row that has ended goes on with its last token
+
+        def cached(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
+            rows = torch.from_numpy(live).to(self.device)
+            last[rows] = tokens
+            return batch.next(last)[rows]
+
+        return self.sampled(requests, batch.logits, cached)
+
+    def _raise_if_switching(self, requests: Sequence[Request]) -> None:
+        limit = cast("Any", self.model).switches_at
+        longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"with longrope, transformers computes other logits beyond {limit} tokens, and prompt and response may "
+                f"take {longest}; lower data.seq_len and max_new_tokens, or use vllm"
+            )
+
+    def levels(
+        self, contexts: Sequence[np.ndarray], trie: Trie, beam: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Raise ValueError: beam search needs ptf's own decoder."""
+        raise ValueError("beam search does not run models of transformers (model.backend: hf)")
+
+
+class _Batch:
+    """Sequences of equal length that grow together over one cache."""
+
+    def __init__(self, engine: HFNativeEngine, ids: Tensor) -> None:
+        self.engine, self.cache, self.length = engine, dict[str, Any](), 0
+        self.logits = self._computed(ids)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Append a token to each sequence; return the logits after them, [n, V]."""
+        return self._computed(tokens[:, None])
+
+    def _computed(self, ids: Tensor) -> Tensor:
+        model: Any = self.engine.model
+        positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)
+        self.length += ids.shape[1]
+        extra = {"cache_position": positions} if "cache_params" in self.cache else {}
+        out = model.body(input_ids=ids, use_cache=True, **self.cache, **extra)
+        self.cache = {name: out[name] for name in CACHES if out.get(name) is not None}
+        if not self.cache:
+            raise LookupError("it returns none")
+        head = cast("Head", model.output())
+        hidden = out[0][:, -1].to(head.weight.dtype)
+        return head.logits(hidden if model.scale == 1 else hidden * model.scale)
