@@ -132,8 +132,8 @@ def reference(directory: Path) -> "PreTrainedModel":
 def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return transformers' model with its known mistakes corrected.
 
-    Up to 5.10 it scales the rotary frequencies of all layers of OLMo 3, which was trained with those of its
-    full-attention layers scaled (https://github.com/huggingface/transformers/pull/45945).
+    5.10 scales the rotary frequencies of all layers of OLMo 3, of which only the full-attention layers have scaled
+    ones (https://github.com/huggingface/transformers/pull/45945).
     """
     config: Any = model.config
     if config.model_type != "olmo3" or hasattr(model.base_model, "rotary_embs"):

@@ -15,7 +15,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map the text part of a multimodal config.json."""
     text = {"model_type": "mistral", **c["text_config"]}
     raise_if_unsupported("mistral3", {"text_config.model_type": (kind := text["model_type"]) not in TEXT and kind})
-    # Mistral Small 3.1 says nothing, and has a head of its own
+    # Mistral Small 3.1 says nothing (from memory of its config.json), and has a head of its own
     tied = c.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return TEXT[kind].config({**text, "tie_word_embeddings": tied})
 

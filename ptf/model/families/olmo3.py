@@ -1,7 +1,7 @@
 """OLMo 3 (`Olmo3ForCausalLM`): OLMo 2 in which three of four layers have a sliding window. Only the layers without one
-scale their rotary frequencies: "YaRN on full attention layers" (OLMo 3, 2025, section 3.3; vLLM does the same).
+scale their rotary frequencies, as its authors wrote it for vLLM (https://github.com/vllm-project/vllm/pull/24534).
 
-transformers 5.0 to 5.10 scale those of all layers (https://github.com/huggingface/transformers/pull/45945);
+transformers 5.10 scales those of all layers (https://github.com/huggingface/transformers/pull/45945);
 `ptf.model.verify` corrects its model before comparing.
 """
 
