@@ -41,7 +41,7 @@ class Attend(Protocol):
         """
         ...
 
-    def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def delta(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor, /) -> Tensor:
         """Return the output of linear attention [B, T, value_heads, value_dim] (gated_delta.py).
 
         `qkv` [B, T, channels] is the convolution's input, `decay` and `beta` are [B, T, value_heads]; `layer` has the
@@ -150,9 +150,9 @@ class PackedDelta:
 
         The other arguments are those of `Attend.delta`.
         """
-        heads = layer.heads(convolve(qkv, self.positions, layer.conv.weight))
-        flat = (t.flatten(0, 1) for t in (*heads, decay, beta))
-        out, states = chunked(*flat, self.chunks)
+        q, k, v = layer.heads(convolve(qkv, self.positions, layer.conv.weight))
+        q, k, v, decay, beta = (t.flatten(0, 1) for t in (q, k, v, decay, beta))
+        out, states = chunked(q, k, v, decay, beta, self.chunks)
         last = windows(qkv, self.chunks, layer.conv.weight.shape[-1])
         return out.unflatten(0, qkv.shape[:2]), last, states
 

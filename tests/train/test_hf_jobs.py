@@ -17,7 +17,7 @@ from ptf.config import ConfigError, loads
 from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.load_check import adapter_difference, model_difference
+from ptf.export_comparison import adapter_difference, model_difference
 from ptf.model import hf_backend
 from ptf.model.verify import export_difference
 from ptf.train.trainer import load_model

@@ -81,8 +81,10 @@ class Family:
         mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        joined = Concatenate | ConcatenateExperts
-        return [mapping.sized(shapes) if isinstance(mapping, joined) else mapping for mapping in mappings]
+        return [
+            mapping.sized(shapes) if isinstance(mapping, Concatenate | ConcatenateExperts) else mapping
+            for mapping in mappings
+        ]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -204,7 +206,7 @@ MLP: tuple[TensorMapping, ...] = tuple(
 DENSE: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
 
 
-def inside(mappings: Iterable[TensorMapping], part: str) -> tuple[TensorMapping, ...]:
+def inside(mappings: Iterable[Any], part: str) -> tuple[TensorMapping, ...]:
     """Return the mappings of a wrapper whose language model lies in `part` of `model.`: `model.layers.0.…` is there
     `model.language_model.layers.0.…`."""
     return tuple(replace(mapping, other=mapping.other.replace("model.", f"model.{part}.", 1)) for mapping in mappings)

@@ -19,13 +19,10 @@ class DeltaCache:
 
     def put(self, layer: GatedDeltaNet, rows: Tensor, windows: Tensor, states: Tensor) -> None:
         """Set the windows and states of these rows, [n]; make room for them where they are new."""
-        size = int(rows.max()) + 1
         held = self.layers.get(layer.layer, (windows[:0], states[:0]))
-        if (more := size - len(held[0])) > 0:
-            held = tuple(torch.cat((t, t.new_zeros(more, *t.shape[1:]))) for t in held)
+        self.layers[layer.layer] = held = _with_rows(held, int(rows.max()) + 1)
         for t, values in zip(held, (windows, states), strict=True):
             t[rows] = values
-        self.layers[layer.layer] = held
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows only, in this order; a row may be kept several times."""
@@ -33,11 +30,8 @@ class DeltaCache:
 
     def copy(self, source: int, target: int) -> None:
         """Copy one row to another, which may be new."""
-        for layer, held in self.layers.items():
-            if target >= len(held[0]):
-                more = target + 1 - len(held[0])
-                held = tuple(torch.cat((t, t.new_zeros(more, *t.shape[1:]))) for t in held)
-                self.layers[layer] = held
+        self.layers = {layer: _with_rows(held, target + 1) for layer, held in self.layers.items()}
+        for held in self.layers.values():
             for t in held:
                 t[target] = t[source]
 
@@ -53,3 +47,11 @@ class DeltaCache:
         out, states[:n] = step(states[:n], *heads, decay[:, 0], beta[:, 0])
         windows[:n] = inputs[:, 1:]
         return out[:, None]
+
+
+def _with_rows(held: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Return windows and states with at least so many rows; new ones are zero."""
+    if (more := count - len(held[0])) <= 0:
+        return held
+    windows, states = (torch.cat((t, t.new_zeros(more, *t.shape[1:]))) for t in held)
+    return windows, states
