@@ -98,6 +98,9 @@ parity: setup                            ## a million texts: ids that ptf trains
 leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
 	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes $(MINUTES))
 
+bench-families: setup                    ## SFT, LoRA, DPO and GRPO of tiny models with linear or latent attention, to a published model; writes benchmarks/results/family_runs.md
+	$(PY) benchmarks/family_runs.py
+
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 

@@ -20,6 +20,7 @@ def prepare(
     held_out: int = 500,
     high: int = 99,
     shuffle_answers: bool = False,
+    model_type: str = "qwen3",
 ) -> None:
     """Write the task (see `write_task`).
 
@@ -50,6 +51,7 @@ def prepare(
         test=test[:held_out],
         shuffle_answers=shuffle_answers,
         seed=seed,
+        model_type=model_type,
     )
 
 

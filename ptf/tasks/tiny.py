@@ -10,7 +10,50 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptf.errors import UserError
+
 Question = tuple[str, str]  # "12+7=", "19"
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}
+# model_type → the settings of a tiny model in which it differs from a Qwen3 of three layers
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **LINEAR_ATTENTION},
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        **LINEAR_ATTENTION,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def prompt_row(question: Question) -> dict[str, Any]:
@@ -51,13 +94,15 @@ def write_task(
     test: Sequence[Question],
     shuffle_answers: bool,
     seed: int,
+    model_type: str = "qwen3",
 ) -> None:
     """Write the files of a task into a directory.
 
     These are `train.jsonl`, chats for SFT; `train_prompts.jsonl`, `dev.jsonl` and `test.jsonl`, prompts with reference
     answers; `held_out_chat.jsonl`, the questions of dev as chats, for a held-out loss; `train_pairs.jsonl` and
     `held_out_pairs.jsonl`, preferences for right answers over wrong ones; `train_scored.jsonl` and
-    `held_out_scored.jsonl`, the same answers with rewards; `model/`; and `small_model/`, a student for distillation.
+    `held_out_scored.jsonl`, the same answers with rewards; `model/`, of the family `model_type` (`ARCHITECTURES`); and
+    `small_model/`, a student for distillation.
     With `shuffle_answers`, the reference answers of the training prompts are permuted: a negative control, from which
     nothing can be learned.
     """
@@ -77,7 +122,7 @@ def write_task(
         _write(root / f"{name}_pairs.jsonl", pairs)
         _write(root / f"{name}_scored.jsonl", scored_rows(pairs))
     alphabet = "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]}))
-    write_model(root / "model", alphabet)
+    write_model(root / "model", alphabet, model_type=model_type)
     write_model(root / "small_model", alphabet, dim=64, layers=2)
 
 
@@ -94,16 +139,20 @@ def write_model(
     max_length: int = 128,
     template: str | None = None,
     words: Sequence[str] = (),
+    model_type: str = "qwen3",
 ) -> None:
-    """Write the config of a Qwen3 (without weights, for `model.init: random`) and a tokenizer with one id a character.
+    """Write the config of a model (without weights, for `model.init: random`) and a tokenizer with one id a character.
 
-    The model has 0.6 million parameters with the default sizes. `template` is a chat template of its own; each of
+    A Qwen3 has 0.6 million parameters with the default sizes. Raises UserError for a family without an entry in
+    `ARCHITECTURES`. `template` is a chat template of its own; each of
     `words` is one token.
     """
     from ptf.data.character_tokenizer import (
         character_tokenizer,  # 3 CPU-seconds, which a reward's process has no use for
     )
 
+    if model_type not in ARCHITECTURES:
+        raise UserError(f"model_type: {model_type} has no tiny model; there are {', '.join(ARCHITECTURES)}")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(alphabet, directory, words)
     if template is not None:
@@ -111,8 +160,7 @@ def write_model(
         tokenizer.hf.save_pretrained(directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "model_type": model_type,
         "torch_dtype": "float32",
         **ids,
         "vocab_size": -(-tokenizer.vocab_size // 8) * 8,
@@ -133,6 +181,7 @@ def write_model(
         "use_cache": True,
         "use_sliding_window": False,
         "bos_token_id": None,
+        **ARCHITECTURES[model_type],
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
