@@ -1,5 +1,5 @@
-"""SFT, LoRA, DPO and GRPO (with the native engine) of tiny models of families with linear or latent attention, each from
-its config to a published model. Writes results/family_runs.md.
+"""SFT, LoRA, DPO and GRPO (native engine) of tiny models of families with linear or latent attention, each from its
+config to a published model. Writes results/family_runs.md.
 
     python benchmarks/family_runs.py [FAMILY ...]
 
