@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -165,3 +166,25 @@ def test_sinks_take_attention_from_every_key() -> None:
     share = torch.cat((logits, layer.sinks[None, :, None, None].expand(1, heads, 9, 1)), -1).softmax(-1)[..., :-1]
     for mask in (None, seen):
         assert (attention.sdpa(layer, q, k, v, mask) - share @ values).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("model_type", dict.fromkeys(m.model_type for m in MIXERS if m.backend is PerDocument))
+def test_a_document_of_nan_changes_no_bit_of_another(model_type: str, poison: float) -> None:
+    model = model_of(model_type)
+    batch = packed([[9, 5, 12], [7, 20], [3, 30]], 40)
+    batch = replace(batch, tokens=batch.tokens % 61)
+    bad = batch.segments == 1
+    others = (batch.segments >= 0) & ~bad
+
+    def outputs(poisoned: bool) -> Tensor:
+        hook = model.embed.register_forward_hook(
+            lambda module, args, out: torch.where(bad[..., None], poison, out) if poisoned else out
+        )
+        try:
+            with torch.no_grad():
+                return model(batch.tokens, batch.positions, batch.segments, lambda x, head: x)[others]
+        finally:
+            hook.remove()
+
+    assert torch.equal(outputs(False), outputs(True))

@@ -254,7 +254,7 @@ def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_ad
 
 
 @pytest.mark.parametrize("lora", [LORA, ONE, EXPERTS_ALONE], ids=["all", "one", "experts"])
-@pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3", "olmo2", "phi3", *SHARED])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3", "olmo2", "phi3", "qwen3_5_text", *SHARED])
 def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     from peft import PeftModel
 
