@@ -72,6 +72,9 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
         config["num_key_value_heads"] = config["num_attention_heads"]
         config["q_lora_rank"] = 16
         del config["head_dim"]
+    if "layer_types" in config:
+        config["layer_types"] = [*dict.fromkeys(config["layer_types"])][:2] * 2
+        config["layer_types"] = config["layer_types"][: SHAPE["num_hidden_layers"]]
     config |= more
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
