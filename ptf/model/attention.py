@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
-from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, chunked, convolve, windows
+from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, convolve, windows
 from ptf.model.document_mask import BLOCK, DocumentMasks
 from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table, rotate
@@ -152,7 +152,7 @@ class PackedDelta:
         """
         q, k, v = layer.heads(convolve(qkv, self.positions, layer.conv.weight))
         q, k, v, decay, beta = (t.flatten(0, 1) for t in (q, k, v, decay, beta))
-        out, states = chunked(q, k, v, decay, beta, self.chunks)
+        out, states = layer.rule(q, k, v, decay, beta, self.chunks)
         last = windows(qkv, self.chunks, layer.conv.weight.shape[-1])
         return out.unflatten(0, qkv.shape[:2]), last, states
 
@@ -192,7 +192,7 @@ class PerDocument:
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
         flat = segments.reshape(-1)
-        starts, lengths = Documents.of(segments)
+        starts, lengths, *_ = Documents.of(segments)
         prefix_length = positions.reshape(-1).numpy()[starts]
         # for each document, the start of the document whose first `prefix_length` tokens are its prefix
         whole = np.maximum.accumulate(np.where(prefix_length == 0, starts, 0))

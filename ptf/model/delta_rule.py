@@ -25,10 +25,16 @@ CPU_CHUNK, GPU_CHUNK = 32, 64
 
 
 class Documents(NamedTuple):
-    """The documents of a packed batch: their first tokens in the flat batch, and their lengths; [documents] each."""
+    """The documents of a packed batch: their first tokens in the flat batch, and their lengths; [documents] each.
+
+    `bounds` are the beginnings of documents and of the padding between them, with the end of the batch; `numbers` says
+    which of these pieces are documents.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
+    bounds: np.ndarray
+    numbers: np.ndarray
 
     @staticmethod
     def of(segments: Tensor) -> "Documents":
@@ -37,7 +43,7 @@ class Documents(NamedTuple):
         starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
         lengths = np.diff(starts, append=len(flat))
         real = flat[starts] >= 0
-        return Documents(starts[real], lengths[real])
+        return Documents(starts[real], lengths[real], np.append(starts, len(flat)), np.flatnonzero(real))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,13 @@ class Chunks:
     rank: Tensor  # [documents] the place of each document in that order
     starts: Tensor  # [documents] the first token of each document, and
     ends: Tensor  # its last one
+    bounds: Tensor  # [pieces + 1] where documents and the padding between them begin, and the end of the batch
+    numbers: Tensor  # [documents] which of these pieces are documents
 
     @staticmethod
     def of(segments: Tensor, size: int) -> "Chunks":
         """Divide the documents of a batch; `segments` is [B, T]."""
-        starts, lengths = Documents.of(segments)
+        starts, lengths, bounds, numbers = Documents.of(segments)
         n, chunks = segments.numel(), -(-lengths // size)
         order = np.argsort(-chunks, kind="stable")
         counts = [int((chunks > k).sum()) for k in range(int(chunks.max(initial=0)))]
@@ -76,8 +84,9 @@ class Chunks:
         def there(a: np.ndarray) -> Tensor:
             return torch.from_numpy(a).to(segments.device)
 
-        ends = there(starts + lengths - 1)
-        return Chunks(size, there(index), there(back[:n]), counts, there(rank), there(starts), ends)
+        places = there(index), there(back[:n])
+        of_documents = there(rank), there(starts), there(starts + lengths - 1)
+        return Chunks(size, *places, counts, *of_documents, there(bounds), there(numbers))
 
     def to(self, device: torch.device) -> "Chunks":
         """Return the chunks with their tensors on a device."""

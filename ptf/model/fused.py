@@ -1,5 +1,5 @@
 """Kernels of other packages, which training on a GPU uses where they are installed: attention by flash_attn, norms and
-gates by liger_kernel.
+gates by liger_kernel, the rule of linear attention by fla (flash-linear-attention).
 
 They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out, because they
 compute something else: Liger's rotary embedding writes into queries and keys that the backward pass may have saved, and
@@ -21,11 +21,14 @@ from ptf.errors import UserError
 from ptf.model.attention import Attention, Flex, PackedDelta, Pieces
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
+from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import MLP, RMSNorm
 from ptf.model.moe import Experts
 
-Package = Literal["flash_attn", "liger_kernel"]
+Package = Literal["flash_attn", "liger_kernel", "fla"]
+DISTRIBUTIONS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "fla": "flash-linear-attention"}
+OF_16_BITS = ("flash_attn", "fla")
 Setting = Literal["auto"] | Sequence[Package]
 MOST_HEAD_DIM = 256  # of flash_attn
 
@@ -36,7 +39,7 @@ def installed(package: str) -> str | None:
     The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions that are called here.
     """
     try:
-        return version(package)
+        return version(DISTRIBUTIONS[package])
     except PackageNotFoundError:
         return None
 
@@ -51,10 +54,10 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
         has = installed(package)
         if device.type != "cuda":
             reason = f"it needs a GPU, and this run computes on {device}"
-        elif package == "flash_attn" and precision != "bf16":
+        elif package in OF_16_BITS and precision != "bf16":
             reason = f"it computes in 16 bits only, and train.precision is {precision}"
         elif has is None:
-            reason = f"it is not installed (pip install {package.replace('_', '-')})"
+            reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
         else:
             found[package] = has
             continue
@@ -76,6 +79,10 @@ def use(model: Decoder, packages: Mapping[str, str]) -> None:
     model.kernels = packages
     if "liger_kernel" in packages:
         _use_liger(model)
+    if "fla" in packages:
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.rule = fla_rule  # type: ignore[method-assign]
     if "flash_attn" in packages and obstacle(model.config) is None:
         model.attention = Flash  # type: ignore[assignment]
 
@@ -95,6 +102,15 @@ def attention_of(model: Decoder, device: torch.device) -> str:
     """Return which attention a model uses on a device, for a run's first lines."""
     if not isinstance(model, Decoder):
         return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
+    softmax = _softmax_attention_of(model, device)
+    if model.config.delta is None:
+        return softmax
+    fla = model.kernels.get("fla")
+    return f"{softmax}; linear attention in chunks, by {f'fla {fla}' if fla else 'PyTorch'}"
+
+
+def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
+    """Return what computes a model's softmax attention on a device."""
     if (has := model.kernels.get("flash_attn")) is None:
         on_cpu = "SDPA per document (FlexAttention has no backward on a CPU)"
         return "flex_attention" if device.type == "cuda" else on_cpu
@@ -151,6 +167,26 @@ class Flash:
     def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""
         return self.packed_delta()(layer, qkv, decay, beta)[0]
+
+
+def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """Apply the gated delta rule to a packed batch, as `delta_rule.chunked` does, in 16 bits with states in fp32.
+
+    The padding of a sequence is one more document, whose result is nobody's.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+    out, states = chunk_gated_delta_rule(
+        q[None],
+        k[None],
+        v[None],
+        g=decay[None],
+        beta=beta[None],
+        scale=1.0,  # queries and keys have their lengths already
+        output_final_state=True,
+        cu_seqlens=chunks.bounds,
+    )
+    return out[0], states.index_select(0, chunks.numbers)
 
 
 def _use_liger(model: nn.Module) -> None:

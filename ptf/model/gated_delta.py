@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ptf.model.attention import Attend
 from ptf.model.config import DecoderConfig
+from ptf.model.delta_rule import chunked
 from ptf.model.layers import LayerFactory, normalised
 from ptf.model.rope import Table
 
@@ -44,6 +45,8 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = Parameter(torch.ones(c.delta.value_heads))
         self.norm = GatedNorm(c.delta.value_dim, c.norm_eps)
         self.out_proj = factory.linear(f"{path}.out_proj", values, c.dim)
+
+    rule = staticmethod(chunked)  # fused.py may set the function of another package instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the output [B, T, D] for x [B, T, D]; positions are not rotated."""

@@ -16,7 +16,8 @@ from ptf.compute.world import World, joined
 from ptf.config.sections.model import ModelConfig
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy
-from ptf.model.fused import Flash, _use_liger, kernels, pieces_of
+from ptf.model.delta_rule import Chunks, chunked
+from ptf.model.fused import Flash, _use_liger, fla_rule, kernels, pieces_of
 from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
 from ptf.train.trainer import load_model
 from tests.gpu.test_attention import ROWS, attention
@@ -112,8 +113,31 @@ def test_ligers_gates_are_ours(activate):
     assert worst(results(function.apply, "cuda", torch.bfloat16), expected) <= BOUND
 
 
+@pytest.mark.parametrize("rows", [[[100, 28, 1, 127], [256]], [[17, 200], [3, 3, 250]]])
+def test_flas_rule_is_ours(rows):
+    needs("fla")
+    segments = packed(rows, 256).segments
+    g, n = torch.Generator().manual_seed(0), segments.numel()
+    q, k, v = (torch.randn(n, 4, size, generator=g) for size in (128, 128, 128))
+    drawn = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -torch.rand(n, 4, generator=g) * 0.2]
+    drawn.append(torch.rand(n, 4, generator=g))
+    upstream = torch.randn(n, 4, 128, generator=g)
+    real = segments.reshape(-1) >= 0
+
+    def results(rule, device: str, dtype: torch.dtype) -> list[Tensor]:
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        values = [t.to(device, dtype if i < 3 else wide).requires_grad_() for i, t in enumerate(drawn)]
+        out, states = rule(*values, Chunks.of(segments.to(device), 64))
+        kept = out[real.to(device)]
+        gradients = torch.autograd.grad((kept * upstream.to(device, kept.dtype)[real.to(device)]).sum(), values)
+        return [kept.detach(), states.detach(), *gradients]
+
+    expected = results(chunked, "cpu", torch.float64)
+    assert worst(results(fla_rule, "cuda", torch.bfloat16), expected) <= 2 * BOUND
+
+
 @pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text"])
 def test_a_model_learns_the_same_with_what_is_installed(tmp_path: Path, family, recomputed):
     if not kernels("auto", GPU, "bf16"):
         pytest.skip("neither flash_attn nor liger_kernel is installed")

@@ -1,9 +1,9 @@
-"""What `flash_attn` and `liger_kernel` compute, in plain PyTorch, written from their documentation: the calls that ptf
-makes are tested with these, since the packages themselves need a GPU.
+"""What `flash_attn`, `liger_kernel` and `fla` compute, in plain PyTorch, written from their documentation: the calls
+that ptf makes are tested with these, since the packages themselves need a GPU.
 
 flash_attn 2.8 (`flash_attn_varlen_func`): documents lie end to end, `cu_seqlens` are int32; the causal mask is aligned
 to the bottom right; a query at i sees the keys from i + k - q - left to i + k - q + right, both included, -1 is
-unlimited; head h of 6 queries uses head h // 3 of 2 keys. liger_kernel 0.8: see each function.
+unlimited; head h of 6 queries uses head h // 3 of 2 keys. liger_kernel 0.8 and fla 0.4: see each function.
 """
 
 import sys
@@ -120,6 +120,39 @@ class LigerGELUMulFunction(_Gate):
     activate = staticmethod(lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3))))
 
 
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token: q, k, v [1, T, heads, ..], g and beta [1, T, heads]; documents lie end to
+    end by `cu_seqlens` (int64). Returns the output, and the last states [documents, heads, key_dim, value_dim], fp32.
+    """
+    assert cu_seqlens is not None
+    assert cu_seqlens.dtype == torch.int64
+    assert len(q) == 1
+    assert initial_state is None
+    assert not use_qk_l2norm_in_kernel
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    outs, states = [], []
+    for first, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        state = torch.zeros(*k.shape[2:], v.shape[-1], dtype=torch.promote_types(k.dtype, torch.float32))
+        for t in range(first, end):
+            state = g[0, t].exp()[:, None, None] * state
+            change = beta[0, t, :, None] * (v[0, t] - (k[0, t, :, None] @ state.to(k.dtype))[:, 0])
+            state = state + k[0, t, :, :, None] @ change[:, None].to(k.dtype)
+            outs.append(scale * (q[0, t, :, None] @ state.to(q.dtype))[:, 0])
+        states.append(state)
+    return torch.stack(outs)[None], torch.stack(states) if output_final_state else None
+
+
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packages importable."""
     contents: dict[str, Any] = {
@@ -129,6 +162,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         "liger_kernel.ops.rms_norm": LigerRMSNormFunction,
         "liger_kernel.ops.swiglu": LigerSiLUMulFunction,
         "liger_kernel.ops.geglu": LigerGELUMulFunction,
+        "fla": None,
+        "fla.ops": None,
+        "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
     }
     for name, value in contents.items():
         module = ModuleType(name)

@@ -4,6 +4,7 @@ PyTorch (stand_ins.py); tests/gpu/test_fused.py compares the real ones."""
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from ptf.model.attention import PerDocument
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
+from ptf.model.delta_rule import Chunks, chunked
 from ptf.model.fused import Flash, attention_of, kernels, obstacle, pieces_of, use
 from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
 from ptf.model.recompute import Recompute
@@ -288,3 +290,45 @@ def test_the_first_lines_name_what_is_used() -> None:
     assert attention_of(model, CUDA).startswith("flash_attn 2.8.4 (flex_attention for documents that share")
     assert compilation("auto", CUDA, BOTH) == "norms, gates by liger_kernel 0.8.2, rotary compiled"
     assert compilation("auto", CUDA) == "norms, gates and rotary compiled"
+
+
+@settings(deadline=None, max_examples=40)
+@given(packings, st.integers(0, 5))
+def test_flas_rule_is_ours(rows, room) -> None:
+    batch = packed(rows, max(1, max(map(sum, rows)) + room))
+    real = batch.segments.reshape(-1) >= 0
+    if not real.any():
+        return
+    g, n = torch.Generator().manual_seed(0), batch.segments.numel()
+    drawn = [torch.randn(n, 2, size, generator=g, dtype=torch.float64) for size in (5, 5, 3)]
+    drawn += [-torch.rand(n, 2, generator=g, dtype=torch.float64), torch.rand(n, 2, generator=g, dtype=torch.float64)]
+    drawn[1] = F.normalize(drawn[1], dim=-1)
+    found = []
+    for rule in (chunked, fused.fla_rule):
+        values = [t.clone().requires_grad_() for t in drawn]
+        out, states = rule(*values, Chunks.of(batch.segments, 4))
+        loss = out[real].square().sum() + states.square().sum()
+        found.append([out[real], states, *torch.autograd.grad(loss, values)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-10)
+
+
+def test_documents_that_run_into_each_other_are_found_in_flas_rule(monkeypatch) -> None:
+    """A control: with one bound left out, the outputs differ."""
+    batch = packed([[10, 20, 18]], 48)
+    chunks = Chunks.of(batch.segments, 8)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(48, 2, size, generator=g) for size in (5, 5, 3))
+    inputs = (q, F.normalize(k, dim=-1), v, torch.full((48, 2), -0.1), torch.full((48, 2), 0.5))
+    wrong = replace(chunks, bounds=chunks.bounds[[0, 2, 3]], numbers=chunks.numbers[:2])
+    assert torch.allclose(fused.fla_rule(*inputs, chunks)[0], chunked(*inputs, chunks)[0], atol=1e-5)
+    assert not torch.allclose(fused.fla_rule(*inputs, wrong)[0], chunked(*inputs, chunks)[0], atol=1e-2)
+
+
+def test_fla_serves_linear_attention_only(monkeypatch) -> None:
+    monkeypatch.setattr(fused, "installed", {"fla": "0.4.0"}.get)
+    with pytest.raises(UserError, match="16 bits only"):
+        kernels(["fla"], CUDA, "fp32")
+    model = copy.deepcopy(model_of("qwen3_5_text"))
+    use(model, kernels("auto", CUDA, "bf16"))
+    assert {layer.attn.rule for layer in model.layers if hasattr(layer.attn, "rule")} == {fused.fla_rule}
