@@ -77,9 +77,9 @@ def test_a_model_that_does_not_exist(raw, tmp_path, capfd):
 
 def test_a_model_of_an_unknown_family(raw, tmp_path, capfd):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_next"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "qwen9_next"}))
     message = told(raw, tmp_path, capfd)
-    assert "qwen3_next" in message
+    assert "qwen9_next" in message
     assert "qwen3" in message
 
 

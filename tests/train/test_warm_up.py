@@ -29,7 +29,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, module: Any) -> tuple[list[tuple[An
     and the sequences in the passes of its steps."""
     compiled, used, step = [], set[int](), Trainer.step
 
-    def noted(model: Any, world: Any, seq_len: int, *, trained: Any = (), scored: Any = ()) -> None:
+    def noted(model: Any, world: Any, seq_len: int, *, trained: Any = (), scored: Any = (), **more: Any) -> None:
         assert not used, "before the first step"
         compiled.append((model, set(trained), set(scored)))
 
