@@ -43,8 +43,15 @@ def works(family: str) -> tuple[Work, ...]:
     """Return the jobs of a family; those after the first go on from what the first publishes."""
     own = f"configs/families/{family}.yaml"
     start = f"model.path=job:{own}"
-    small = ("train.steps=60", "publish.gate=off", "evaluate.engine=native", "evaluate.limit=200")
-    adapter = ("model.init=null", "model.lora={rank: 8, alpha: 16}", "train.lr=2e-3", "publish.what=both")
+    small = (
+        "train.steps=60",
+        "compute.threads=1",
+        "compute.launcher=local",
+        "publish.gate=off",
+        "evaluate.engine=native",
+        "evaluate.limit=200",
+    )
+    adapter = ("model.init=pretrained", "model.lora={rank: 8, alpha: 16}", "train.lr=2e-3", "publish.what=both")
     rollout = ("rollout.engine=native", "rollout.prompts_per_step=32", "train.steps=40", "train.lr=2e-4")
     return (
         Work("SFT", own, (), "loss", rises=False),
