@@ -19,8 +19,8 @@ import numpy as np
 
 from ptf import file_verification, storage
 from ptf.config import Job
+from ptf.config.inherited import algo_config
 from ptf.config.renames import RESPONSES, current_record, responses_of
-from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
@@ -100,8 +100,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
     yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("greedy_reward", "greedy_pass_rate")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
-    metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
-    yield [f"{metric}/{name}" for name in job.data.validation]
+    yield [f"{algo_config(job).held_out_metric}/{name}" for name in job.data.validation]
 
 
 def needs_losses(job: Job) -> bool:

@@ -123,7 +123,7 @@ FOREIGN: dict[str, Here] = {
     "importance_sampling_mode": at("algo.tis_mode"),
     "loss_mode": at("algo.policy_loss"),
     "loss_agg_mode": at("algo.loss_aggregation"),
-    "loss_type": at("algo.loss_aggregation", "algo.policy_loss", "algo.loss"),
+    "loss_type": at("algo.loss_aggregation", "algo.policy_loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     **dict.fromkeys(

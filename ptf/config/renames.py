@@ -22,6 +22,7 @@ KEYS = {
     "algo.ratio": "algo.importance_sampling_level",
     "algo.kl": "algo.kl_coef",
     "algo.mean_over": "algo.loss_aggregation",
+    "algo.loss": "algo.loss_type",
     "algo.minibatches": "algo.num_minibatches",
     "algo.overlong": "algo.overlong_buffer_tokens",
     "algo.precomputed": "algo.precompute",

@@ -114,5 +114,5 @@ class AlgoConfig(Section):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the recipe's class; a key `loss` is its `loss_type`, because `loss` is its method."""
-        return {"loss_type" if name == "loss" else name: getattr(self, name) for name in type(self).model_fields}
+        """Keyword arguments of the recipe's class."""
+        return {name: getattr(self, name) for name in type(self).model_fields}

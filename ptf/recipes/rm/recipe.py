@@ -55,7 +55,7 @@ class RM:
             for (sample,) in units if self.loss_type == "binary" else ():
                 invalid = [reward for reward in sample.token_columns["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
-                    raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
+                    raise UserError(f"algo.loss_type: binary needs a `reward` from 0 to 1, not {invalid[0]}")
             return units
         units = encode_preference(row, tokenizer, source)
         if not self.margin:
