@@ -41,6 +41,9 @@ WORKERS = at(
     "compute.workers", note="training processes, one per GPU, of all machines; pools of rollouts have GPUs of their own"
 )
 SHARDED = at("compute.mesh", note="weights, gradients and optimizer are sharded over the workers (FSDP2)")
+AGGREGATION = (
+    "token-mean is token_mean, seq-mean-token-mean is episode_mean, and seq-mean-token-sum-norm is constant_length"
+)
 RECIPE = at("recipe")
 LOGGED = at("track.wandb_project", note="metrics.jsonl is always written, TensorBoard by default")
 
@@ -122,7 +125,7 @@ FOREIGN: dict[str, Here] = {
     "rollout_is": at("algo.tis_level"),
     "importance_sampling_mode": at("algo.tis_mode"),
     "loss_mode": at("algo.policy_loss"),
-    "loss_agg_mode": at("algo.loss_aggregation"),
+    "loss_agg_mode": at("algo.loss_aggregation", note=AGGREGATION),
     "loss_type": at("algo.loss_aggregation", "algo.policy_loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),

@@ -26,9 +26,8 @@ class OnlineConfig(AlgoConfig):
     π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
     probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
     tis_level: Literal["token", "sequence"] = "token"
-    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence` (here: one response, or one turn's
-    sample; not a packed sequence): their product over its sampled tokens, for each of them. Turns of an episode are one
-    sample as long as the context of each begins with the context and response before it."""
+    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence`: their product over the
+    sampled tokens of the token's sample, for each of them."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond `tis_cap`. `truncate`: they are `tis_cap`. `mask`: tokens whose weight is above
     `tis_cap` or below its inverse are not trained on."""

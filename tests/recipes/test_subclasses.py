@@ -173,7 +173,7 @@ def test_inherited_keys_are_checked_at_their_lines(tmp_path: Path) -> None:
     assert "algo.clip_low  must be greater than 0.0, got -1" in lines[0]
     assert "algo.loss_aggregation  expected one of token_mean" in lines[1]
     assert "did you mean token_mean" in lines[1]
-    with pytest.raises(ConfigError, match=r"algo\.clip_low .*must be greater than 0"):
+    with pytest.raises(ConfigError, match=r"algo\.clip_low .*should be greater than 0"):
         build(job("OwnGRPO", "grpo", clip_low=-1))
     path.write_text(text("Redeclared", "grpo", policy_loss="other", clip_high=0.3))
     load_checked(path)  # what a class declares anew has values of its own
