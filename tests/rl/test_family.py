@@ -53,7 +53,7 @@ class Given:
         self.logprobs = logprobs
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object, pieces: object
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object, varlen: object
     ) -> TokenLogprobs:
         zero = torch.zeros_like(self.logprobs)
         return TokenLogprobs(self.logprobs, zero, zero)

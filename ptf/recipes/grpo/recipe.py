@@ -186,7 +186,7 @@ class GRPO:
         head_fn = partial(
             surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
         )
-        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         metrics = {
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
@@ -226,7 +226,7 @@ class GRPO:
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
         head_fn = partial(token_logprobs, **self.sampling_arguments(batch))
-        outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.

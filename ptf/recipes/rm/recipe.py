@@ -134,4 +134,4 @@ class RM:
         def head_fn(x: Tensor, head: Scalar) -> Tensor:
             return head.values(x.flatten(0, 1).index_select(0, positions))
 
-        return model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
