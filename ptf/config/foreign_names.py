@@ -30,8 +30,8 @@ PARTS = at("algo.num_minibatches", note="how many optimizer steps a pass over th
 LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and response together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
-SOURCES = at("data.sources", note="a section by name, each with a `path`")
-HELD_OUT = at("data.validation", "evaluate.sources", note="a section by name, each with a `path`")
+SOURCES = at("data.sources", note="a map: name → section with a `path`")
+HELD_OUT = at("data.validation", "evaluate.sources", note="a map: name → section with a `path`")
 ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
 GROUP = at("rollout.group_size")
 KL = at("algo.kl_coef", "algo.beta")
@@ -66,7 +66,7 @@ FOREIGN: dict[str, Here] = {
         ("gradient_checkpointing", "enable_gradient_checkpointing"),
         at("train.activation_checkpointing", note="none, block, offload or selective"),
     ),
-    "torch_compile": at("train.compile"),
+    "torch_compile": at("train.compile", note="norms, gates and rotary embeddings only"),
     # batches
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),
     **dict.fromkeys(
@@ -102,6 +102,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ANSWER),
     **dict.fromkeys(("num_generations", "num_return_sequences", "rollout_n", "n_samples_per_prompt"), GROUP),
     **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function"), at("rollout.reward")),
+    **dict.fromkeys(("rollout_func", "agent_loop"), at("rollout.play")),
     "reward_model_path": at("rollout.reward_model.path"),
     **dict.fromkeys(("use_vllm", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
     "vllm_mode": at("compute.pools"),

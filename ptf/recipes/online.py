@@ -35,8 +35,8 @@ class OnlineConfig(AlgoConfig):
     """`clip`: PPO's clipped objective, in which tokens whose ratio was clipped have no gradient. `cispo` (MiniMax
     2025): the clipped ratio is a constant weight of the gradient of each token's log-probability."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip (Ye et al. 2020), for `policy_loss: clip`: the loss of a token with a negative advantage is at most
-    this number times that advantage; 3 is usual. null: no bound."""
+    """Dual clip (Ye et al. 2020), for `policy_loss: clip`: the loss of a token with a negative advantage A is at
+    most `dual_clip` × |A| (verl: `clip_ratio_c`); 3 is usual. null: no bound."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1

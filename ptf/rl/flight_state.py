@@ -1,7 +1,7 @@
 """The rollouts in flight as values of a checkpoint: dicts, lists, numbers, texts and arrays.
 
-An episode is stored as the whole responses to its requests, and the parts of those that are generated.
-When the run is continued, it is played again from its start with these responses. One that has ended is stored as it is.
+An episode is stored as the whole responses to its requests, and the parts of those that are generated. When the run is
+continued, it is played again from its start with these responses. One that has ended is stored as it is.
 """
 
 from collections.abc import Mapping

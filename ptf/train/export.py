@@ -1,6 +1,6 @@
 """Export of the trained model as a Hugging Face directory, with a probe that the loaded checkpoint must reproduce.
 
-The probe is computed by the model that was trained, before anything is written, so the publish gate compares a loaded
+The probe is computed by the model that was trained, before anything is written, so the publish checks compare a loaded
 checkpoint with the training run and not with another reading of the same files.
 """
 
