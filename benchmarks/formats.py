@@ -22,8 +22,8 @@ RECIPE = {
     "sft": "sft",
     "dpo": "dpo",
     "rm": "rm",
-    "rm binary": "rm, loss: binary",
-    "rm regression": "rm, loss: regression",
+    "rm binary": "rm, loss_type: binary",
+    "rm regression": "rm, loss_type: regression",
     "grpo": "grpo",
 }
 HEAD = """# Forms of data sets

@@ -247,7 +247,7 @@ def ratings(seed: int, base: Path, on: str, sums: np.ndarray | None) -> tuple[np
     sources = {"ratings": written(f"ratings-{on}", conversations(train)) | {"kind": "scored"}}
     validation = {on: written(f"ratings-held-out-{on}", conversations(held_out)) | {"kind": "scored"}}
     settings = {"epochs": 3, "lr": 1e-3, "warmup_steps": 20, "weight_decay": 0.1}
-    one = job("rm", seed, {"path": str(base)}, sources, validation, settings, algo={"loss": "binary"})
+    one = job("rm", seed, {"path": str(base)}, sources, validation, settings, algo={"loss_type": "binary"})
     made = trained(one, f"ratings-{on}-{seed}")
     found = measure_run(one, made)
     scores = scored(made / "model", held_out)

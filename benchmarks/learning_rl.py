@@ -163,7 +163,7 @@ CHECKS = {
         algo=EXPLORING
         | {
             "importance_sampling_level": "sequence",
-            "loss_aggregation": "sequence_mean",
+            "loss_aggregation": "episode_mean",
             "clip_low": 0.1,
             "clip_high": 0.1,
         },

@@ -136,7 +136,7 @@ class PostTrainFlow(FlowSpec):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish(self):
-        """Publish the model if it passes the gate."""
+        """Publish the model if it passes the publish checks."""
         from steps.publish import page, publish
 
         with cards.publishing(current.card["publish"], self._artifact, page):

@@ -84,7 +84,7 @@ class SFTThenRLFlow(PostTrainFlow):
     @card(type="blank", id="publish", refresh_interval=0)
     @step
     def publish_first(self):
-        """Publish the first model if it passes the gate."""
+        """Publish the first model if it passes the publish checks."""
         from steps.artifact import Artifact
         from steps.publish import page, publish
 

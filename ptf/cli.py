@@ -543,7 +543,8 @@ def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
 
 def _add_replay(commands: Commands) -> None:
     command = commands.add_parser(
-        "replay", help="train a finished run once more, with what the wall clock decided in it, and compare the bits"
+        "replay",
+        help="repeat a run from its recorded rollout schedule and check that weights and metrics are bit-identical",
     )
     command.add_argument("directory", metavar="RUN", help="the directory of a run")
     command.add_argument("--run-name", metavar="NAME", help="name of the new run; default: the run's, and -replay")
@@ -636,7 +637,8 @@ def _add_try(commands: Commands, config: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "try",
         parents=[config],
-        help="play episodes of an online job without training: conversations, rewards, times, whether they repeat",
+        help="play episodes of an online job without training: conversations, rewards, times, whether the same seed "
+        "reproduces the same episode",
     )
     command.add_argument("--episodes", type=_positive, default=8, metavar="K", help="how many (default: 8)")
     command.add_argument(

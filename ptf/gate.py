@@ -1,4 +1,4 @@
-"""The gate: decides whether a trained model is worse than the model that training started from.
+"""The gate: the comparison of a trained model with the model that training started from.
 
 Both models are measured on the same held-out rows, and their values are compared row by row. The trained model is worse
 if the whole 95 % interval of the mean difference is on the wrong side of the limit, which is zero or, with
@@ -19,8 +19,8 @@ import numpy as np
 
 from ptf import file_verification, storage
 from ptf.config import Job
+from ptf.config.inherited import algo_config
 from ptf.config.renames import RESPONSES, current_record, responses_of
-from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
@@ -100,8 +100,7 @@ def defaults(job: Job) -> Iterator[list[str]]:
     yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("greedy_reward", "greedy_pass_rate")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
-    metric = job.algo.held_out_metric if isinstance(job.algo, AlgoConfig) else "loss"
-    yield [f"{metric}/{name}" for name in job.data.validation]
+    yield [f"{algo_config(job).held_out_metric}/{name}" for name in job.data.validation]
 
 
 def needs_losses(job: Job) -> bool:
@@ -224,9 +223,9 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     allowed = job.publish.max_regression if job.publish.metric else 0.0
     if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
-        limit = f" The limit of the improvement is {-allowed:g} (publish.max_regression)." if allowed else ""
+        limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
         raise Worse(
-            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}.{limit} "
+            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}{limit}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )

@@ -411,6 +411,6 @@ def raise_if_regression(
     before = published.get(metric)
     if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
         raise Worse(
-            f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}: worse by more "
-            f"than publish.max_regression {max_regression:g}"
+            f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}; allowed "
+            f"regression: {max_regression:g} (publish.max_regression)"
         )

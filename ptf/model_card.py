@@ -224,13 +224,13 @@ def _cell(value: float | None) -> str:
 
 
 def page(artifact: Artifact) -> str:
-    """Return Markdown for the card of the flow's publish step: the gates that were passed, and the model card."""
+    """Return Markdown for the card of the flow's publish step: the passed publish checks, and the model card."""
     if artifact.published is None:
         return f"# {artifact.run_name}\n\n**Not published:** it is not better than the published version."
     text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
     manifest = storage.manifest_of(artifact.published)
     return (
-        f"Gates passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the trained "
-        "model's; the tokenizer gives the ids that were trained on. "
+        f"Publish checks passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the "
+        "trained model's; the tokenizer gives the ids that were trained on. "
         f"Compared with what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
     )

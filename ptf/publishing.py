@@ -1,5 +1,5 @@
-"""The publish stage: check the gates, then publish the model as a version. The version's files are written first, then
-its manifest, and last the pointer; no published file is ever moved."""
+"""The publish stage: make the publish checks, then publish the model as a version. The version's files are written
+first, then its manifest, and last the pointer; no published file is ever moved."""
 
 import shutil
 from collections.abc import Mapping

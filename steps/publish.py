@@ -1,4 +1,4 @@
-"""The publish stage: check the gates, then publish the model as a version (ptf.publishing)."""
+"""The publish stage: make the publish checks, then publish the model as a version (ptf.publishing)."""
 
 from ptf.config import Job
 from steps.artifact import Artifact
@@ -13,7 +13,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
 
 def page(artifact: Artifact) -> str:
-    """Return Markdown for the card of the step: the gates that were passed, and the model card."""
+    """Return Markdown for the card of the step: the publish checks that were passed, and the model card."""
     from ptf.model_card import page as version_page
 
     return version_page(artifact)

@@ -1,5 +1,5 @@
 """Retraining: training continues from the published version on new data, and the result is published only if it passes
-the gate (`publish.gate`, `publish.max_regression`).
+the publish checks (`publish.gate`, `publish.max_regression`).
 
 The manifest of a published version identifies the data that it was trained on. If the data are the same, or a training
 from that version has already used them, there is nothing to do.

@@ -275,7 +275,7 @@ def test_the_refusal_names_the_limit(tmp_path: Path) -> None:
     raw, worse = arithmetic(tmp_path), Comparison("pass@8/dev", 0, 0.5, 0.3, -0.2, -0.2)
     named = {"metric": "pass@8/dev", "max_regression": 0.1}
     for publish_section, limit in (
-        (named, r"The limit of the improvement is -0\.1 \(publish\.max_regression\)\. publish\.gate: off"),
+        (named, r"; allowed regression: 0\.1 \(publish\.max_regression\)\. publish\.gate: off"),
         ({}, r"so it has no interval\. publish\.gate: off"),
     ):
         with pytest.raises(Worse, match=limit):

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "entry", "scratch", "credentials", "disk"}  # what everybody may import
+BASE = {"errors", "entry", "scratch", "credentials", "disk", "varlen"}  # what everybody may import
 DATA = BASE | {"config", "storage", "data", "model"}
 TRAIN = DATA | {"file_verification", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
@@ -22,6 +22,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "errors": set(),
     "entry": set(),
     "scratch": set(),
+    "varlen": set(),
     "credentials": {"errors"},
     "disk": {"errors"},
     "config": BASE,  # and REGISTRIES, inside functions

@@ -30,8 +30,8 @@ PARTS = at("algo.num_minibatches", note="how many optimizer steps a pass over th
 LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and response together")
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
-SOURCES = at("data.sources", note="a section by name, each with a `path`")
-HELD_OUT = at("data.validation", "evaluate.sources", note="a section by name, each with a `path`")
+SOURCES = at("data.sources", note="a map: name → section with a `path`")
+HELD_OUT = at("data.validation", "evaluate.sources", note="a map: name → section with a `path`")
 ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
 GROUP = at("rollout.group_size")
 KL = at("algo.kl_coef", "algo.beta")
@@ -41,6 +41,9 @@ WORKERS = at(
     "compute.workers", note="training processes, one per GPU, of all machines; pools of rollouts have GPUs of their own"
 )
 SHARDED = at("compute.mesh", note="weights, gradients and optimizer are sharded over the workers (FSDP2)")
+AGGREGATION = (
+    "token-mean is token_mean, seq-mean-token-mean is episode_mean, and seq-mean-token-sum-norm is constant_length"
+)
 RECIPE = at("recipe")
 LOGGED = at("track.wandb_project", note="metrics.jsonl is always written, TensorBoard by default")
 
@@ -63,7 +66,7 @@ FOREIGN: dict[str, Here] = {
         ("gradient_checkpointing", "enable_gradient_checkpointing"),
         at("train.activation_checkpointing", note="none, block, offload or selective"),
     ),
-    "torch_compile": at("train.compile"),
+    "torch_compile": at("train.compile", note="norms, gates and rotary embeddings only"),
     # batches
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),
     **dict.fromkeys(
@@ -99,6 +102,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ANSWER),
     **dict.fromkeys(("num_generations", "num_return_sequences", "rollout_n", "n_samples_per_prompt"), GROUP),
     **dict.fromkeys(("reward_funcs", "reward_function", "custom_reward_function"), at("rollout.reward")),
+    **dict.fromkeys(("rollout_func", "agent_loop"), at("rollout.play")),
     "reward_model_path": at("rollout.reward_model.path"),
     **dict.fromkeys(("use_vllm", "rollout_backend"), at("rollout.engine", "evaluate.engine")),
     "vllm_mode": at("compute.pools"),
@@ -122,8 +126,8 @@ FOREIGN: dict[str, Here] = {
     "rollout_is": at("algo.tis_level"),
     "importance_sampling_mode": at("algo.tis_mode"),
     "loss_mode": at("algo.policy_loss"),
-    "loss_agg_mode": at("algo.loss_aggregation"),
-    "loss_type": at("algo.loss_aggregation", "algo.policy_loss", "algo.loss"),
+    "loss_agg_mode": at("algo.loss_aggregation", note=AGGREGATION),
+    "loss_type": at("algo.loss_aggregation", "algo.policy_loss"),
     **dict.fromkeys(("vllm_importance_sampling_cap", "tis_imp_ratio_cap", "rollout_is_threshold"), at("algo.tis_cap")),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     **dict.fromkeys(

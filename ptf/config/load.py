@@ -107,8 +107,10 @@ def model_paths(job: Job) -> dict[str, str]:
     paths = {"model.path": job.model.path}
     if job.rollout and job.rollout.reward_model:
         paths["rollout.reward_model.path"] = job.rollout.reward_model.path
-    if isinstance(job.algo, AlgoConfig):
-        paths |= {f"algo.{key}": path for key, path in job.algo.model_paths().items()}
+    if job.algo:  # a plugin is imported to know which of its keys name models
+        from ptf.config.inherited import algo_config
+
+        paths |= {f"algo.{key}": path for key, path in algo_config(job).model_paths().items()}
     return paths
 
 

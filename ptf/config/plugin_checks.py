@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.config import plugin
+from ptf.config.explain import explain
+from ptf.config.inherited import inherited_errors
 from ptf.config.load import ConfigError, checked, on_path
 from ptf.config.renames import ARGUMENTS
 from ptf.config.reward_signature import attribute_fault, reward_fault
@@ -95,6 +97,9 @@ def recipe(
     if isinstance(target, type) and (error := online_error(target)):
         yield problem(root, ("recipe", "use"), f"{use} {error}")
     yield from unknown(root, ("algo",), target, algo, use)
+    for error in inherited_errors(target, {**args, **algo}):
+        section = ("algo",) if error["loc"][0] in algo else ("recipe", "args")
+        yield from explain({**error, "loc": (*section, *error["loc"])}, Job, root)
     given = {*args, *algo, *JOB_ARGUMENTS}
     for name, parameter in parameters(target).items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -196,7 +196,7 @@ def _word(annotation: Any, limits: Any = ()) -> str:
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in inner)
     if origin is dict:
-        return f"{_word(inner[1])} by name" if inner[1] is not Any else "keys and values"
+        return f"map: name → {_word(inner[1])}" if inner[1] is not Any else "keys and values"
     if origin is list:
         return f"list of {_word(inner[0])}"
     if origin is tuple:

@@ -22,6 +22,7 @@ KEYS = {
     "algo.ratio": "algo.importance_sampling_level",
     "algo.kl": "algo.kl_coef",
     "algo.mean_over": "algo.loss_aggregation",
+    "algo.loss": "algo.loss_type",
     "algo.minibatches": "algo.num_minibatches",
     "algo.overlong": "algo.overlong_buffer_tokens",
     "algo.precomputed": "algo.precompute",
@@ -126,13 +127,15 @@ MODULES = {
 }
 # dotted key → old value → new value, also of an item of a list; NAME as above. A key that was renamed stands here with
 # each name under which it had old values.
-# If two old values have one new value, the last one listed is the oldest, and is used for fingerprints.
+# If two old values of a key have one new value, the last one listed, under the last name of the key, is the oldest, and
+# is used for fingerprints.
 VALUES = {
+    "algo.loss_aggregation": {"sequence_mean": "episode_mean"},
     "algo.mean_over": {
         "tokens": "token_mean",
-        "samples": "sequence_mean",
-        "sequences": "sequence_mean",
-        "answers": "sequence_mean",
+        "samples": "episode_mean",
+        "sequences": "episode_mean",
+        "answers": "episode_mean",
         "length": "constant_length",
     },
     "algo.ratio": {"sample": "sequence", "answer": "sequence"},
@@ -171,7 +174,9 @@ RETURNED = ("rollout.reward_timeout_s",)  # keys that have their first name agai
 FIRST_KEYS = {new: old for old, new in KEYS.items()} | {key: key for key in RETURNED}
 FIRST_MODULES = {new: old for old, new in MODULES.items()}
 FIRST_ARGUMENTS = {use: {new: old for old, new in names.items()} for use, names in ARGUMENTS.items()}
-FIRST_VALUES = {KEYS.get(key, key): {new: old for old, new in values.items()} for key, values in VALUES.items()}
+FIRST_VALUES: dict[str, dict[str, str]] = {}
+for _key, _values in VALUES.items():
+    FIRST_VALUES.setdefault(KEYS.get(_key, _key), {}).update({new: old for old, new in _values.items()})
 # Comment at the end of a job.yaml that a run wrote; the digest follows it. Such a file is translated, not refused.
 SEAL = "# SHA-256 of the run name and of what is above: "
 FORMER_SEAL = "# SHA-256 of the lineage and of what is above: "

@@ -63,6 +63,8 @@ def asynchronous(job: Job) -> list[str]:
     """Return the problems of `rollout.max_staleness` and its keys with the rest of the job."""
     config = job.rollout
     assert config is not None
+    from ptf.recipes.registry import STALENESS_NEEDS_CAP
+
     k, fields = config.max_staleness, type(config).model_fields
     if not k:
         keys = ("slice_tokens", "in_flight", "generation_batches", "clock", "update_slices", "environment_slices")
@@ -73,9 +75,10 @@ def asynchronous(job: Job) -> list[str]:
         "recipe: rollout.max_staleness is supported for grpo, and for recipes of your own, only": (
             isinstance(job.recipe, str) and job.recipe != "grpo"
         ),
-        "algo.tis_cap: with rollout.max_staleness responses have tokens of earlier weights, and the loss must be "
-        "corrected for it; give a cap (2 is usual)": (
-            (job.algo.get("tis_cap") if isinstance(job.algo, dict) else getattr(job.algo, "tis_cap", None)) is None
+        f"algo.tis_cap: {STALENESS_NEEDS_CAP}": (
+            # of a plugin, what its own default is is known when it is built
+            (job.algo.get("tis_cap", "auto") if isinstance(job.algo, dict) else getattr(job.algo, "tis_cap", None))
+            is None
         ),
         "rollout.top_p must be 1 with rollout.max_staleness": config.top_p != 1,
         "rollout.constrained_decoding cannot be used with rollout.max_staleness yet": config.constrained_decoding

@@ -91,7 +91,7 @@ class AlgoConfig(Section):
     online: ClassVar[bool] = False
     """Whether it trains on what it generates, and so needs the section `rollout`; its recipe's `online` is this one."""
     held_out_metric: ClassVar[str] = "loss"
-    """Name of its held-out loss, as in `loss/NAME`; the publication gate compares it."""
+    """Name of its held-out loss, as in `loss/NAME`; the gate (ptf/gate.py) compares it."""
     may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
 
@@ -114,5 +114,5 @@ class AlgoConfig(Section):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the recipe's class; a key `loss` is its `loss_type`, because `loss` is its method."""
-        return {"loss_type" if name == "loss" else name: getattr(self, name) for name in type(self).model_fields}
+        """Keyword arguments of the recipe's class."""
+        return {name: getattr(self, name) for name in type(self).model_fields}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptf.data.documents import Documents
 from ptf.data.sample import PackUnit
+from ptf.varlen import Varlen
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -42,9 +43,7 @@ class Batch:
     # what the host knows, so that a GPU need not be waited for:
     trained_positions: Tensor  # [trained] int64, indices of the positions of [B · T] whose weight is not 0
     pairs: Tensor  # [pairs] int64, the documents whose next document belongs to the same pack unit
-    # how documents and the padding of sequences lie end to end: where each begins in [B · T], and B · T ([pieces + 1]
-    # int32); the length of the longest; whether a document's first tokens are in an earlier one
-    pieces: tuple[Tensor, int, bool]
+    varlen: Varlen  # arguments of attention over documents of different lengths
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [B, T] or [B, T, k], aligned with targets
 
     @staticmethod
@@ -70,14 +69,14 @@ class Batch:
             self.sources,
             move(self.trained_positions),
             move(self.pairs),
-            (move(self.pieces[0]), *self.pieces[1:]),
+            self.varlen._replace(cu_seqlens=move(self.varlen.cu_seqlens)),
             {k: move(v) for k, v in self.token_columns.items()},
         )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch."""
         own = [self.tokens, self.targets, self.positions, self.segments, self.loss_weights, self.units]
-        return [*own, self.trained_positions, self.pairs, self.pieces[0], *self.token_columns.values()]
+        return [*own, self.trained_positions, self.pairs, self.varlen.cu_seqlens, *self.token_columns.values()]
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""
@@ -148,14 +147,14 @@ def lay_out(
     in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
     numbers = np.arange(len(counts)) - np.repeat(before[[*firsts]], in_batches)
     offsets = starts - np.array(documents.prefix_lengths, np.int64)
-    room = before[1:] + np.arange(sequences)  # the padding of a sequence is one more piece after its documents
-    pieces, numbers, offsets = (
+    room = before[1:] + np.arange(sequences)  # the padding of a sequence is one more document after its own
+    spans, numbers, offsets = (
         _interleave(lengths, room, seq_len - filled),
         _interleave(numbers, room, -1),
         _interleave(offsets, room, 0),
     )
-    piece_cuts = [n + sequence for sequence, n in enumerate(cuts)]
-    _fill_places(arrays, pieces, numbers, offsets, piece_cuts, pads)
+    document_cuts = [n + sequence for sequence, n in enumerate(cuts)]
+    _fill_places(arrays, spans, numbers, offsets, document_cuts, pads)
     batches = []
     for first in firsts:
         end = min(first + micro_batch_sequences, sequences)
@@ -172,16 +171,17 @@ def lay_out(
                 sources=tuple(documents.sources[start:stop]),
                 trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end])),
                 pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
-                pieces=(*_bounds(pieces[piece_cuts[first] : piece_cuts[end]]), any(prefix_lengths)),
+                varlen=_varlen(spans[document_cuts[first] : document_cuts[end]], any(prefix_lengths)),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
             )
         )
     return batches
 
 
-def _bounds(lengths: np.ndarray) -> tuple[Tensor, int]:
-    """Return where pieces of these lengths begin, those of length 0 left out, and the length of the longest."""
-    return torch.from_numpy(np.cumsum([0, *lengths[lengths > 0]]).astype(np.int32)), int(lengths.max(initial=0))
+def _varlen(lengths: np.ndarray, shares_prefix: bool) -> Varlen:
+    """Return the `Varlen` of documents and paddings of these lengths; those of length 0 are left out."""
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths[lengths > 0]]).astype(np.int32))
+    return Varlen(cu_seqlens, int(lengths.max(initial=0)), shares_prefix)
 
 
 def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:
@@ -223,15 +223,16 @@ def _fill_tokens(
 
 def _fill_places(
     arrays: Mapping[str, np.ndarray],
-    pieces: np.ndarray,
+    spans: np.ndarray,
     numbers: np.ndarray,
     offsets: np.ndarray,
     cuts: Sequence[int],
     pads: Sequence[int],
 ) -> None:
-    """Fill in segments and positions from the lengths of the pieces, their numbers, and the places of position 0.
+    """Fill in segments and positions from the lengths of the spans (documents and paddings), their numbers,
+    and the places of position 0.
 
-    `cuts` has the number of pieces before each sequence; the last piece of a sequence is its padding, of `pads` tokens.
+    `cuts` has the number of spans before each sequence; the last span of a sequence is its padding, of `pads` tokens.
     A few sequences are filled at a time, so that the temporary arrays stay in the processor's cache.
     """
     sequences, seq_len = arrays["segments"].shape
@@ -240,9 +241,9 @@ def _fill_places(
     ramp = np.arange(together * seq_len)
     for first in range(0, sequences, together):
         start, end = first * seq_len, min(first + together, sequences) * seq_len
-        piece = slice(cuts[first], cuts[min(first + together, sequences)])
-        segments[start:end] = np.repeat(numbers[piece], pieces[piece])
-        begins = np.repeat(offsets[piece] - start, pieces[piece])
+        inside = slice(cuts[first], cuts[min(first + together, sequences)])
+        segments[start:end] = np.repeat(numbers[inside], spans[inside])
+        begins = np.repeat(offsets[inside] - start, spans[inside])
         np.subtract(ramp[: end - start], begins, out=positions[start:end])
     for sequence, n in enumerate(pads):
         if n:

@@ -25,10 +25,6 @@ from ptf.model.rope import Table, rotate
 if TYPE_CHECKING:
     from ptf.model.gated_delta import GatedDeltaNet
 
-# how the documents and the padding of sequences lie end to end, as `ptf.data.batch.Batch` says it: where each begins in
-# [B · T], and B · T ([pieces + 1] int32); the length of the longest; whether documents share prefixes
-Pieces = tuple[Tensor, int, bool]
-
 
 class Attend(Protocol):
     """How queries attend to keys: causal over packed documents in training, over a KV cache in generation."""

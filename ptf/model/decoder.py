@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ptf.model.attention import Attend, Attention, Pieces, backend
+from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
@@ -17,6 +17,7 @@ from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
 from ptf.model.scalar import Scalar
+from ptf.varlen import Varlen
 
 Output = Head | Scalar | nn.Module  # a module: a head of the user's own (custom_head.py)
 HeadFn = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → what the loss needs
@@ -91,15 +92,15 @@ class Decoder(nn.Module):
         segments: Tensor,
         head_fn: HeadFn,
         attend: Attend | None = None,
-        pieces: Pieces | None = None,
+        varlen: Varlen | None = None,
     ) -> Any:
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
-        `attend` defaults to causal attention inside each document of `segments`. `pieces` are the batch's; a fused
-        attention (fused.py) that is not given them waits for the device.
+        `attend` defaults to causal attention inside each document of `segments`. `varlen` is the batch's; a fused
+        attention (fused.py) that is not given it waits for the device.
         """
         c = self.config
-        attend = attend or self.attention(segments, positions, pieces)
+        attend = attend or self.attention(segments, positions, varlen)
         tables = {rope: rotary(positions, c.rotary_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
@@ -115,7 +116,7 @@ class Decoder(nn.Module):
         return head_fn(x, self.output())
 
     @staticmethod
-    def attention(segments: Tensor, positions: Tensor, pieces: Pieces | None) -> Attend:
+    def attention(segments: Tensor, positions: Tensor, varlen: Varlen | None) -> Attend:
         """Return the attention of a batch; fused.py may set another."""
         return backend(segments.device)(segments, positions)
 

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptf.errors import UserError
-from ptf.model.attention import Attention, Flex, PackedDelta, Pieces
+from ptf.model.attention import Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import MLP, RMSNorm
 from ptf.model.moe import Experts
+from ptf.varlen import Varlen
 
 Package = Literal["flash_attn", "liger_kernel", "fla"]
 DISTRIBUTIONS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "fla": "flash-linear-attention"}
@@ -119,16 +120,16 @@ def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
     return f"flash_attn {has} (flex_attention for documents that share a prefix)"
 
 
-def pieces_of(segments: Tensor, positions: Tensor) -> Pieces:
-    """Return the pieces of a batch from its tensors; the host waits for the device. A `Batch` knows its own."""
+def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:
+    """Return the `Varlen` of a batch from its tensors; the host waits for the device. A `Batch` knows its own."""
     length = segments.shape[1]
     segment, position = (t.cpu().numpy().reshape(-1) for t in (segments, positions))
     begins = np.arange(len(segment)) % length == 0
     begins[1:] |= segment[1:] != segment[:-1]
     starts = np.flatnonzero(begins)
-    bounds = np.append(starts, len(segment)).astype(np.int32)
-    longest = int(np.diff(bounds).max(initial=0))
-    return torch.from_numpy(bounds).to(segments.device), longest, bool(position[starts].any())
+    cu_seqlens = np.append(starts, len(segment)).astype(np.int32)
+    max_seqlen = int(np.diff(cu_seqlens).max(initial=0))
+    return Varlen(torch.from_numpy(cu_seqlens).to(segments.device), max_seqlen, bool(position[starts].any()))
 
 
 class Flash:
@@ -137,12 +138,12 @@ class Flash:
     The padding of a sequence is one more document. Batches in which documents share a prefix are computed by Flex.
     """
 
-    def __init__(self, segments: Tensor, positions: Tensor, pieces: Pieces | None = None) -> None:
+    def __init__(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> None:
         self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
-        self.bounds, longest, share_prefixes = pieces or pieces_of(segments, positions)
-        self.flex = Flex(segments, positions) if share_prefixes else None
+        self.cu_seqlens, max_seqlen, shares_prefix = varlen or varlen_of(segments, positions)
+        self.flex = Flex(segments, positions) if shares_prefix else None
         # with 1 and grouped queries the package computes something else (its issue 1537); a larger bound is allowed
-        self.longest = max(2, longest)
+        self.max_seqlen = max(2, max_seqlen)
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
@@ -152,10 +153,10 @@ class Flash:
 
         out = flash_attn_varlen_func(
             *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
-            cu_seqlens_q=self.bounds,
-            cu_seqlens_k=self.bounds,
-            max_seqlen_q=self.longest,
-            max_seqlen_k=self.longest,
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_k=self.max_seqlen,
             softmax_scale=layer.scale,
             causal=True,
             # keys before the query, keys after it; -1 is unlimited

@@ -113,7 +113,7 @@ class HFDecoder(nn.Module):
         segments: Tensor,
         head_fn: HeadFn,
         attend: None = None,
-        pieces: object = None,
+        varlen: object = None,
     ) -> Any:
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 

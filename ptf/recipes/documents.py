@@ -46,7 +46,7 @@ def last_values(model: Decoder, batch: Batch) -> Tensor:
     def head_fn(x: Tensor, head: Scalar) -> Tensor:
         return head.values(x.flatten(0, 1).index_select(0, ends(batch)))
 
-    return model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+    return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,8 @@ class OnlineConfig(AlgoConfig):
     π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
     probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
     tis_level: Literal["token", "sequence"] = "token"
-    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence` (here: one response, or one turn's
-    sample; not a packed sequence): their product over its sampled tokens, for each of them. Turns of an episode are one
-    sample as long as the context of each begins with the context and response before it."""
+    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence`: their product over the
+    sampled tokens of the token's sample, for each of them."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond `tis_cap`. `truncate`: they are `tis_cap`. `mask`: tokens whose weight is above
     `tis_cap` or below its inverse are not trained on."""
@@ -36,8 +35,8 @@ class OnlineConfig(AlgoConfig):
     """`clip`: PPO's clipped objective, in which tokens whose ratio was clipped have no gradient. `cispo` (MiniMax
     2025): the clipped ratio is a constant weight of the gradient of each token's log-probability."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip (Ye et al. 2020), for `policy_loss: clip`: the loss of a token with a negative advantage is at most
-    this number times that advantage; 3 is usual. null: no bound."""
+    """Dual clip (Ye et al. 2020), for `policy_loss: clip`: the loss of a token with a negative advantage A is at
+    most `dual_clip` × |A| (verl: `clip_ratio_c`); 3 is usual. null: no bound."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the entropy of each token's distribution."""
     update_epochs: Positive = 1

@@ -33,6 +33,10 @@ RECIPES = {
 }
 
 
+STALENESS_NEEDS_CAP = (
+    "with rollout.max_staleness responses have tokens of earlier weights, and the loss must be corrected for it; give "
+    "a cap (2 is usual)"
+)
 # Values of a job that recipes may request by a parameter's name; see `job_arguments`.
 JOB_ARGUMENTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_threshold")
 
@@ -44,23 +48,34 @@ def algo_config_of(recipe: str) -> type[AlgoConfig]:
     return getattr(importlib.import_module(f"{package}.config"), f"{name}Config")
 
 
+def recipe_of_class(recipe: type) -> str | None:
+    """Return the name of the recipe of ptf whose class this is; None if it is no recipe of ptf."""
+    modules = {(f"{package}.recipe", class_name): name for name, (package, class_name) in RECIPES.items()}
+    return modules.get((recipe.__module__, recipe.__name__))
+
+
 def build(job: "Job") -> "Recipe":
     """Build the recipe of a job.
 
     Its class is called with the keys of `algo` (a plugin also with its `args`) and with those values of `job_arguments`
-    that it has parameters for; built-in and plugin recipes get the same.
+    that it has parameters for. A plugin that inherits from a recipe of ptf is called with all keys of that recipe, as
+    the recipe itself is: with their defaults, and `auto` replaced by what it is for the job.
     """
+    from ptf.config.inherited import algo_config
+
+    settings = algo_config(job).in_force(job).arguments()
     if isinstance(job.recipe, Plugin):
         from ptf.config import plugin
 
         recipe: Callable[..., Any] = plugin.bind(job.recipe)
-        settings: dict[str, Any] = cast("dict[str, Any]", job.algo)
+        parameters, bound = inspect.signature(recipe).parameters, recipe.keywords  # type: ignore[attr-defined]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        inherited = {name: value for name, value in settings.items() if takes_any or name in parameters}
+        settings = cast("dict[str, Any]", job.algo) | inherited
     else:
         package, name = RECIPES[job.recipe]
         recipe = getattr(importlib.import_module(f"{package}.recipe"), name)
-        settings = cast(AlgoConfig, job.algo).in_force(job).arguments()
-    parameters = inspect.signature(recipe).parameters
-    bound = recipe.keywords if isinstance(job.recipe, Plugin) else {}  # type: ignore[attr-defined]
+        parameters, bound = inspect.signature(recipe).parameters, {}
     requested = {name: value for name, value in job_arguments(job).items() if name in parameters and name not in bound}
     made = recipe(**(requested | settings))
     _raise_if_incomplete(made, job)
@@ -113,6 +128,8 @@ def _raise_if_incomplete(made: Any, job: "Job") -> None:
             raise UserError(f"{name} has `{old}`, which is not read: rename it `{new}`")
     if not hasattr(made, "online"):
         raise UserError(f"{name} has no `online`: True if it trains on rollouts, else False")
+    if job.rollout is not None and job.rollout.max_staleness and getattr(made, "tis_cap", None) is None:
+        raise UserError(f"algo.tis_cap: {STALENESS_NEEDS_CAP}; {name} has no `tis_cap`")
     if not isinstance(job.recipe, Plugin) and made.online != (declared := algo_config_of(job.recipe).online):
         raise UserError(f"{name} has `online` {made.online}, and its config class has {declared}; they must agree")
 

@@ -23,7 +23,7 @@ Name = tuple[int, int]  # the number of a group and of an episode in it
 class Decided(NamedTuple):
     """The end of an episode without a result, after so many responses."""
 
-    heard: int
+    responses: int
     trajectory: Trajectory
 
 
@@ -70,7 +70,10 @@ class FlightLedger:
     def no_result(self, group: int, number: int, prompt: Prompt) -> Decided | None:
         """Return the end of an episode that had no result; None if that is not known."""
         known = self.no_results.get((group, number))
-        return None if known is None else Decided(known["heard"], trajectory_from_json(known["trajectory"], prompt))
+        if known is None:
+            return None
+        responses = known["responses"] if "responses" in known else known["heard"]  # the second: of earlier versions
+        return Decided(responses, trajectory_from_json(known["trajectory"], prompt))
 
     def write_computed(self, slice_number: int, version: int, beside_update: bool, names: Iterable[Name]) -> None:
         """Write which episodes a slice computes."""
@@ -85,9 +88,11 @@ class FlightLedger:
         """Write that no further slice ran beside the update of the weights of `version`; `slice_number` is the next."""
         self._write({"update_ended": version, "slice": slice_number})
 
-    def write_no_result(self, group: int, number: int, heard: int, trajectory: Trajectory) -> None:
+    def write_no_result(self, group: int, number: int, responses: int, trajectory: Trajectory) -> None:
         """Write that an episode has no result, after this many responses."""
-        self._write({"no_result": [group, number], "heard": heard, "trajectory": trajectory_to_json(trajectory)})
+        self._write(
+            {"no_result": [group, number], "responses": responses, "trajectory": trajectory_to_json(trajectory)}
+        )
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.path is None:

@@ -1,15 +1,15 @@
 """The rollouts in flight as values of a checkpoint: dicts, lists, numbers, texts and arrays.
 
-An episode is stored as what it heard: the whole responses to its requests, and the parts of those that are generated.
-It is played again from its start when the run is continued, and hears the same. One that has ended is stored as it is.
+An episode is stored as the whole responses to its requests, and the parts of those that are generated. When the run is
+continued, it is played again from its start with these responses. One that has ended is stored as it is.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from ptf.data.trajectory import Generation, Prompt
-from ptf.rl.flying_group import FlyingGroup, Member
 from ptf.rl.in_flight import InFlight
+from ptf.rl.in_flight_group import InFlightGroup, Member
 from ptf.rl.trajectory_state import generation_state, restored_trajectory, trajectory_state
 
 
@@ -29,7 +29,7 @@ def restore(flight: InFlight, state: Mapping[str, Any]) -> None:
     flight.groups = [_restored_group(group) for group in state["groups"]]
 
 
-def _group(group: FlyingGroup) -> dict[str, Any]:
+def _group(group: InFlightGroup) -> dict[str, Any]:
     prompt = group.prompt
     return {
         "number": group.number,
@@ -46,21 +46,24 @@ def _group(group: FlyingGroup) -> dict[str, Any]:
     }
 
 
-def _restored_group(state: Mapping[str, Any]) -> FlyingGroup:
+def _restored_group(state: Mapping[str, Any]) -> InFlightGroup:
     prompt = Prompt(**state["prompt"])
     members = [_restored_member(member, prompt) for member in state["members"]]
-    return FlyingGroup(state["number"], prompt, state["admitted"], members, state["ended"])
+    return InFlightGroup(state["number"], prompt, state["admitted"], members, state["ended"])
 
 
 def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
-        return {"ended": trajectory_state(member.trajectory), "due": member.due, "counts": member.counts}
-    heard = [generation_state(generation) for generation in member.heard]
-    return {"heard": heard, "started": member.begun, "due": member.due}
+        return {"ended": trajectory_state(member.trajectory), "due": member.due, "counts": member.end_counts}
+    responses = [generation_state(generation) for generation in member.responses]
+    return {"responses": responses, "started": member.begun, "due": member.due}
 
 
 def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
     if "ended" in state:
-        return Member(trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], counts=state["counts"])
-    heard = [Generation(**generation) for generation in state["heard"]]
-    return Member(heard=heard, started=dict(state["started"]), due=state["due"])
+        return Member(
+            trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], end_counts=state["counts"]
+        )
+    stored = state["responses"] if "responses" in state else state["heard"]  # the second: of earlier versions
+    responses = [Generation(**generation) for generation in stored]
+    return Member(responses=responses, started=dict(state["started"]), due=state["due"])

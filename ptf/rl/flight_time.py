@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ptf.errors import UserError
-from ptf.rl.flying_group import FlyingGroup, Member
+from ptf.rl.in_flight_group import InFlightGroup, Member
 
 if TYPE_CHECKING:
     from ptf.rl.flight_ledger import FlightLedger
@@ -59,7 +59,7 @@ class VirtualTime:
 
     async def _wait(self, flight: "InFlight") -> None:
         flying = members_of(flight.groups)
-        await flight.until(lambda: [m for _, _, m in flying if m.is_thinking and m.due <= flight.slice])
+        await flight.until(lambda: [m for _, _, m in flying if m.awaits_environment and m.due <= flight.slice])
 
 
 class WallTime:
@@ -73,7 +73,7 @@ class WallTime:
         flying = members_of(flight.groups)
         if (names := self.ledger.computed(flight.slice, version)) is not None:
             named = [(g, m) for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for _, m in named if m.is_thinking])
+            await flight.until(lambda: [m for _, m in named if m.awaits_environment])
             if len(named) < len(names) or any(m.pending is None for _, m in named):
                 raise self._differs(flight.slice)
             return [(g.number, m) for g, m in named]
@@ -82,7 +82,7 @@ class WallTime:
             something = any(m.pending or m.trajectory is not None for _, _, m in flying)
             if something or (updating is not None and not updating()):
                 return []
-            return [m for _, _, m in flying if m.is_thinking]
+            return [m for _, _, m in flying if m.awaits_environment]
 
         await flight.until(thinking, None if updating is None else POLL_S)
         found = [(g, i, m) for g, i, m in flying if m.pending]
@@ -94,7 +94,7 @@ class WallTime:
         flying, number = members_of(flight.groups), flight.slice - 1
         if (names := self.ledger.ended(number)) is not None:
             named = [m for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for m in named if m.is_thinking])
+            await flight.until(lambda: [m for m in named if m.awaits_environment])
             if len(named) < len(names) or any(m.trajectory is None for m in named):
                 raise self._differs(number)
             return named
@@ -121,6 +121,6 @@ class WallTime:
         )
 
 
-def members_of(groups: list[FlyingGroup]) -> list[tuple[FlyingGroup, int, Member]]:
+def members_of(groups: list[InFlightGroup]) -> list[tuple[InFlightGroup, int, Member]]:
     """Return the episodes whose end does not count yet, with their groups and numbers, in order."""
-    return [(group, i, member) for group in groups for i, member in group.flying]
+    return [(group, i, member) for group in groups for i, member in group.in_flight]

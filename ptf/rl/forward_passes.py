@@ -78,7 +78,7 @@ def per_token(
         def of_batch(x: Tensor, head: Any, batch: Batch = batch) -> Tensor:
             return head_fn(x, head, batch)
 
-        found = model(batch.tokens, batch.positions, batch.segments, of_batch, pieces=batch.pieces)
+        found = model(batch.tokens, batch.positions, batch.segments, of_batch, varlen=batch.varlen)
         values = found.cpu().numpy()  # [B, T]
         for sequence, line in zip(sequences, values, strict=False):
             at = 0

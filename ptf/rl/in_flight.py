@@ -27,7 +27,7 @@ from ptf.rl.engines.protocol import Request
 from ptf.rl.event_loop import EventLoop
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.flight_time import VirtualTime, WallTime
-from ptf.rl.flying_group import FlyingGroup, Member, Pending
+from ptf.rl.in_flight_group import InFlightGroup, Member, Pending
 
 T = TypeVar("T")
 Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
@@ -69,7 +69,7 @@ class InFlight:
         self.settings, self.serve, self.play, self.timeout_s = settings, serve, play, timeout_s
         self.ledger = ledger or FlightLedger(None)
         self.time = WallTime(self.ledger) if settings.wall else VirtualTime(settings.update_slices)
-        self.groups: list[FlyingGroup] = []
+        self.groups: list[InFlightGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
         self.loop = EventLoop(own_thread=True)  # slices run in two threads, and episodes in one
@@ -105,7 +105,7 @@ class InFlight:
         """Cancel the episodes that have not ended."""
         self.loop.close()
 
-    def batch(self, step: int, prompts: Callable[[], Prompt]) -> list[FlyingGroup]:
+    def batch(self, step: int, prompts: Callable[[], Prompt]) -> list[InFlightGroup]:
         """Return the groups that are trained in a step, after as many slices as they need; new prompts are admitted.
 
         `step` is the version of the engines' weights.
@@ -128,7 +128,7 @@ class InFlight:
         steps = version + self.settings.max_staleness - self.next_step + (version == self.next_step)
         return min(self.settings.in_flight, self.settings.prompts * steps)
 
-    def takeable(self, step: int) -> list[FlyingGroup] | None:
+    def takeable(self, step: int) -> list[InFlightGroup] | None:
         """Return the batch of a step; None if it cannot be formed before a further slice.
 
         It has the groups that have ended, oldest first (by version, slice of their end and admission). A group must be
@@ -179,16 +179,16 @@ class InFlight:
                 self.tokens += len(part.sampled_ids)
                 if whole := one.add(part):
                     member.pending = None
-                    member.heard.append(whole)
+                    member.responses.append(whole)
                     member.due = self.slice + 1 + self.settings.environment_slices
                     one.response.set_result(whole)
         self.slots += self.settings.slice_tokens * self.settings.in_flight * self.settings.group_size
         self.slice += 1
         self.slices += 1
         for member in self.loop.run(self._timed(self.time.ended(self))):
-            member.counts = True
+            member.end_counts = True
         for group in self.groups:
-            if group.ended is None and not group.flying:
+            if group.ended is None and not group.in_flight:
                 group.ended = self.slice - 1
         return flying
 
@@ -224,7 +224,7 @@ class InFlight:
         self.waited += time.perf_counter() - began
         return found
 
-    async def _play(self, group: FlyingGroup, i: int) -> None:
+    async def _play(self, group: InFlightGroup, i: int) -> None:
         """Play an episode to its end; one without a result ends in the ledger first."""
         member, number = group.members[i], 0
         decided = self.ledger.no_result(group.number, i, group.prompt)
@@ -238,12 +238,12 @@ class InFlight:
                     "asynchronous rollouts it may have one at a time"
                 )
             mine, number = number, number + 1
-            if decided and mine >= decided.heard:
+            if decided and mine >= decided.responses:
                 over.set()
                 await asyncio.Event().wait()  # until it is cancelled
-            if mine < len(member.heard):  # before the run was continued
-                raise_if_other_context(request, member.heard[mine].context, group.prompt)
-                return member.heard[mine]
+            if mine < len(member.responses):  # before the run was continued
+                raise_if_other_context(request, member.responses[mine].context, group.prompt)
+                return member.responses[mine]
             parts, member.started = member.started, {}
             if parts:
                 raise_if_other_context(request, parts["context"], group.prompt)
@@ -255,14 +255,14 @@ class InFlight:
             except asyncio.CancelledError:
                 gave_up.set()
                 raise
-            if decided and number >= decided.heard:
+            if decided and number >= decided.responses:
                 over.set()
             return whole
 
         try:
             playing = asyncio.ensure_future(self.play(group.prompt, group.admitted, i, ask))
             if decided:
-                if decided.heard:
+                if decided.responses:
                     ending = asyncio.ensure_future(over.wait())
                     await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
                     ending.cancel()
@@ -280,17 +280,17 @@ class InFlight:
                     "rollout.max_staleness: an episode gave up a request that was being answered (a deadline around "
                     "policy.generate?); with asynchronous rollouts it waits for its response"
                 )
-            if number < len(member.heard) or member.started:
+            if number < len(member.responses) or member.started:
                 raise other_request(group.prompt)
             if isinstance(trajectory.outcome, NoResult):
-                self.ledger.write_no_result(group.number, i, len(member.heard), trajectory)
+                self.ledger.write_no_result(group.number, i, len(member.responses), trajectory)
             member.trajectory = trajectory
         finally:
             self.changed.set()
 
     def _admit(self, prompt: Prompt, version: int) -> None:
         members = [Member(due=self.slice) for _ in range(self.settings.group_size)]
-        self.groups.append(FlyingGroup(self.admissions, prompt, version, members))
+        self.groups.append(InFlightGroup(self.admissions, prompt, version, members))
         self.admissions += 1
 
 
@@ -309,6 +309,6 @@ def other_request(prompt: Prompt) -> UserError:
     )
 
 
-def ages(groups: Sequence[FlyingGroup], step: int) -> list[int]:
+def ages(groups: Sequence[InFlightGroup], step: int) -> list[int]:
     """Return the age of each group that is trained in a step: its version less that of the group's oldest token."""
     return [step - group.admitted for group in groups]

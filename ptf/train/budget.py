@@ -130,7 +130,7 @@ class _Run:
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory at the fullest moment of a pass."""
-        moments = [
+        peaks = [
             self._gathering_layer(sizes, layers),
             self._in_experts(sizes, layers),
             self._at_head(sizes, layers, dim),
@@ -141,11 +141,11 @@ class _Run:
             self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
         ]
         if self.offloaded:  # to save or to resume, when nothing is gathered
-            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=sizes.moments))
+            peaks.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=sizes.moments))
         if self.eight_bit:  # in the optimizer's step, which has a bucket of them in fp32 beside those in 8 bits
             in_step = sizes.moments + self._bucket(sizes)
-            moments.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=in_step))
-        return max(moments, key=lambda memory: memory.total)
+            peaks.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=in_step))
+        return max(peaks, key=lambda memory: memory.total)
 
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory of a forward pass alone, between steps, when there are no gradients."""

@@ -1,6 +1,6 @@
 """Export of the trained model as a Hugging Face directory, with a probe that the loaded checkpoint must reproduce.
 
-The probe is computed by the model that was trained, before anything is written, so the publish gate compares a loaded
+The probe is computed by the model that was trained, before anything is written, so the publish checks compare a loaded
 checkpoint with the training run and not with another reading of the same files.
 """
 
@@ -34,12 +34,12 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
     if model.config.head != "lm":
-        values = model(batch.tokens, batch.positions, batch.segments, head_output, pieces=batch.pieces)
+        values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     head_fn = partial(
         token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
     )
-    logprobs = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces).logprobs
+    logprobs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 

@@ -180,15 +180,15 @@ class Trainer:
         self.schedule = Schedule.of(config, config.steps or 1)
         self.groups = groups(model, config.weight_decay, config.lr_multipliers)
         self.optimizer = adamw(self.groups, config)
-        self.moments: OffloadedMoments | QuantisedMoments | None = None
+        self.optimizer_stepper: OffloadedMoments | QuantisedMoments | None = None
         if config.optimizer_offload:
-            self.moments = OffloadedMoments(self.optimizer)
+            self.optimizer_stepper = OffloadedMoments(self.optimizer)
         elif config.optimizer == "adamw_8bit":
-            self.moments = QuantisedMoments(self.optimizer)
+            self.optimizer_stepper = QuantisedMoments(self.optimizer)
 
     def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
-        return self.moments.whole() if self.moments else contextlib.nullcontext()
+        return self.optimizer_stepper.whole() if self.optimizer_stepper else contextlib.nullcontext()
 
     def raise_if_large(self, sequences: int) -> None:
         """Raise UserError if this trainer cannot hold a step of that many sequences; the base trainer holds any."""
@@ -244,7 +244,7 @@ class Trainer:
         lr = self.schedule(step)
         for param_group, group in zip(self.optimizer.param_groups, self.groups, strict=True):
             param_group["lr"] = lr * group.factor
-        (self.moments or self.optimizer).step()
+        (self.optimizer_stepper or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}
 

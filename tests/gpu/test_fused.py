@@ -17,7 +17,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy
 from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, _use_liger, fla_rule, kernels, pieces_of
+from ptf.model.fused import Flash, _use_liger, fla_rule, kernels, varlen_of
 from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
 from ptf.train.trainer import load_model
 from tests.gpu.test_attention import ROWS, attention
@@ -61,11 +61,11 @@ def test_flash_attn_is_attention_per_document(window, head_dim, kv_heads):
     device_batch = batch.to(GPU)
     places = device_batch.segments, device_batch.positions
     expected = results(PerDocument(batch.segments, batch.positions), "cpu", torch.float64)
-    flash = results(Flash(*places, device_batch.pieces), "cuda", torch.bfloat16)
+    flash = results(Flash(*places, device_batch.varlen), "cuda", torch.bfloat16)
     flex = results(Flex(*places), "cuda", torch.bfloat16)
     assert worst(flash, expected) <= BOUND
     assert worst(flash, expected) <= 2 * worst(flex, expected) + 2e-3
-    again = results(Flash(*places, pieces_of(*places)), "cuda", torch.bfloat16)
+    again = results(Flash(*places, varlen_of(*places)), "cuda", torch.bfloat16)
     assert all(map(torch.equal, again, flash))  # the backward pass, too, is the same to the bit
 
 
@@ -158,7 +158,7 @@ def test_a_model_learns_the_same_with_what_is_installed(tmp_path: Path, family, 
         head_fn = partial(
             cross_entropy, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
         )
-        loss = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        loss = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         loss.backward()
         grads = {n: p.grad.full_tensor().float().cpu() for n, p in model.named_parameters() if p.grad is not None}
         return float(loss.detach()), grads

@@ -23,7 +23,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, attention_of, kernels, obstacle, pieces_of, use
+from ptf.model.fused import Flash, attention_of, kernels, obstacle, use, varlen_of
 from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compilation, parallelize
@@ -79,7 +79,7 @@ def test_flash_is_attention_per_document(rows, room, window, heads) -> None:
     real = batch.segments >= 0
     if not real.any():
         return
-    mine = results(Flash(batch.segments, batch.positions, batch.pieces), window, real, heads, torch.float64)
+    mine = results(Flash(batch.segments, batch.positions, batch.varlen), window, real, heads, torch.float64)
     ours = results(PerDocument(batch.segments, batch.positions), window, real, heads, torch.float64)
     assert difference(mine, ours) <= 1e-12
     assert not any(t.isnan().any() for t in mine)  # not at padding, either
@@ -87,12 +87,12 @@ def test_flash_is_attention_per_document(rows, room, window, heads) -> None:
 
 @settings(deadline=None)
 @given(packings, st.integers(0, 5))
-def test_a_batch_knows_the_pieces_that_its_tensors_have(rows, room) -> None:
+def test_a_batch_knows_the_varlen_that_its_tensors_have(rows, room) -> None:
     batch = packed(rows, max(1, max(map(sum, rows)) + room))
-    found = pieces_of(batch.segments, batch.positions)
-    assert torch.equal(found[0], batch.pieces[0])
-    assert found[0].dtype == batch.pieces[0].dtype == torch.int32
-    assert found[1:] == batch.pieces[1:] == (found[0].diff().max(), False)
+    found = varlen_of(batch.segments, batch.positions)
+    assert torch.equal(found[0], batch.varlen[0])
+    assert found[0].dtype == batch.varlen[0].dtype == torch.int32
+    assert found[1:] == batch.varlen[1:] == (found[0].diff().max(), False)
 
 
 def shifted(function: Callable[..., Tensor], **faults: Callable[[Any], Any]) -> Callable[..., Tensor]:
@@ -123,7 +123,7 @@ def test_a_wrong_call_is_seen(faults, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = results(PerDocument(batch.segments, batch.positions), 5, real, (4, 2), torch.float64)
 
     def mine() -> float:
-        attend = Flash(batch.segments, batch.positions, batch.pieces)
+        attend = Flash(batch.segments, batch.positions, batch.varlen)
         return difference(results(attend, 5, real, (4, 2), torch.float64), ours)
 
     assert mine() <= 1e-12
@@ -150,7 +150,7 @@ def gradients(model: Decoder) -> tuple[float, dict[str, Tensor]]:
     vocab = model.config.vocab
     head_fn = partial(cross_entropy, targets=batch.targets % vocab, weights=batch.loss_weights)
     model.zero_grad()
-    loss = model(batch.tokens % vocab, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+    loss = model(batch.tokens % vocab, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
     loss.backward()
     return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

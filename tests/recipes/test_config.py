@@ -16,9 +16,7 @@ def test_a_recipe_without_arguments_is_that_of_a_job_without_keys(name):
         if not field.is_required()
     }
     own = {
-        field.name.removesuffix("_type") if field.name == "loss_type" else field.name: (
-            field.default if field.default is not MISSING else field.default_factory()
-        )
+        field.name: (field.default if field.default is not MISSING else field.default_factory())
         for field in fields(recipe)
         if field.default is not MISSING or field.default_factory is not MISSING
     }

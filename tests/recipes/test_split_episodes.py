@@ -63,7 +63,7 @@ def without_column(units: list[PackUnit]) -> list[PackUnit]:
     ]
 
 
-@pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "constant_length"])
+@pytest.mark.parametrize("loss_aggregation", ["token_mean", "episode_mean", "constant_length"])
 def test_the_same_tokens_have_the_same_loss_in_one_sample_and_in_several(loss_aggregation):
     recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=9, clip_high=9.0, clip_low=9.0)
     whole, parts = (recipe.compute_advantages([group(extends)]) for extends in (True, False))

@@ -287,7 +287,10 @@ def test_without_staleness_nothing_of_it_counts(raw):
     ("change", "words"),
     [
         ({"recipe": "ppo"}, "recipe .*is supported for grpo, and"),
-        ({"recipe": {"use": "ptf.recipes.grpo.recipe:GRPO"}}, r"algo\.tis_cap .*must be corrected"),
+        (
+            {"recipe": {"use": "ptf.recipes.grpo.recipe:GRPO"}, "algo": {"tis_cap": None}},
+            r"algo\.tis_cap .*must be corrected",
+        ),
         ({"algo": {"tis_cap": None}}, r"algo\.tis_cap .*must be corrected"),
         ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p .*must be 1"),
         ({"rollout": {"clock": "wall", "update_slices": 1}}, r"rollout\.environment_slices are for rollout\.clock: vi"),

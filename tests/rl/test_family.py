@@ -28,9 +28,9 @@ from tests.rl.test_grpo import groups, trajectory
 LONGEST = 12
 FORMS = {
     "tokens": GRPO(clip_high=0.3),
-    "samples": GRPO(loss_aggregation="sequence_mean"),
+    "samples": GRPO(loss_aggregation="episode_mean"),
     "length": GRPO(loss_aggregation="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
-    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean", clip_low=0.02, clip_high=0.03),
+    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean", clip_low=0.02, clip_high=0.03),
     "gspo of tokens": GRPO(importance_sampling_level="sequence", clip_low=0.02, clip_high=0.03),
     "trusted": GRPO(tis_cap=1.1),
     "trusted sequences": GRPO(tis_cap=1.3, tis_level="sequence"),
@@ -41,7 +41,7 @@ FORMS = {
 }
 AGGREGATION = {
     "token_mean": "token-mean",
-    "sequence_mean": "seq-mean-token-mean",
+    "episode_mean": "seq-mean-token-mean",
     "constant_length": "seq-mean-token-sum-norm",
 }
 
@@ -53,7 +53,7 @@ class Given:
         self.logprobs = logprobs
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object, pieces: object
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: object, varlen: object
     ) -> TokenLogprobs:
         zero = torch.zeros_like(self.logprobs)
         return TokenLogprobs(self.logprobs, zero, zero)
@@ -360,7 +360,7 @@ def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
     )
     recipe = GRPO(
         importance_sampling_level="sequence",
-        loss_aggregation="sequence_mean",
+        loss_aggregation="episode_mean",
         clip_low=9e9,
         clip_high=9e9,
         scale_by_std=False,

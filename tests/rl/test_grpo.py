@@ -87,7 +87,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     [
         GRPO(),
         GRPO(processing=LogitsProcessing(0.8), loss_aggregation="constant_length", max_new_tokens=7),
-        GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean"),
+        GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean"),
     ],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
@@ -173,7 +173,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
     [
         GRPO(),
         GRPO(loss_aggregation="constant_length", max_new_tokens=7, kl_coef=0.1),
-        GRPO(importance_sampling_level="sequence", loss_aggregation="sequence_mean"),
+        GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean"),
     ],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
@@ -192,7 +192,7 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl_coef=0.1, loss_aggregation="sequence_mean")])
+@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl_coef=0.1, loss_aggregation="episode_mean")])
 def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator(tmp_path, recipe, weight):
     """∇(L₁ + w L₂) / (n₁ + w n₂), where n counts the tokens, or the answers, of a prompt's group."""
     model, family = bridge.build(checkpoint(tmp_path / "m"))

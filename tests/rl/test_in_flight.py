@@ -14,8 +14,8 @@ from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.flight_state import restore, state_of
-from ptf.rl.flying_group import FlyingGroup
 from ptf.rl.in_flight import FlightSettings, InFlight, ages
+from ptf.rl.in_flight_group import InFlightGroup
 
 STEPS = 12
 
@@ -77,7 +77,7 @@ def run(settings: FlightSettings, play, steps: int = STEPS, ledger: Path | None 
     engine = Engine()
     prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
     flight = InFlight(settings, engine, play, 10.0, FlightLedger(ledger))
-    taken: list[list[FlyingGroup]] = []
+    taken: list[list[InFlightGroup]] = []
     try:
         for step in range(steps):
             engine.version = step
@@ -161,10 +161,10 @@ def test_slices_run_while_an_environment_thinks():
     thinking = asyncio.Event()
 
     async def play(prompt, version, i, ask):
-        heard = await ask(Request(np.array([1, 2], np.int32), Sampling(40, 1.0, (9,)), prompt.index * 10))
+        response = await ask(Request(np.array([1, 2], np.int32), Sampling(40, 1.0, (9,)), prompt.index * 10))
         if prompt.index == 0 and i == 0:
             await thinking.wait()
-        return Trajectory(prompt, (heard,), "", Reward(0.0))
+        return Trajectory(prompt, (response,), "", Reward(0.0))
 
     engine = Engine()
     flight = InFlight(clock(8, environment_slices=20), engine, play, 10.0)
@@ -215,7 +215,7 @@ def test_a_run_that_was_killed_goes_on_where_its_ledger_ends(seed, tmp_path):
 
 
 def test_an_episode_without_a_result_ends_so_again(tmp_path):
-    """Also where its environment would answer now; what it heard is computed as before."""
+    """Also where its environment would answer now; the responses that it got are computed as before."""
     ledger, late = tmp_path / "flight.jsonl", [True]
 
     async def play(prompt, version, i, ask):
@@ -236,11 +236,16 @@ def test_an_episode_without_a_result_ends_so_again(tmp_path):
     again = run(clock(2), play, ledger=ledger)
     assert (told(first[0]), first[1], outcomes(first[0])) == (told(again[0]), again[1], outcomes(again[0]))
     assert outcomes(run(clock(2), play)[0]) != outcomes(first[0])  # negative control
+    lines = ledger.read_text()
+    assert '"responses": 2' in lines
+    ledger.write_text(lines.replace('"responses":', '"heard":'))  # as earlier versions wrote it
+    earlier = run(clock(2), play, ledger=ledger)
+    assert (told(earlier[0]), outcomes(earlier[0])) == (told(first[0]), outcomes(first[0]))
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_an_episode_that_ends_before_what_it_heard_does_not_repeat(wall, tmp_path):
-    """When it is played again after a resume, it must ask for what it heard and for what is being generated."""
+def test_an_episode_that_ends_before_its_recorded_responses_does_not_repeat(wall, tmp_path):
+    """Played again after a resume, it must ask for the responses that it got and the one that is being generated."""
     turns = [2]
 
     async def play(prompt, version, i, ask):
@@ -357,7 +362,14 @@ def test_a_fault_of_an_episode_is_raised():
     flight.close()
 
 
-def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
+def of_earlier_versions(group):
+    """A stored group with the name that the responses of an episode had."""
+    members = [{"heard" if k == "responses" else k: v for k, v in member.items()} for member in group["members"]]
+    return {**group, "members": members}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests(earlier):
     def begun(play):
         engine, prompts = Engine(), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
         return InFlight(clock(2), engine, play, 10.0), engine, lambda: next(prompts)
@@ -370,6 +382,9 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
             flight.advance(0, source)
         state = state_of(first)
         assert any(member.get("started") for group in state["groups"] for member in group["members"])
+        assert any(member.get("responses") for group in state["groups"] for member in group["members"])
+        if earlier:
+            state = {**state, "groups": [of_earlier_versions(group) for group in state["groups"]]}
         second, _, _ = begun(player(2))
         restore(second, state)
         engine.version = 0

@@ -100,7 +100,7 @@ def test_a_key_that_is_set_replaces_its_default_alone(precision, experts, defaul
     assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
 
 
-@pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "constant_length"])
+@pytest.mark.parametrize("loss_aggregation", ["token_mean", "episode_mean", "constant_length"])
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)

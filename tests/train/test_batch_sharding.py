@@ -31,7 +31,7 @@ def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():
     assert isinstance(batch, Batch)
     weight = torch.zeros((), requires_grad=True)
 
-    def model(tokens, positions, segments, head_fn, pieces):
+    def model(tokens, positions, segments, head_fn, varlen):
         x = torch.ones(*tokens.shape, 4) * weight
         return head_fn(x, Head(torch.ones(97, 4), 97))
 

@@ -46,7 +46,7 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
     config = TrainConfig(steps=4, lr=1e-2, weight_decay=0.1, lr_multipliers={"embed": 2.0}, precision="fp32")
     trainer = Trainer(model, world, config)
     if limit is not None:
-        trainer.moments = OffloadedMoments(trainer.optimizer, limit)
+        trainer.optimizer_stepper = OffloadedMoments(trainer.optimizer, limit)
         trainer.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(sum(resident(optimizer))))
     for step, batch in enumerate(BATCHES):
         trainer.step([batch], SFT(), step)

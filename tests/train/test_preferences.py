@@ -28,8 +28,8 @@ from tests.train.test_loop import facts, same, stopped, train, weights
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
     "rm": {"recipe": "rm", "algo": {"center_coef": 0.01}},
-    "scores": {"recipe": "rm", "algo": {"loss": "binary"}},
-    "kd": {"recipe": "kd", "algo": {"loss": "js", "ce_coef": 0.5}},
+    "scores": {"recipe": "rm", "algo": {"loss_type": "binary"}},
+    "kd": {"recipe": "kd", "algo": {"loss_type": "js", "ce_coef": 0.5}},
     "dpo ahead": {"recipe": "dpo", "algo": {"beta": 0.5, "precompute": True}},
     "kd ahead": {"recipe": "kd", "algo": {"top_k": 3, "precompute": True}},
 }
@@ -279,20 +279,23 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "dpo", "algo": {"loss": "simpo", "reference": "x"}}, r"algo\.reference +simpo has no reference"),
         (
-            {"recipe": "dpo", "algo": {"loss": "ipo", "label_smoothing": 0.1}},
-            r"algo\.label_smoothing +belongs to algo\.loss: sigmoid",
+            {"recipe": "dpo", "algo": {"loss_type": "simpo", "reference": "x"}},
+            r"algo\.reference +simpo has no reference",
         ),
         (
-            {"recipe": "rm", "algo": {"loss": "binary", "margin": True}},
-            r"algo\.margin +belongs to algo\.loss: pair, not to binary",
+            {"recipe": "dpo", "algo": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            r"algo\.label_smoothing +belongs to algo\.loss_type: sigmoid",
+        ),
+        (
+            {"recipe": "rm", "algo": {"loss_type": "binary", "margin": True}},
+            r"algo\.margin +belongs to algo\.loss_type: pair, not to binary",
         ),
         ({"recipe": "rm", "algo": {"beta": 1.0}}, "beta"),
         ({"recipe": "kd", "algo": {}}, r"algo\.teachers"),
         (
             {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "beta": 0.3}},
-            r"algo\.beta +belongs to algo\.loss: js, not to forward",
+            r"algo\.beta +belongs to algo\.loss_type: js, not to forward",
         ),
         (
             {"publish": {"metric": "loss/held_out"}},
@@ -303,7 +306,7 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
             r"algo\.precompute +needs algo\.top_k",
         ),
         (
-            {"recipe": "dpo", "algo": {"loss": "simpo", "precompute": True}},
+            {"recipe": "dpo", "algo": {"loss_type": "simpo", "precompute": True}},
             r"algo\.precompute +simpo has no reference",
         ),
         (

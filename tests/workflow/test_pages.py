@@ -97,5 +97,5 @@ def test_answers_and_gates_are_on_their_pages(pages):
     evaluated, published = pages["evaluate"][0], pages["publish"][0]
     assert "greedy_pass_rate/test" in evaluated
     assert "at the start" in evaluated
-    assert "Gates passed" in published
+    assert "Publish checks passed" in published
     assert "vllm serve" in published

@@ -16,26 +16,27 @@ class PublishConfig(Section):
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
     or `both`, the merged model with the adapter in `adapter/` beside it."""
     gate: Literal["starting_model", "off"] = changeable("starting_model")
-    """The first of two comparisons before a version is published: with the model that training started from.
-    (`metric` is the second: with the published version.) `starting_model`: for each held-out row, by how much
+    """The second of three checks before a version is published: the comparison with the model that training started
+    from. (The first is of the exported files; the third, with `metric`, is against the published version.)
+    `starting_model`: for each held-out row, by how much
     the trained model's value is better than the starting model's (negative if it is worse), and the 95 % interval of
     the mean of these differences. The model is refused if the upper end of the interval is below the limit: 0, or
     -`max_regression` if `metric` is set. The values are those of `metric` if it is set and was measured on the
     starting model; otherwise of the default metrics: greedy responses, rankings or held-out losses, whichever of these
     the job has first. A metric that is not stored by row (`pass@k`, `accuracy`, `auc`, your own `evaluate.metrics`) has
     no interval: the difference of the two numbers itself is compared with the limit. `off`: publish without this
-    comparison; the second is still made."""
+    comparison; the other two checks are still made."""
     metric: str | None = changeable(None)
-    """A metric of the evaluate stage, such as `greedy_pass_rate/test`, for both comparisons. In the second, the trained
-    model's value is compared with the published version's, two numbers without an interval: it is refused if it is
-    worse by more than `max_regression`. Without `metric` there is no second comparison. Where it was not measured on
-    the starting model, `gate` compares the default metrics."""
+    """A metric of the evaluate stage, such as `greedy_pass_rate/test`, for the gate and for the comparison with the
+    published version, of two numbers without an interval; without `metric` the latter is not made. Where it was not
+    measured on the starting model, the gate compares the default metrics."""
     metric_direction: Literal["min", "max"] = changeable("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = changeable(0.0)
-    """By how much the value may be worse (lower, or with `metric_direction: min` higher) and still be published, if
-    `metric` is set. It is in the metric's own unit, and the limit of both comparisons: in `gate` of the upper end of
-    the interval, against the published version of the difference itself."""
+    """Tolerated loss in the unit of `metric`, which must be set; otherwise it is 0. Against the starting model: refused
+    if the 95 % interval of the improvement lies wholly below −`max_regression`. Against the published version: refused
+    if new < published − `max_regression` (with `metric_direction: min`, if new > published + `max_regression`). In the
+    retrain flow, 0 also refuses an equal value."""
     hub: str | None = changeable(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""

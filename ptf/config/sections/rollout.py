@@ -118,29 +118,30 @@ class RolloutConfig(Section):
     max_staleness: Count = 0
     """Asynchronous rollouts: the most steps between the weights of a group's oldest token and those that are trained on
     it. A step takes the groups that have ended; unfinished responses continue under the next weights. 0: each step
-    waits for all its responses. The keys up to `environment_slices` are for values above 0."""
+    waits for all its responses."""
     slice_tokens: Positive = 256
-    """Generation proceeds in slices: in one slice every unfinished response gets at most this many tokens. Weights
-    change only between slices. A response that continues in the next slice is prefilled again."""
+    """With `max_staleness`, generation proceeds in slices (partial rollouts): in one slice every unfinished response
+    gets at most this many tokens. Weights change only between slices. A response that continues in the next slice is
+    prefilled again."""
     in_flight: Positive | None = None
-    """Largest number of groups that are being generated or wait to be trained, from `prompts_per_step` to
-    `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
+    """With `max_staleness`: the largest number of groups that are being generated or wait to be trained, from
+    `prompts_per_step` to `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
     generation_batches: Positive = 1
-    """Into how many fixed batches the responses of a slice are divided (the number of the group modulo this); at least
-    `replicas`, which take them from a queue. It is fixed for a run, so that another number of replicas gives the same
-    bits."""
+    """With `max_staleness`: into how many fixed batches the responses of a slice are divided (group index modulo this);
+    at least `replicas`, which take them from a queue. It is fixed for a run, so that another number of replicas gives
+    the same bits."""
     clock: Literal["virtual", "wall"] = "virtual"
-    """`virtual`: a slice waits for every environment whose reply is due, so that the run repeats to the bit, however
-    fast engines and environments are. `wall`: a slice generates the responses that have been requested by then, and
-    engines do not wait for environments; the choices are written to the run's `flight.jsonl`, from which `ptf replay`
-    repeats the run."""
+    """With `max_staleness`. `virtual`: a slice waits for every environment whose reply is due, so that the run repeats
+    to the bit, however fast engines and environments are. `wall`: a slice generates the responses that have been
+    requested by then, and engines do not wait for environments; the choices are written to the run's `flight.jsonl`,
+    from which `ptf replay` repeats the run."""
     update_slices: Count | None = changeable(None)
-    """How many slices the engines generate with the old weights while a step is trained: in parallel if the engines
-    have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a pool of their own,
-    otherwise 0. The metric `update_slices_balanced` is the number with which neither side waits."""
+    """With `max_staleness`: how many slices the engines generate with the old weights while a step is trained: in
+    parallel if the engines have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a
+    pool of their own, otherwise 0. The metric `update_slices_balanced` is the number with which neither side waits."""
     environment_slices: Count = 0
-    """How many slices an environment may take for a reply, while the other responses go on. The reply is used that many
-    slices later also if it is there earlier. 0: engines wait for each reply."""
+    """With `max_staleness`: how many slices an environment may take for a reply, while the other responses go on. The
+    reply is used that many slices later also if it is there earlier. 0: engines wait for each reply."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder, or with `model.backend: hf` transformers' model (slower; where its
     cache cannot be used, each token costs a whole forward pass), and needs no further package; or `use: pkg.mod:Engine`

@@ -87,8 +87,9 @@ class TrainConfig(Section):
     but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
     on the device; no activations are held at that time."""
     deterministic: bool = False
-    """Compute the same bits for any `micro_batch_sequences` and any number of workers, by adding the gradients of
-    sequences in a fixed order. For small models in fp32 on a CPU."""
+    """Add the gradients of sequences in a fixed order, so that the bits do not depend on how the batch is split
+    (`micro_batch_sequences`) and on the number of workers. Without it, a run on one CPU machine repeats to the bit
+    with the same split and number of workers. For small models in fp32 on a CPU."""
     compile: Literal["auto"] | bool = changeable("auto")
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class DPOConfig(AlgoConfig):
     """Preferences: the policy's log-probs are compared with those of a reference."""
 
-    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     """`sigmoid`: DPO. `ipo`: a squared loss, which bounds the margins. `simpo`: means over tokens, without a
     reference."""
     beta: PositiveFloat = 0.1
     """Strength of the constraint to the reference: the larger it is, the closer the policy stays to the reference.
-    With `loss: simpo`, which has no reference, it only scales the margin."""
+    With `loss_type: simpo`, which has no reference, it only scales the margin."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs whose preference may be wrong (`sigmoid`)."""
     length_normalised: bool = False
@@ -41,10 +41,10 @@ class DPOConfig(AlgoConfig):
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         errors = whole_answer_errors(job) + custom_head_errors(job)
-        if self.loss == "simpo" and self.reference:
+        if self.loss_type == "simpo" and self.reference:
             errors.append("algo.reference: simpo has no reference")
-        if self.loss == "simpo" and self.precompute:
+        if self.loss_type == "simpo" and self.precompute:
             errors.append("algo.precompute: simpo has no reference")
-        if self.loss != "sigmoid" and self.label_smoothing:
-            errors.append(f"algo.label_smoothing belongs to algo.loss: sigmoid, not to {self.loss}")
+        if self.loss_type != "sigmoid" and self.label_smoothing:
+            errors.append(f"algo.label_smoothing belongs to algo.loss_type: sigmoid, not to {self.loss_type}")
         return errors + (precomputed_errors(job) if self.precompute else [])

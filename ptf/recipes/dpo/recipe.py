@@ -121,7 +121,7 @@ class DPO:
         head_fn = partial(
             token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
         )
-        return model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)[0]
+        return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each response, or its mean over tokens: [documents]."""

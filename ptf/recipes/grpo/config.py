@@ -12,21 +12,19 @@ if TYPE_CHECKING:
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
     Dr.GRPO: `scale_by_std: false`, `loss_aggregation: constant_length`. DAPO: `clip_high: 0.28`,
-    `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`
-    (one response, not a packed sequence), `loss_aggregation: sequence_mean`, clips near 3e-4."""
+    `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
+    `loss_aggregation: episode_mean`, clips near 3e-4."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What a reward is compared with: the mean over its group, or over the others in its group."""
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Which ratio to the old policy is clipped. `token`: each token's. `sequence` (here: one response, or one turn's
-    sample; not a packed sequence): the geometric mean of the ratios of its sampled tokens. Turns of an episode are one
-    sample as long as the context of each begins with the context and response before it."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """Which ratio to the old policy is clipped. `token`: each token's. `sequence`: that of the token's
+    sample, the geometric mean of the ratios of its sampled tokens."""
+    loss_aggregation: Literal["token_mean", "episode_mean", "constant_length"] = "token_mean"
     """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
-    `sequence_mean`: the mean within each sequence (here: one episode, which is a response or all its turns; not a
-    packed sequence), then the mean over episodes.
+    `episode_mean`: the mean within each episode, which is one response or all its turns, then the mean over episodes.
     `constant_length`: the sum within each episode, divided by `rollout.max_new_tokens`, then the mean over episodes."""
     turn_discount: Fraction = 1.0
     """With `credit_level: turn`, a turn is credited with its reward plus this times the credit of the next turn: 1 is

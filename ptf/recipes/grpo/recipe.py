@@ -5,19 +5,18 @@ without a critic.
          for every token of a response; b: the mean reward of the group, or of the others in it (leave-one-out: RLOO,
          Ahmadian et al. 2024, eq. 8, which has no std)
     J  = mean of  w · min(ρ Â, clip(ρ, 1 − clip_low, 1 + clip_high) Â) − kl_coef · K,     ρ = π / π_old
-    ρ  of a token; or of a sequence (here: one response, or one turn's sample; not a packed sequence), the geometric
-         mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
+    ρ  of a token; or of a sample, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7 and 14)
     + c_H H(π)  with `entropy_coef`, of each token's distribution
     w  = min(π_old / π_engine, `tis_cap`): the engine's distribution differs slightly from the trainer's π_old
-         (truncated importance sampling, Yao et al. 2025); `tis_level: sequence` takes the product over such a
-         sequence, and `tis_mode: mask` gives weights above the cap or below its inverse a w of 0
+         (truncated importance sampling, Yao et al. 2025); `tis_level: sequence` takes the product over a
+         sample, and `tis_mode: mask` gives weights above the cap or below its inverse a w of 0
     With `dual_clip` c, J of a token with Â < 0 is at least c Â (Ye et al. 2020, eq. 5). With `policy_loss: cispo` it is
     w · sg(clip(ρ, 1 − clip_low, 1 + clip_high)) Â log π, where sg is a constant (MiniMax-M1, 2025, eq. 4 and 5).
     K  estimates KL(π ‖ π_ref): log π/π_ref (k1), (log π/π_ref)² / 2 (k2), π_ref/π − log π_ref/π − 1 (k3)
          (Schulman 2020); added to the loss, or subtracted from the reward
 
 The mean is over all tokens of the optimizer step (DAPO, Yu et al. 2025, eq. 8), over episodes of the means over their
-tokens (`sequence_mean`; GRPO, eq. 3), or over episodes of the sums over their tokens divided by the largest length
+tokens (`episode_mean`; GRPO, eq. 3), or over episodes of the sums over their tokens divided by the largest length
 (Dr.GRPO, Liu et al. 2025, section 3.2). An episode is one response, or all its turns, also where it was split into
 several samples. With `importance_sampling_level: sequence`, ρ is that of one sample: turns of an episode of which each
 continues the context of the one before.
@@ -63,7 +62,7 @@ class GRPO:
     baseline: Literal["mean", "leave_one_out"] = "mean"
     scale_by_std: bool = True
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    loss_aggregation: Literal["token_mean", "episode_mean", "constant_length"] = "token_mean"
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
@@ -187,7 +186,7 @@ class GRPO:
         head_fn = partial(
             surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
         )
-        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         metrics = {
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
@@ -227,7 +226,7 @@ class GRPO:
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
         head_fn = partial(token_logprobs, **self.sampling_arguments(batch))
-        outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.

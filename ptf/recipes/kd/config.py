@@ -27,7 +27,7 @@ class KDConfig(AlgoConfig):
 
     teachers: dict[Annotated[str, Field(pattern=WORD)], TeacherConfig] = Field(min_length=1)
     """The teachers, by name; of any size and family."""
-    loss: Literal["forward", "reverse", "js"] = "forward"
+    loss_type: Literal["forward", "reverse", "js"] = "forward"
     """`forward`: KL(teacher ‖ student), which covers all that the teacher may predict. `reverse`: KL(student ‖
     teacher), which concentrates on what is likely. `js`: generalised Jensen–Shannon, between the two."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -51,8 +51,8 @@ class KDConfig(AlgoConfig):
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         errors = custom_head_errors(job)
-        if self.loss != "js" and self.beta != type(self).model_fields["beta"].default:
-            errors.append(f"algo.beta belongs to algo.loss: js, not to {self.loss}")
+        if self.loss_type != "js" and self.beta != type(self).model_fields["beta"].default:
+            errors.append(f"algo.beta belongs to algo.loss_type: js, not to {self.loss_type}")
         if self.precompute and self.top_k is None:
             errors.append("algo.precompute needs algo.top_k: whole distributions are too large to store")
         return errors + (precomputed_errors(job) if self.precompute else [])

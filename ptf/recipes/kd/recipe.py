@@ -87,7 +87,7 @@ class KD:
             batch.positions,
             batch.segments,
             partial(self._loss_of_top, batch=batch, token_columns=token_columns),
-            pieces=batch.pieces,
+            varlen=batch.varlen,
         )
 
     @property
@@ -115,7 +115,7 @@ class KD:
 
             with torch.no_grad():
                 ids, logprobs = frozen_models[name](
-                    batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces
+                    batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen
                 )
             columns |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
         return columns
@@ -139,7 +139,7 @@ class KD:
                     partial(
                         self._loss_of_vocabulary, batch=batch, model=model, outputs=outputs, teachers=frozen_models
                     ),
-                    pieces=batch.pieces,
+                    varlen=batch.varlen,
                 )
         first, *others = names
 
@@ -147,7 +147,7 @@ class KD:
             return self._nested_passes(others, model, batch, frozen_models, gradients, (*outputs, (first, x, head)))
 
         with torch.no_grad():
-            return frozen_models[first](batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+            return frozen_models[first](batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
 
     def _loss_of_vocabulary(
         self,

@@ -56,7 +56,7 @@ class Critic:
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
-        values = model(batch.tokens, batch.positions, batch.segments, values_of, pieces=batch.pieces)  # [B, T]
+        values = model(batch.tokens, batch.positions, batch.segments, values_of, varlen=batch.varlen)  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
         clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2

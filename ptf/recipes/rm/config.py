@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class RMConfig(AlgoConfig):
     """Reward models: a scalar head scores responses."""
 
-    loss: Literal["pair", "binary", "regression"] = "pair"
+    loss_type: Literal["pair", "binary", "regression"] = "pair"
     """`pair`: Bradley–Terry, on rows with `chosen` and `rejected`. `binary`, `regression`: on rows with `prompt`,
     `completion` and `reward`."""
     margin: bool = False
@@ -25,9 +25,9 @@ class RMConfig(AlgoConfig):
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         errors = whole_answer_errors(job)
-        if self.loss != "pair":
+        if self.loss_type != "pair":
             configured = [name for name in ("margin", "center_coef") if getattr(self, name)]
-            errors += [f"algo.{name} belongs to algo.loss: pair, not to {self.loss}" for name in configured]
+            errors += [f"algo.{name} belongs to algo.loss_type: pair, not to {self.loss_type}" for name in configured]
         if job.evaluate.sources:
             errors.append(
                 "evaluate.sources needs a model that generates text; a reward model is evaluated on data.validation"

@@ -55,7 +55,7 @@ class RM:
             for (sample,) in units if self.loss_type == "binary" else ():
                 invalid = [reward for reward in sample.token_columns["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
-                    raise UserError(f"algo.loss: binary needs a `reward` from 0 to 1, not {invalid[0]}")
+                    raise UserError(f"algo.loss_type: binary needs a `reward` from 0 to 1, not {invalid[0]}")
             return units
         units = encode_preference(row, tokenizer, source)
         if not self.margin:
@@ -134,4 +134,4 @@ class RM:
         def head_fn(x: Tensor, head: Scalar) -> Tensor:
             return head.values(x.flatten(0, 1).index_select(0, positions))
 
-        return model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)

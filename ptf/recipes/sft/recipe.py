@@ -47,7 +47,7 @@ class SFT:
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
         head_fn = partial(next_token_loss, batch=batch)
-        loss, documents = model(batch.tokens, batch.positions, batch.segments, head_fn, pieces=batch.pieces)
+        loss, documents = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}
 
     def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:

@@ -1,4 +1,4 @@
-"""A group of episodes that are in flight, with what each of them heard and asks."""
+"""A group of episodes that are in flight, with the responses that each of them got and the one that it waits for."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -44,12 +44,12 @@ class Pending:
 class Member:
     """One episode of a group."""
 
-    heard: list[Generation] = field(default_factory=list)  # the whole responses so far
+    responses: list[Generation] = field(default_factory=list)  # the whole responses so far
     started: dict[str, np.ndarray] = field(default_factory=dict)  # restored: the context and parts of the next response
     pending: Pending | None = None
     due: int = 0  # the first slice in which its next request, or its end, counts; earlier ones wait for it
     trajectory: Trajectory | None = None
-    counts: bool = False  # whether its end counts: it may be earlier than the clock allows for
+    end_counts: bool = False  # whether its end counts: it may be earlier than the clock allows for
     task: "asyncio.Task[None] | None" = None
 
     @property
@@ -61,13 +61,13 @@ class Member:
         return {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
 
     @property
-    def is_thinking(self) -> bool:
+    def awaits_environment(self) -> bool:
         """Return whether the episode has neither ended nor asked the policy."""
         return self.trajectory is None and self.pending is None
 
 
 @dataclass(eq=False)
-class FlyingGroup:
+class InFlightGroup:
     """A prompt that was admitted, and the episodes of its group."""
 
     number: int  # of the admission
@@ -77,9 +77,9 @@ class FlyingGroup:
     ended: int | None = None  # the slice in which its last episode ended
 
     @property
-    def flying(self) -> list[tuple[int, Member]]:
+    def in_flight(self) -> list[tuple[int, Member]]:
         """Return the episodes whose end does not count yet, with their numbers."""
-        return [(i, member) for i, member in enumerate(self.members) if not member.counts]
+        return [(i, member) for i, member in enumerate(self.members) if not member.end_counts]
 
     @property
     def trajectories(self) -> Group:
