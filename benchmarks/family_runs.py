@@ -51,7 +51,7 @@ def works(family: str) -> tuple[Work, ...]:
         "evaluate.engine=native",
         "evaluate.limit=200",
     )
-    adapter = ("model.init=pretrained", "model.lora={rank: 8, alpha: 16}", "train.lr=2e-3", "publish.what=both")
+    adapter = ("model.init=pretrained", "model.lora={rank: 8, alpha: 16}", "train.lr=3e-4", "publish.what=both")
     rollout = ("rollout.engine=native", "rollout.prompts_per_step=32", "train.steps=40", "train.lr=2e-4")
     return (
         Work("SFT", own, (), "loss", rises=False),
