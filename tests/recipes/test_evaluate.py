@@ -142,7 +142,9 @@ def test_what_is_worse_than_what_is_published_is_not_published(mode, before, now
     with (
         contextlib.nullcontext()
         if published
-        else pytest.raises(UserError, match=r"not published: kl/dev is .*max_regression 0\.1")
+        else pytest.raises(
+            UserError, match=r"not published: kl/dev is .*allowed regression: 0\.1 \(publish\.max_regression\)"
+        )
     ):
         raise_if_regression({"kl/dev": now}, there, "kl/dev", 0.1, mode)
     with pytest.raises(UserError, match=r"publish\.metric: the evaluation has no 'kl/test'; it has kl/dev"):
