@@ -24,7 +24,7 @@ from ptf.compute.tracking import read_metrics  # noqa: E402
 
 RESULTS = results_page("family_runs.md")
 FAMILIES = ("qwen3_5", "qwen3_next", "deepseek_v3")
-WINDOW = 5  # steps over which a metric is averaged
+WINDOW = 15  # steps over which a metric is averaged
 TIMEOUT_S = 1800
 
 
@@ -51,12 +51,18 @@ def works(family: str) -> tuple[Work, ...]:
         "evaluate.engine=native",
         "evaluate.limit=200",
     )
-    adapter = ("model.init=pretrained", "model.lora={rank: 8, alpha: 16}", "train.lr=3e-4", "publish.what=both")
+    adapter = (
+        "model.init=pretrained",
+        "model.lora={rank: 8, alpha: 16}",
+        "train.steps=150",
+        "train.lr=1e-3",
+        "publish.what=both",
+    )
     rollout = ("rollout.engine=native", "rollout.prompts_per_step=32", "train.steps=40", "train.lr=2e-4")
     return (
         Work("SFT", own, (), "loss", rises=False),
         Work("LoRA", own, (start, *small, *adapter), "loss", rises=False),
-        Work("DPO", "configs/tiny/dpo.yaml", (start, *small), "accuracy", rises=True),
+        Work("DPO", "configs/tiny/dpo.yaml", (start, *small, "train.steps=60"), "accuracy", rises=True),
         Work("GRPO", "configs/tiny/grpo.yaml", (start, *small, *rollout), "reward", rises=True),
     )
 

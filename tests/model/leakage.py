@@ -71,9 +71,10 @@ class Mixer:
     @property
     def faults(self) -> "dict[str, Told]":
         """The faults that this mixer can show; transformers counts positions itself, so wrong positions cannot be
-        given to it."""
+        given to it, and linear attention refuses documents that do not begin at position 0."""
+        without_positions = self.backend is None or self.model_type.startswith(("qwen3_5", "qwen3_next"))
         return {
-            name: told for name, told in FAULTS.items() if self.backend is not None or told is not positions_not_reset
+            name: told for name, told in FAULTS.items() if not without_positions or told is not positions_not_reset
         }
 
 
