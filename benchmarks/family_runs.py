@@ -44,7 +44,6 @@ def works(family: str) -> tuple[Work, ...]:
     own = f"configs/families/{family}.yaml"
     start = f"model.path=job:{own}"
     small = (
-        "train.steps=60",
         "compute.threads=1",
         "compute.launcher=local",
         "publish.gate=off",

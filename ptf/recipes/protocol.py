@@ -15,7 +15,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder
 
-Metrics = dict[str, Tensor]  # each is a sum, which the step divides by the denominator
+# each is a sum, which the step divides by the denominator; of a name that ends with `_max`, the largest value counts
+Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Recipe(Protocol):
         ...
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return the loss and the metrics as sums, which the step divides by the denominator of all workers."""
+        """Return the loss and the metrics as sums, which the step divides by the denominator of all workers; of a
+        metric whose name ends with `_max`, the largest value counts instead."""
         ...
 
 
@@ -134,7 +136,8 @@ class OnlineRecipe(Recipe, Protocol):
         ...
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Turn scored episodes into samples with per-token advantages, on the driver, in numpy."""
+        """Return what is trained: pack units of samples with an advantage for each token, computed on the driver, in
+        numpy. An episode that is not returned is not trained on."""
         ...
 
 

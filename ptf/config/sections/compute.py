@@ -37,7 +37,9 @@ class ComputeConfig(Section):
     """`ray`: Ray actors; an offline recipe with one worker and no `address` runs in this process without Ray.
     `torchrun`: subprocesses on this machine. `local`: this process, one worker."""
     workers: Positive = changeable(1)
-    """Number of training processes, one per GPU."""
+    """Number of training processes, one per GPU. Online: of each role that holds a model (policy, critic, reference,
+    teacher, reward model); the rollout has `rollout.replicas` × `rollout.tensor_parallel_size`. Roles of one pool use
+    the same GPUs in turn, so a pool has as many as its largest role."""
     mesh: MeshConfig = MeshConfig()
     """How the workers divide the model."""
     pools: dict[str, PoolConfig] = changeable({})

@@ -59,8 +59,8 @@ class HarnessConfig(Section):
     processes: Positive = 1
     """Number of processes of `python`; each plays many episodes at once."""
     columns: list[str] = []
-    """Columns of the row that `command` gets beside `messages`. No reference answers: the policy may find what the
-    program gets."""
+    """Columns of the row that `command` gets beside `messages`. List no columns with reference answers: the policy can
+    read whatever the program gets."""
     env_vars: list[str] = []
     """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
     models: dict[str, Literal["policy", "policy:no_loss"]] = {}
