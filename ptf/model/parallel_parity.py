@@ -62,6 +62,7 @@ class _Step:
     loss: float
     gradients: dict[str, Tensor]
     rate: float
+    balanced: bool  # the loss has a part for the load balance of experts, which transformers has for some families
 
 
 def verify_parallel(
@@ -84,7 +85,7 @@ def verify_parallel(
                 after = copy.deepcopy(model)
                 stepped = _step(after, family, _groups(mesh), member)
                 members.append((member, name, stepped, verify.corrected(after)))
-        jobs = [(str(member), name, stepped.rate) for member, name, stepped, _ in members]
+        jobs = [(str(member), name, stepped.rate, stepped.balanced) for member, name, stepped, _ in members]
         mp.start_processes(partial(_rank, jobs=jobs, plan=dict(plan), base=base), nprocs=RANKS, start_method="spawn")
         for number, (member, name, stepped, after) in enumerate(members):
             found = _found(base, number)
@@ -128,7 +129,7 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path) -> _Step:
     hf.get_input_embeddings().padding_idx = None
     experts = family.config(bridge.read_config(member)).experts
     tokens, _, segments, targets, weights = _documents(verify.vocabulary(hf))
-    total = torch.zeros(())
+    total, balanced = torch.zeros(()), False
     for group in groups:
         loss, outputs = torch.zeros(()), []
         for number in segments[group].unique().tolist():
@@ -139,6 +140,7 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path) -> _Step:
             each = torch.nn.functional.cross_entropy(outputs[-1].logits[0], targets[group][here], reduction="none")
             loss = loss + (each * weights[group][here]).sum()
         balance = verify.their_balance(hf, outputs)
+        balanced = balanced or balance is not None
         total = total + loss + (0 if balance is None else BALANCE * balance * weights[group].sum())
     total = total / weights.sum()
     total.backward()
@@ -148,20 +150,22 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path) -> _Step:
         for p in hf.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)
-    return _Step(float(total.detach()), gradients, rate)
+    return _Step(float(total.detach()), gradients, rate, balanced)
 
 
-def _rank(rank: int, jobs: Sequence[tuple[str, str, float]], plan: Mapping[str, ParallelStyle], base: str) -> None:
+def _rank(
+    rank: int, jobs: Sequence[tuple[str, str, float, bool]], plan: Mapping[str, ParallelStyle], base: str
+) -> None:
     """Compute every job as one of the ranks, and write what was found."""
     torch.set_num_threads(1)
     # it logs hints about microseconds at an export
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     store = dist.FileStore(f"{base}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-    for number, (member, name, rate) in enumerate(jobs):
+    for number, (member, name, rate, balanced) in enumerate(jobs):
         failed = False
         try:
-            found = _on_rank(Path(member), name, rate, plan, Path(base) / f"saved-{number}")
+            found = _on_rank(Path(member), name, rate, balanced, plan, Path(base) / f"saved-{number}")
         except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
             found = {"problems": str(error).splitlines()}
         except Exception as error:  # whatever a wrong plan leads to: the other rank may fail otherwise, or wait
@@ -183,7 +187,9 @@ def _found(base: str, number: int) -> dict[str, Any]:
     return {**(found[0] if found else {}), "problems": problems}
 
 
-def _on_rank(member: Path, name: str, rate: float, plan: Mapping[str, ParallelStyle], saved: Path) -> dict[str, Any]:
+def _on_rank(
+    member: Path, name: str, rate: float, balanced: bool, plan: Mapping[str, ParallelStyle], saved: Path
+) -> dict[str, Any]:
     """Take the step on this rank's part of the model and of the data, and save the model."""
     shards, tensor = MESHES[name]
     mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
@@ -195,7 +201,7 @@ def _on_rank(member: Path, name: str, rate: float, plan: Mapping[str, ParallelSt
     *inputs, targets, weights = _documents(model.config.vocab)
     units = weights.sum()
     loss = model(*(t[part] for t in inputs), partial(cross_entropy, targets=targets[part], weights=weights[part]))
-    if (balance := model.load_balancing_loss()) is not None:
+    if balanced and (balance := model.load_balancing_loss()) is not None:
         loss = loss + BALANCE * balance * weights[part].sum()
     (loss * shards / units).backward()  # FSDP averages the gradients of its ranks
     whole = loss.detach().clone()
