@@ -55,7 +55,10 @@ SMALL: Mapping[str, Any] = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 22,
 }
-DENSE: Mapping[str, Any] = {"mlp_only_layers": [0]}  # with which some layers of a mixture have an MLP
+DENSE: Mapping[str, Any] = {  # with which some layers of a mixture have an MLP
+    "mlp_only_layers": [0],
+    "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+}
 
 
 @dataclass(frozen=True, slots=True)

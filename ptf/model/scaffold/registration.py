@@ -54,13 +54,13 @@ def provisional(model_type: str, text: str) -> Iterator[None]:
     spec = util.spec_from_loader(f"ptf.model.families.{name}", None)
     assert spec is not None
     module = util.module_from_spec(spec)
-    before = families.MODULES.get(model_type)
+    before = dict(families.MODULES)
     exec(compile(text, name, "exec"), module.__dict__)
     sys.modules[spec.name] = module
     families.MODULES[model_type] = name
     try:
         yield
     finally:
-        del sys.modules[spec.name], families.MODULES[model_type]
-        if before is not None:
-            families.MODULES[model_type] = before
+        del sys.modules[spec.name]
+        families.MODULES.clear()
+        families.MODULES.update(before)

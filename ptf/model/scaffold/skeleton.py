@@ -63,7 +63,9 @@ class Skeleton:
         leave |= {"layer_types", "rope_parameters", "rope_theta", "rope_scaling"}
         if not r.own_head_dim:
             leave.add("head_dim")
-        keys = [*(k for k in r.defaults if k in s.read | {"max_position_embeddings"} and k not in leave)]
+        # those that a directory's config.json sets otherwise: without them another config.json has the class's value
+        other = {k for k, value in s.unread.items() if value != r.defaults[k]}
+        keys = [k for k in r.defaults if k in s.read | other | {"max_position_embeddings"} and k not in leave]
         return _table("DEFAULTS", {k: r.defaults[k] for k in keys}, "the reference's where a config.json has none")
 
     def _unread(self) -> str:

@@ -65,8 +65,8 @@ def measure(reference: Reference) -> Structure:
     found.embed_scale = _factor(outer.get("first"), outer.get("embedded"), "embeddings", found)
     if not reference.settings.get("final_logit_softcapping"):
         found.logit_scale = _factor(logits, outer.get("raw"), "logits", found)
-    weights = [m.weight for n, m in children.items() if n in norms and getattr(m, "weight", None) is not None]
-    found.norm_offset = bool(weights) and all(bool(torch.all(w == 0)) for w in weights)
+    weights = [w for n, m in children.items() if n in norms and isinstance(w := getattr(m, "weight", None), Tensor)]
+    found.norm_offset = bool(weights) and not any(w.any() for w in weights)
     found.rms = not any(
         isinstance(children[n], nn.LayerNorm) or getattr(children[n], "bias", None) is not None for n in norms
     )
