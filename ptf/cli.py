@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
-    inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
+    scaffold, inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
     parser, words = _parser(), sys.argv[1:] if argv is None else argv
     if list(words[:1]) == ["verify"]:
         parser.error("ptf verify is now ptf check-model")
@@ -274,16 +274,48 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(as_json(report) + "\n")
     else:
-        out = console(width=None if sys.stdout.isatty() else 180)
-        out.print(_verified(report))
-        if report.parallel:
-            out.print(_verified_on_two_ranks(report))
-        out.print(
-            f"{report.model}: {'pass' if report.passed else 'fail'}",
-            style="green" if report.passed else "red",
-            markup=False,
-            highlight=False,
-        )
+        _print_report(report)
+    return 0 if report.passed else 1
+
+
+def _print_report(report: "Report") -> None:
+    """Print what the verifier found."""
+    out = console(width=None if sys.stdout.isatty() else 180)
+    out.print(_verified(report))
+    if report.parallel:
+        out.print(_verified_on_two_ranks(report))
+    out.print(
+        f"{report.model}: {'pass' if report.passed else 'fail'}",
+        style="green" if report.passed else "red",
+        markup=False,
+        highlight=False,
+    )
+
+
+def scaffold(options: argparse.Namespace) -> int:
+    """Write the file of a model family, say what is missing in it, and verify it."""
+    from ptf.model.scaffold.draft import check as check_text
+    from ptf.model.scaffold.draft import checked, write_draft
+    from ptf.model.verify import as_json
+
+    draft = write_draft(options.model, options.output, options.force)
+    name, found = draft.model_type, draft.findings
+    if found.registered:
+        report = checked(name, options.configs)
+        if options.parallel and report.passed:
+            from ptf.model.parallel_parity import verify_parallel
+
+            report.parallel = verify_parallel(name, min(options.configs, PARALLEL_CONFIGS))
+    else:  # it is no module of this ptf: processes of their own could not import it
+        report = check_text(name, draft.text, options.configs)
+    if options.json:
+        sys.stdout.write(json.dumps(found.as_dict() | {"check": json.loads(as_json(report))}) + "\n")
+    else:
+        for line in found.lines():
+            print(line)
+        _print_report(report)
+        if not found.registered:
+            print(f'as a family: move {found.file} into ptf/model/families/ and add "{name}" to its MODULES')
     return 0 if report.passed else 1
 
 
@@ -484,6 +516,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands, config)
     _add_try(commands, config)
     _add_check_model(commands)
+    _add_scaffold(commands)
     _add_check_engine(commands)
     _add_chat(commands)
     _add_serve(commands)
@@ -677,6 +710,34 @@ def _add_check_model(commands: Commands) -> None:
         "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
     )
     command.set_defaults(run=verify)
+
+
+def _add_scaffold(commands: Commands) -> None:
+    command = commands.add_parser(
+        "scaffold",
+        help="write the file of a new model family from transformers' model, say what could not be mapped, and run "
+        "check-model",
+    )
+    command.add_argument(
+        "model", metavar="MODEL_TYPE_OR_DIR", help="a model_type of transformers, or a directory with a config.json"
+    )
+    command.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the file (default: among the families in a checkout of ptf, with its line in MODULES; else here)",
+    )
+    command.add_argument("--force", action="store_true", help="replace the file if there is one")
+    command.add_argument(
+        "--configs", type=_positive, default=4, metavar="N", help="random configs to verify (default: 4)"
+    )
+    command.add_argument(
+        "--parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="if these pass, also verify on two processes, as check-model does (default: on)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.set_defaults(run=scaffold)
 
 
 def _add_check_engine(commands: Commands) -> None:

@@ -108,6 +108,7 @@ PACKAGES = {
         "ptf/model/hf_adapters.py",
         "ptf/model/hf_backend.py",
         "ptf/model/hf_weights.py",
+        "ptf/model/scaffold/*",
     ],
     "pyarrow": [
         "ptf/data/sources/blocks.py",

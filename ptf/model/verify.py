@@ -388,15 +388,13 @@ def _our_modules(model: Decoder) -> dict[str, nn.Module]:
 
 
 def _their_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the corresponding modules of transformers' model."""
+    """Return the corresponding modules of transformers' model, of those that it calls by these names."""
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
     modules: dict[str, Any] = {}
     for i, layer in enumerate(layers):
-        modules |= {
-            f"layer {i}, attention": layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn,
-            f"layer {i}, mlp": layer.mlp,
-            f"layer {i}, output": layer,
-        }
+        attention = layer.linear_attn if hasattr(layer, "linear_attn") else getattr(layer, "self_attn", None)
+        parts = {"attention": attention, "mlp": getattr(layer, "mlp", None), "output": layer}
+        modules |= {f"layer {i}, {part}": module for part, module in parts.items() if module is not None}
     return modules
 
 

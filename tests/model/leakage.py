@@ -73,9 +73,7 @@ class Mixer:
         """The faults that this mixer can show; transformers counts positions itself, so wrong positions cannot be
         given to it, and linear attention refuses documents that do not begin at position 0."""
         without_positions = self.backend is None or self.model_type.startswith(("qwen3_5", "qwen3_next"))
-        return {
-            name: told for name, told in FAULTS.items() if not without_positions or told is not positions_not_reset
-        }
+        return {name: told for name, told in FAULTS.items() if not without_positions or told is not positions_not_reset}
 
 
 # Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 sequences

@@ -35,8 +35,8 @@ class PublishConfig(Section):
     max_regression: Annotated[float, Field(ge=0)] = changeable(0.0)
     """How much worse the new model may be, in the unit of `metric`; 0 if `metric` is not set. Against the starting
     model: refused if the 95 % interval of the improvement lies wholly below −`max_regression`. Against the published
-    version: refused if new < published − `max_regression` (with `metric_direction: min`, if new > published + `max_regression`). In the
-    retrain flow, 0 also refuses an equal value."""
+    version: refused if new < published − `max_regression` (with `metric_direction: min`, if new > published +
+    `max_regression`). In the retrain flow, 0 also refuses an equal value."""
     hub: str | None = changeable(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""
