@@ -66,6 +66,10 @@ FOREIGN: dict[str, Here] = {
         ("gradient_checkpointing", "enable_gradient_checkpointing"),
         at("train.activation_checkpointing", note="none, block, offload or selective"),
     ),
+    **dict.fromkeys(
+        ("attn_implementation", "use_liger_kernel", "liger_kernel", "use_liger"),
+        at("train.fused", note="packages whose kernels are used on a GPU; installed ones are by default"),
+    ),
     "torch_compile": at("train.compile", note="norms, gates and rotary embeddings only"),
     # batches
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), BATCH),

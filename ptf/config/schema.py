@@ -41,10 +41,7 @@ class Job(Section):
     model: ModelConfig
     data: DataConfig
     algo: AlgoConfig | dict[str, Any] = {}
-    """Settings of the recipe, which its `config.py` declares; with `recipe: {use: …}`, its keyword arguments. In
-    `importance_sampling_level: sequence` and `tis_level: sequence`, a sequence is one sample: a response, or the turns
-    of an episode of which the context of each begins with the context and response of the one before. An episode has
-    one sample or several."""
+    """Settings of the recipe, which its `config.py` declares; with `recipe: {use: …}`, its keyword arguments."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
     compute: ComputeConfig = ComputeConfig()

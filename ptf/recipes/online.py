@@ -27,7 +27,7 @@ class OnlineConfig(AlgoConfig):
     probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
     tis_level: Literal["token", "sequence"] = "token"
     """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence`: their product over the
-    sampled tokens of the token's sample, for each of them."""
+    sampled tokens of one response (in an episode, of consecutive turns whose context only grew), for each of them."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond `tis_cap`. `truncate`: they are `tis_cap`. `mask`: tokens whose weight is above
     `tis_cap` or below its inverse are not trained on."""

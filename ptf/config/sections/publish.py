@@ -27,9 +27,10 @@ class PublishConfig(Section):
     no interval: the difference of the two numbers itself is compared with the limit. `off`: publish without this
     comparison; the other two checks are still made."""
     metric: str | None = changeable(None)
-    """A metric of the evaluate stage, such as `greedy_pass_rate/test`, for the gate and for the comparison with the
-    published version, of two numbers without an interval; without `metric` the latter is not made. Where it was not
-    measured on the starting model, the gate compares the default metrics."""
+    """The metric of the evaluate stage that decides publication, such as `greedy_pass_rate/test`. The new model must not
+    be worse on it than its starting model (the gate: by a 95 % interval; if the metric was not measured on the starting
+    model, on the default metrics), nor than the published version (by plain difference). Without `metric`, the first
+    comparison uses the default metrics, and the second is not made."""
     metric_direction: Literal["min", "max"] = changeable("max")
     """Whether lower (`min`) or higher (`max`) is better."""
     max_regression: Annotated[float, Field(ge=0)] = changeable(0.0)

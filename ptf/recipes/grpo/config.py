@@ -20,8 +20,9 @@ class GRPOConfig(RewardedConfig):
     scale_by_std: bool = True
     """Divide the advantages of a group by their standard deviation (`baseline: mean`)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Which ratio to the old policy is clipped. `token`: each token's. `sequence`: that of the token's
-    sample, the geometric mean of the ratios of its sampled tokens."""
+    """Which ratio to the old policy is clipped. `token`: each token's. `sequence` (GSPO): the geometric
+    mean of the ratios of the tokens of one response; in an episode, of consecutive turns whose context only grew: a
+    context that is encoded again begins a new one. `train.global_batch_sequences` counts packed sequences instead."""
     loss_aggregation: Literal["token_mean", "episode_mean", "constant_length"] = "token_mean"
     """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
     `episode_mean`: the mean within each episode, which is one response or all its turns, then the mean over episodes.

@@ -153,7 +153,7 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     alone = lora is not None and lora.rank <= MOST_RANK and model.quantization != "nf4" and not experts
     dense = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
     served = gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
-    sent = rollout.transport in ("auto", "object_store", "files")
+    sent = rollout.transport == "auto" or not TRANSPORTS[rollout.transport].streams
     value = "adapter" if alone and dense and served and sent else "merged"
     return job.model_copy(update={"rollout": rollout.model_copy(update={"lora_sync": value})})
 
