@@ -27,7 +27,7 @@ class PublishConfig(Section):
     no interval: the difference of the two numbers itself is compared with the limit. `off`: publish without this
     comparison; the other two checks are still made."""
     metric: str | None = changeable(None)
-    """The metric of the evaluate stage that decides publication, such as `greedy_pass_rate/test`. The new model must not
+    """The metric of the evaluate stage that decides publication, such as `greedy_pass_rate/test`. The new model may not
     be worse on it than its starting model (the gate: by a 95 % interval; if the metric was not measured on the starting
     model, on the default metrics), nor than the published version (by plain difference). Without `metric`, the first
     comparison uses the default metrics, and the second is not made."""
