@@ -69,6 +69,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         tokenizer=tokenizer,
         config=config,
         manifest=file_verification.of_run(directory),
+        carried=bridge.carried_tensors(model, source),
     )
     world.barrier()
 
