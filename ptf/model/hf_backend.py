@@ -62,6 +62,8 @@ SOFTCAPS = (
     "logits_soft_cap",
     "output_logit_soft_cap",
 )  # names of the soft-cap of the logits
+# ends of the names of tokens in config.json, and beginnings of those that are text
+PLACEHOLDERS, TEXTUAL = ("_token_id", "_token_index"), ("bos", "eos", "pad", "sep", "cls", "mask", "decoder")
 SCORE = "score"  # transformers' name of a scalar head
 
 
@@ -119,6 +121,14 @@ class HFDecoder(nn.Module):
         """The number of tokens that the language model can embed by itself; ids beyond stand for images and sounds."""
         vocab = self.config.vocab
         return min(vocab, getattr(self.text_config, "vocab_size_per_layer_input", None) or vocab)
+
+    @property
+    def text_tokens(self) -> Tensor:
+        """The tokens that stand for text, not for images and sounds, [n]."""
+        settings = self.hf.config.to_dict() if self.outside else {}
+        ids = [settings[key] for key in settings if key.endswith(PLACEHOLDERS) and not key.startswith(TEXTUAL)]
+        others = {token for value in ids for token in (value if isinstance(value, list) else [value])}
+        return torch.tensor([token for token in range(self.table_rows) if token not in others])
 
     kernels: Mapping[str, str] = MappingProxyType({})  # of other packages (fused.py)
 
@@ -331,6 +341,8 @@ def configured(directory: Path) -> Any:
         f"it is quantised ({max(methods)}); use the checkpoint it was made from": any(methods),
         "it is multimodal, and transformers has no model of it that writes text": multimodal
         and multimodal_class(c) is None,
+        "its tokens attend to later ones (use_bidirectional_attention), as PaliGemma's do in a prompt; only causal "
+        "language models can be trained": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
         "it has an encoder; only causal language models can be trained": encodes,
         "transformers has no causal language model of it": not multimodal and not writes,
     }

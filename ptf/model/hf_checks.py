@@ -94,7 +94,8 @@ def check(model: "HFDecoder") -> None:
     if any(p.requires_grad for i in idle for p in model.layers[i].parameters()):
         raise UserError(
             f"model.backend: hf: layers {', '.join(map(str, idle))} of {name} take no part in what is computed of "
-            "text, and weight decay alone would change them; name what trains in model.trainable, without them"
+            "text, and weight decay alone would change them; name what trains in model.trainable "
+            "(or model.lora.targets), without them"
         )
     if kinds := uncalled_kinds(model, called):
         raise UserError(
@@ -154,16 +155,10 @@ def probe_lengths(model: "HFDecoder") -> tuple[int, int]:
 
 
 def _probe(model: "HFDecoder", length: int) -> Tensor:
-    """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens and those
-    that stand for images and sounds."""
-    rows, c = model.table_rows, model.text_config
-    others = {getattr(c, "pad_token_id", None)}
-    if model.outside is not None:
-        settings = model.hf.config.to_dict()
-        ids = [value for key, value in settings.items() if key.endswith(("_token_id", "_token_index"))]
-        others |= {token for value in ids for token in (value if isinstance(value, list) else [value])}
-    allowed = torch.tensor([token for token in range(rows) if token not in others])
-    return allowed[torch.randint(0, len(allowed), (1, length), generator=torch.Generator().manual_seed(0))]
+    """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
+    tokens, pad = model.text_tokens, getattr(model.text_config, "pad_token_id", None)
+    tokens = tokens if pad is None else tokens[tokens != pad]
+    return tokens[torch.randint(0, len(tokens), (1, length), generator=torch.Generator().manual_seed(0))]
 
 
 def _their_logits(model: "HFDecoder", tokens: Tensor) -> tuple[Tensor, tuple[float, float | None]]:

@@ -298,7 +298,7 @@ def test_what_is_not_there_is_refused_by_name_before_anything_starts(changes, ke
 
 
 def test_what_is_no_plain_causal_language_model_is_refused_by_name(tmp_path):
-    kinds = {"gemma3": "multimodal", "t5": "encoder", "vit": "no causal language model of it"}
+    kinds = {"clip": "multimodal", "t5": "encoder", "vit": "no causal language model of it"}
     for model_type, word in kinds.items():
         AutoConfig.for_model(model_type).save_pretrained(tmp_path / model_type)
         with pytest.raises(UserError, match=word) as error:

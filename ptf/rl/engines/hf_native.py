@@ -66,7 +66,7 @@ class HFNativeEngine(NativeEngine):
         part, whole = hf_checks.probe_lengths(cast("Any", self.model))
         for context in (PROBE, part - STEPS // 2, whole - STEPS):
             length = max(1, context) + STEPS
-            ids = (torch.arange(2 * length).view(2, -1) * 7 % self.model.config.vocab).to(self.device)
+            ids = (torch.arange(2 * length).view(2, -1) * 7 % cast("Any", self.model).table_rows).to(self.device)
             try:
                 batch = _Batch(self, ids[:, :-STEPS])
                 steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]
