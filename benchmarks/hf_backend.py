@@ -150,8 +150,6 @@ MULTIMODAL = [
     "lfm2_vl",
     "got_ocr2",
     "mllama",
-    "florence2",
-    "clip",
 ]
 SIZES = {
     "hidden_size": 32,
@@ -449,7 +447,7 @@ def page(found: list[dict[str, Any]], command: str) -> str:
 
 Command: `{command}` (`make bench-hf-backend`)  
 Hardware: {cpu()}; {sum(row.get("cpu_s", 0) for row in found):.0f} s of one core  
-Date: {time.strftime("%Y-%m-%d")}; commit {commit()}  
+Date: {time.strftime("%Y-%m-%d")}; commit {commit()}, of the last rows  
 Each row: [hf_backend.jsonl](hf_backend.jsonl)
 
 Tiny random checkpoints of architectures that ptf does not define, with `model.backend: hf` in fp32 on a CPU.

@@ -26,6 +26,7 @@ from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign
 from tests.model.ranks import two_ranks
+from tests.model.wrappers import wrapper
 from tests.tiny import arithmetic, checkpoint, packed
 
 SPEC = ModelConfig(path="-", backend="hf")
@@ -223,7 +224,7 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     assert not torch.equal(a["transformer.wte.weight"], c["transformer.wte.weight"])
 
 
-SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}}  # with adapters
+SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}, "gemma4": {"rank": 4}, "llava": None}  # with adapters
 
 
 def _sharded() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
@@ -258,7 +259,7 @@ def _row(batch: Batch, row: int) -> Batch:
 @pytest.mark.long
 def test_two_ranks_are_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PTF_TEST_MODELS", str(tmp_path))
-    directories = [foreign(tmp_path / name, name) for name in SHARDED]
+    directories = [(foreign if name in CONFIGS else wrapper)(tmp_path / name, name) for name in SHARDED]
     found = zip(directories, SHARDED.values(), *two_ranks(_sharded, tmp_path), strict=True)
     for directory, lora, (losses, tensors), (others, _) in found:
         assert losses == others

@@ -176,6 +176,7 @@ def test_layers_that_text_does_not_use_are_refused(tmp_path):
     loaded(source, trainable=["model.language_model.layers.0", "model.language_model.layers.2"])  # the way out
 
 
+@pytest.mark.long
 def test_random_weights_are_drawn_for_the_whole_model(tmp_path):
     source = wrapper(tmp_path / "m", "llava")
     before = load_file(source / "model.safetensors")
