@@ -1,5 +1,5 @@
-"""Jobs on tiny random models of transformers' architectures that ptf does not define (`model.backend: hf`). Writes
-results/hf_backend.md, and hf_backend.jsonl as it goes.
+"""Jobs on tiny random models of transformers' architectures that ptf does not define (`model.backend: hf`), and on the
+language models of multimodal ones. Writes results/hf_backend.md, and hf_backend.jsonl as it goes.
 
     python benchmarks/hf_backend.py [--types gpt2 olmo2] [--minutes 55]
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
@@ -36,9 +37,11 @@ from ptf.config import loads  # noqa: E402
 from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from ptf.errors import UserError  # noqa: E402
+from ptf.model import hf_backend  # noqa: E402
 from ptf.model.head import Head  # noqa: E402
 from ptf.run import run  # noqa: E402
 from ptf.train.trainer import load_model  # noqa: E402
+from tests.model.wrappers import wrapper  # noqa: E402
 from tests.tiny import arithmetic, packed, write_jsonl  # noqa: E402
 
 RESULTS = results_page("hf_backend.md")
@@ -115,6 +118,38 @@ TYPES = [
     "nemotron_h",
     "rwkv",
     "xlstm",
+]
+MULTIMODAL = [
+    "llama4",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "glm4v",
+    "glm4v_moe",
+    "glm46v",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "paligemma",
+    "idefics2",
+    "idefics3",
+    "smolvlm",
+    "mistral3",
+    "aya_vision",
+    "cohere2_vision",
+    "ovis2",
+    "aria",
+    "deepseek_vl",
+    "exaone4_5",
+    "lfm2_vl",
+    "got_ocr2",
+    "mllama",
 ]
 SIZES = {
     "hidden_size": 32,
@@ -237,12 +272,15 @@ def made(directory: Path, model_type: str) -> dict[str, Any]:
     raw = arithmetic(directory)
     tokenizer = Tokenizer.load(str(directory / "model"))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(model_type, tokenizer.vocab_size), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms that all do something
-            if parameter.dim() == 1:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(directory / "made")
+    if model_type in MULTIMODAL:  # some tokens more, which stand for images
+        wrapper(directory / "made", model_type, tokenizer.vocab_size + 8)
+    else:
+        model = AutoModelForCausalLM.from_config(config_of(model_type, tokenizer.vocab_size), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases and norms that all do something
+                if parameter.dim() == 1:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        model.save_pretrained(directory / "made")
     for file in (directory / "made").iterdir():
         file.replace(directory / "model" / file.name)
     return {
@@ -300,13 +338,16 @@ def jobs(raw: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]:
 @torch.no_grad()
 def compared(directory: Path) -> dict[str, float]:
     """Return how far the loaded model is from transformers' own logits, and what a document changes in another."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     spec = ModelConfig(path=str(directory), backend="hf")
     model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    multimodal = AutoConfig.from_pretrained(directory).model_type in MULTIMODAL
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    theirs = kind.from_pretrained(directory, dtype=torch.float32).eval()
     batch = packed([[20, 37, 7]], 64)
-    tokens = batch.tokens % model.config.vocab
+    vocab = model.config.vocab - 8 * multimodal
+    tokens = batch.tokens % vocab
     head: Callable[[torch.Tensor, Head], torch.Tensor] = lambda x, head: head.logits(x)  # noqa: E731
     ours = model(tokens, batch.positions, batch.segments, head)
     apart = largest = 0.0
@@ -316,8 +357,21 @@ def compared(directory: Path) -> dict[str, float]:
         apart = max(apart, float((ours[at] - expected).abs().max()))
         largest = max(largest, float(expected.abs().max()))
     own = batch.segments == 1
-    again = model(torch.where(own, tokens, (tokens + 1) % model.config.vocab), batch.positions, batch.segments, head)
+    again = model(torch.where(own, tokens, (tokens + 1) % vocab), batch.positions, batch.segments, head)
     return {"apart": apart / largest, "leak": float((again - ours)[own].abs().max()) / largest}
+
+
+def carried(source: Path, export: Path) -> str:
+    """Return how many tensors an export has unchanged of those that are not trained, or what is wrong."""
+    before, after = (load_file(directory / "model.safetensors") for directory in (source, export))
+    outside = hf_backend.carried_names(source)
+    if before.keys() != after.keys():
+        return f"other names: {sorted(before.keys() ^ after.keys())[0]}"
+    changed = [n for n in sorted(outside) if before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])]
+    still = [n for n in before.keys() - outside if torch.equal(before[n], after[n])]
+    if changed:
+        return f"changed: {changed[0]}"
+    return f"{len(outside)}; {len(before) - len(outside) - len(still)} of {len(before) - len(outside)}"
 
 
 def outcome(name: str, raw: dict[str, Any]) -> Any:
@@ -372,6 +426,8 @@ def measured(model_type: str) -> dict[str, Any]:
         row["uncached"] = next(
             (line.partition("for each token: ")[2] for line in lines if "without a cache" in line), ""
         )
+        if model_type in MULTIMODAL:
+            row["carried"] = carried(directory / "model", Path(raw["output"]) / "sft" / "model")
         row["stacked"] = any("none for the stacked" in line for line in lines)
     return {**row, "cpu_s": time.process_time() - began}
 
@@ -391,7 +447,7 @@ def page(found: list[dict[str, Any]], command: str) -> str:
 
 Command: `{command}` (`make bench-hf-backend`)  
 Hardware: {cpu()}; {sum(row.get("cpu_s", 0) for row in found):.0f} s of one core  
-Date: {time.strftime("%Y-%m-%d")}; commit {commit()}  
+Date: {time.strftime("%Y-%m-%d")}; commit {commit()}, of the last rows  
 Each row: [hf_backend.jsonl](hf_backend.jsonl)
 
 Tiny random checkpoints of architectures that ptf does not define, with `model.backend: hf` in fp32 on a CPU.
@@ -409,12 +465,22 @@ DPO, and {grpo} run GRPO, {close} of them within 1e-5.
 |---|---|---|---|---|---|---|---|
 """
     lines = []
-    for row in ran:
+    multimodal = """
+Multimodal models, of which the language model trains on text. *Carried*: the tensors of the checkpoint outside it,
+which are bit-equal in the export of SFT; then how many of the others that run has changed (tensors that text does not
+use, such as keys of layers that share those of others, stay).
+
+| architecture | logits | leak | SFT | LoRA | DPO | GRPO | generates | carried |
+|---|---|---|---|---|---|---|---|---|"""
+    for row in sorted(ran, key=lambda row: "carried" in row):
+        if "carried" in row and multimodal not in lines:
+            lines.append(multimodal)
         of = words[row["model_type"]]
         lora = of["lora"] + (" (experts are stacked: no adapter)" if row["stacked"] else "")
         rollouts = row["grpo"] if isinstance(row["grpo"], str) else f"{row['grpo']:.1g}"
         cells = [f"{row['apart']:.1g}", f"{row['leak']:.1g}", of["sft"], lora, of["dpo"], rollouts]
         cells.append(f"without a cache: {row['uncached']}" if row["uncached"] else "with its cache")
+        cells += [row["carried"]] if "carried" in row else []
         lines.append(f"| {row['model_type']} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     rest = [row for row in found if "sft" not in row]
     if rest:
@@ -427,7 +493,7 @@ DPO, and {grpo} run GRPO, {close} of them within 1e-5.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--types", nargs="*", default=[*TYPES, *MULTIMODAL])
     parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()

@@ -27,7 +27,7 @@ from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
 from ptf.model import hf_backend
-from ptf.model.bridge import build, hf_tensors, locate, save_hf
+from ptf.model.bridge import build, carried_tensors, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
 from ptf.train.data_plan import preview_data
@@ -166,7 +166,9 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         )
         paths[one.path] = str(scratch / role)
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
-        save_hf(hf_tensors(drawn, family), scratch / f"{role}.config", scratch / role, writes=True, tokenizer=tokenizer)
+        of_config = scratch / f"{role}.config"
+        carried = carried_tensors(drawn, of_config)
+        save_hf(hf_tensors(drawn, family), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
     return resolve(job, models=paths)
 
 

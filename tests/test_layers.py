@@ -107,6 +107,7 @@ PACKAGES = {
         "ptf/model/verify.py",
         "ptf/model/hf_adapters.py",
         "ptf/model/hf_backend.py",
+        "ptf/model/hf_language_model.py",
         "ptf/model/hf_weights.py",
         "ptf/model/scaffold/*",
     ],

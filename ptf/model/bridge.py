@@ -47,6 +47,7 @@ from ptf.model.tensor_files import TensorFiles, weight_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
+Carried = tuple[str, Tensor, torch.dtype]  # name in a checkpoint, tensor, dtype in which it is stored
 
 
 def locate(
@@ -115,9 +116,12 @@ def _decoder_config(family: Family, hf: Mapping[str, Any], directory: Path) -> D
 def export_dtype(directory: Path) -> torch.dtype:
     """Return the dtype in which a checkpoint's weights are stored, by its config.json."""
     config = read_config(directory)
+    text = config.get("text_config") or {}
     name = (
         config.get("dtype")
         or config.get("torch_dtype")
+        or text.get("dtype")
+        or text.get("torch_dtype")
         or ("bfloat16" if "quantization_config" in config else "float32")
     )
     if name not in DTYPES:
@@ -447,13 +451,14 @@ def save_hf(
     tokenizer: str | None = None,
     config: Mapping[str, Any] | None = None,
     manifest: Mapping[str, Any] | None = None,
+    carried: Iterator[Carried] | None = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors in the source's dtype, config.json, and the other files of `source`.
 
     `config` replaces the source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
     components of the user's own go to files of their own (components.py); `manifest` is written with the SHA-256 of
-    every file. Every rank calls this function; the one that `writes` does. The directory appears only when it is
-    complete.
+    every file; `carried` is what is copied as it is, if that is not for the source's family to say. Every rank calls
+    this function; the one that `writes` does. The directory appears only when it is complete.
     """
     dtype, hf = export_dtype(source), read_config(source)
     wide = family_of(hf).wide if hf["model_type"] in MODULES else ()  # or hf_backend.py
@@ -466,7 +471,8 @@ def save_hf(
     numbers: dict[str, int] = {}
     own: dict[str, dict[str, Tensor]] = {}
     trained = ((name, t, torch.float32 if name.endswith(wide) else dtype) for name, t in tensors)
-    for name, tensor, stored in itertools.chain(trained, _carried_tensors(source) if writes else ()):
+    kept = _carried_tensors(source) if carried is None else carried
+    for name, tensor, stored in itertools.chain(trained, kept if writes else ()):
         if not writes:
             continue
         tensor = tensor.to("cpu", stored).contiguous()
@@ -510,7 +516,12 @@ def _copy_other_files(source: Path, tokenizer: str | None, directory: Path) -> N
             (directory / name).write_bytes(file.read_bytes())
 
 
-def _carried_tensors(source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+def carried_tensors(model: Decoder, source: Path) -> Iterator[Carried]:
+    """Yield what an export of a model has beside `hf_tensors`: what it does not train of the checkpoint `source`."""
+    return _carried_tensors(source) if isinstance(model, Decoder) else model.carried(source)  # hf_backend.py
+
+
+def _carried_tensors(source: Path) -> Iterator[Carried]:
     """Yield the tensors of a checkpoint that its family does not train but keeps, and their dtypes."""
     if (config := read_config(source))["model_type"] not in MODULES:  # hf_backend.py
         return

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.hf_language_model import raise_if_outside
 from ptf.model.lora import Adapter, Lora, adapter_names, adapters, whole
 
 PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
@@ -112,6 +113,7 @@ def adapt(model: Any, lora: Lora) -> None:
     else:
         chosen = {path: m for path, m in modules.items() if lora.adapts(path)}
         unused = [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in chosen)]
+    raise_if_outside("model.lora.targets", lora.targets, model)
     if unused:
         stacked = [name for name in experts if any(fnmatchcase(name, pattern) for pattern in unused)]
         reason = f" ({', '.join(stacked)}: stacked matrices of experts, which get no adapter)" if stacked else ""
@@ -125,7 +127,7 @@ def adapt(model: Any, lora: Lora) -> None:
 
 
 def _refused_by_peft(model: Any, path: str) -> bool:
-    return model.hf.config.model_type in STATE_SPACE and path.endswith(".out_proj")
+    return model.text_config.model_type in STATE_SPACE and path.endswith(".out_proj")
 
 
 def _attach(module: Any, lora: Lora) -> None:
@@ -228,7 +230,8 @@ class HFPeftFormat:
         `target_modules` are the last words of modules that are adapted wherever they are, else whole names.
         """
         paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
-        everywhere = [path for path, m in self.model.hf.named_modules() if hasattr(m, "weight")]
+        with self.model.whole():
+            everywhere = [path for path, m in self.model.hf.named_modules() if hasattr(m, "weight")]
 
         def leaves(names: Collection[str]) -> Counter[str]:
             return Counter(name.rpartition(".")[2] for name in names)

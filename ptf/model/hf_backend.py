@@ -1,26 +1,26 @@
 """Any causal language model of transformers behind Decoder's interface (`model.backend: hf`), for architectures that
-ptf does not define.
+ptf does not define. Of a multimodal model its language model is trained, on text (hf_language_model.py).
 
 Each document stands alone in the batch that transformers computes, padded on the right. In a causal model no token
 attends to padding on its right, and the documents of a batch are independent, whether tokens are mixed by
 attention or by something else. A batch costs its number of documents × the longest of them. The head is taken from the
 model and checked against the model's own logits when it is loaded, so a model that computes logits in another way is
-refused instead of trained wrongly.
+refused instead of trained wrongly (hf_checks.py).
 
 Parameters are made on the meta device, sharded, and filled slice by slice from the checkpoint (hf_weights.py). Buffers
 are made by the model's constructor on the CPU and never pass through meta, which would lose those that no checkpoint
 stores, such as rotary frequencies. Adapters (LoRA) go to transformers' own modules (hf_adapters.py); a scalar head is
 that of transformers' `...ForSequenceClassification`.
 
-Left out: dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing loss of experts,
-tensor parallelism, heads and components of the user's own, adapters of experts that are stacked in one parameter,
+Left out: images and sounds, dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing
+loss of experts, tensor parallelism, heads and components of the user's own, scalar heads of multimodal models, adapters
+of experts that are stacked in one parameter,
 weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc of weights, `ptf plan`, `ptf chat` and
 `ptf serve`. `model.init: random` makes the whole model in each process's memory.
 """
 
 import contextlib
 import hashlib
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
@@ -40,8 +39,17 @@ from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
 from ptf.model.families import Family
 from ptf.model.head import Head
-from ptf.model.hf_adapters import PREFIX, adapt, merged, uncalled_kinds
-from ptf.model.hf_weights import InMemory, fill_from, renamings, stored_groups
+from ptf.model.hf_adapters import PREFIX, adapt, merged
+from ptf.model.hf_checks import check
+from ptf.model.hf_language_model import (
+    Outside,
+    is_multimodal,
+    language_model,
+    multimodal_class,
+    text_config,
+    tied,
+)
+from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renamings, stored_groups, stored_names
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters
 from ptf.model.scalar import Scalar, is_scalar
@@ -54,14 +62,8 @@ SOFTCAPS = (
     "logits_soft_cap",
     "output_logit_soft_cap",
 )  # names of the soft-cap of the logits
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
-# of the largest hidden value: experts sum in another order when another token goes elsewhere
-ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-PROBE = 8  # tokens
-# words of the names of sizes in config.json at which a model computes in another way, and the largest that is tried
-BOUNDARIES, LARGEST = ("chunk", "block_size", "window"), 1024
-# transformers' own code (without kernels) computes later chunks of these wrongly: 5.10, see benchmarks/hf_backend.py
-WRONG_CHUNKS = {"nemotron_h", "zamba2"}
+# ends of the names of tokens in config.json, and beginnings of those that are text
+PLACEHOLDERS, TEXTUAL = ("_token_id", "_token_index"), ("bos", "eos", "pad", "sep", "cls", "mask", "decoder")
 SCORE = "score"  # transformers' name of a scalar head
 
 
@@ -74,13 +76,15 @@ class HFDecoder(nn.Module):
     def __init__(self, hf: Any, head: Literal["lm", "scalar"] = "lm", lora: Lora | None = None) -> None:
         super().__init__()
         self.hf = hf
+        self.text_config = text_config(hf.config)
         self.config = replace(decoder_config(hf.config), head=head)
+        self.outside = Outside(hf) if is_multimodal(hf.config) else None
         self.factory = LayerFactory(lora=lora)
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
-            if head == "lm" and (factor := getattr(hf.config, key, None)):
+            if head == "lm" and (factor := getattr(self.text_config, key, None)):
                 self.scale *= float(factor) ** power
-        self.softcap = next((cap for key in SOFTCAPS if (cap := getattr(hf.config, key, None))), None)
+        self.softcap = next((cap for key in SOFTCAPS if (cap := getattr(self.text_config, key, None))), None)
         self.eval()
 
     def train(self, mode: bool = True) -> "HFDecoder":
@@ -94,7 +98,9 @@ class HFDecoder(nn.Module):
 
     @property
     def body(self) -> nn.Module:
-        """The part of transformers' model that computes hidden states."""
+        """The part of transformers' model that computes hidden states of text."""
+        if self.outside is not None:
+            return language_model(self.hf)
         if self.hf.base_model is not self.hf:
             return self.hf.base_model
         return next(m for m in self.hf.children() if hasattr(m, "base_model_prefix"))  # its prefix names no module
@@ -102,7 +108,27 @@ class HFDecoder(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, which are sharded one by one."""
-        return next(m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers)
+        lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers]
+        if not lists:
+            raise UserError(
+                f"model.backend: hf: {self.hf.config.model_type}: there is no list of {self.config.num_layers} layers "
+                "in transformers' model"
+            )
+        return lists[0]
+
+    @property
+    def table_rows(self) -> int:
+        """The number of tokens that the language model can embed by itself; ids beyond stand for images and sounds."""
+        vocab = self.config.vocab
+        return min(vocab, getattr(self.text_config, "vocab_size_per_layer_input", None) or vocab)
+
+    @property
+    def text_tokens(self) -> Tensor:
+        """The tokens that stand for text, not for images and sounds, [n]."""
+        settings = self.hf.config.to_dict() if self.outside else {}
+        ids = [settings[key] for key in settings if key.endswith(PLACEHOLDERS) and not key.startswith(TEXTUAL)]
+        others = {token for value in ids for token in (value if isinstance(value, list) else [value])}
+        return torch.tensor([token for token in range(self.table_rows) if token not in others])
 
     kernels: Mapping[str, str] = MappingProxyType({})  # of other packages (fused.py)
 
@@ -123,6 +149,8 @@ class HFDecoder(nn.Module):
         index, back = document_places(segments)
         if self.switches_at is not None:
             self._raise_if_mixed_lengths(segments, self.switches_at)
+        if self.table_rows < self.config.vocab:
+            self._raise_if_without_rows(tokens)
         hidden = self.body(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         head = self.output()
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1).to(head.weight.dtype)  # some keep fp32 between layers
@@ -131,7 +159,7 @@ class HFDecoder(nn.Module):
     @property
     def switches_at(self) -> int | None:
         """The number of tokens beyond which the rotary frequencies of all documents of a batch change, if they do."""
-        parameters = getattr(self.hf.config, "rope_parameters", None) or {}
+        parameters = getattr(self.text_config, "rope_parameters", None) or {}
         by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
         found = [rope for rope in (parameters, *by_layer_type) if rope.get("rope_type") == "longrope"]
         limits = [rope.get("original_max_position_embeddings") for rope in found]
@@ -145,6 +173,14 @@ class HFDecoder(nn.Module):
                 f"model.backend: hf: with longrope, transformers computes different logits for "
                 f"documents of at most {limit} tokens if their batch has a longer one (here {int(lengths.max())}). "
                 f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
+            )
+
+    def _raise_if_without_rows(self, tokens: Tensor) -> None:
+        if int(largest := tokens.max()) >= self.table_rows:
+            raise UserError(
+                f"model.backend: hf: token {int(largest)} stands for an image or a sound in "
+                f"{self.hf.config.model_type}, of which only text is trained (ids below {self.table_rows}); take it "
+                "out of the data"
             )
 
     def output(self) -> Head | Scalar:
@@ -183,13 +219,49 @@ class HFDecoder(nn.Module):
 
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
-        _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names())
+        with self.whole():
+            names = self.outside_names
+            _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names(), carried=names)
         if problems:
             raise KeyError("; ".join(problems))
 
     def renamed(self, names: Collection[str]) -> dict[str, str]:
         """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
-        return {stored: name for name, stored in renamings(self.hf, names, self._adapter_names()).items()}
+        with self.whole():
+            found = renamings(self.hf, names, self._adapter_names())
+        return {stored: name for name, stored in found.items() if name not in self.outside_names}
+
+    @property
+    def outside_names(self) -> Collection[str]:
+        """The tensors outside the language model, by transformers' names."""
+        return self.outside.shapes if self.outside else ()
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Have the parts outside the language model in transformers' model inside the `with` block."""
+        return self.outside.put_back() if self.outside else contextlib.nullcontext()
+
+    def carried_names(self, names: set[str]) -> set[str]:
+        """Return which tensors of a checkpoint are outside the language model, of the `names` there."""
+        if self.outside is None:
+            return set()
+        with self.whole():
+            return names - stored_names(self.hf, names, self._adapter_names(), self.outside_names)
+
+    def carried(self, source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        """Yield (name, tensor, dtype) of the tensors of the checkpoint `source` that are outside the language model, as
+        they are there; of a random model, those that were drawn."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if self.outside is None:
+            return
+        if self.outside.drawn:
+            for name, tensor in revert_weight_conversion(self.hf, self.outside.drawn).items():
+                yield name, tensor, bridge.export_dtype(source)
+            return
+        with TensorFiles(source) as files:
+            for name in sorted(self.carried_names(files.names)):
+                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                yield name, tensor, tensor.dtype
 
     def _adapter_names(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in adapter_names(self)}
@@ -223,6 +295,7 @@ def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 def decoder_config(c: Any) -> DecoderConfig:
     """Return the sizes of a model from transformers' config, without what makes the architecture."""
+    is_tied, c = tied(c), text_config(c)
     heads = getattr(c, "num_attention_heads", None) or 1
     return DecoderConfig(
         vocab=c.vocab_size,
@@ -233,15 +306,23 @@ def decoder_config(c: Any) -> DecoderConfig:
         intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
         norm_eps=0.0,
         max_positions=getattr(c, "max_position_embeddings", None) or 1 << 30,
-        tied=c.tie_word_embeddings,
+        tied=is_tied,
         layers=(Layer(Rope(0.0)),) * c.num_hidden_layers,
     )
+
+
+def rows(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a config.json has rows for, by transformers' defaults if it does not say."""
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    return text_config(AutoConfig.for_model(str(config["model_type"]), **values)).vocab_size
 
 
 def configured(directory: Path) -> Any:
     """Return transformers' config of a directory.
 
-    Raise UserError, with the reason, for anything but a plain causal language model.
+    Raise UserError, with the reason, for anything but a causal language model, or a multimodal model that has one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -252,14 +333,18 @@ def configured(directory: Path) -> Any:
         raise UserError(
             f"model.backend: hf: transformers has no such architecture: {directory}: {first_line(error)}"
         ) from error
-    method = (getattr(c, "quantization_config", None) or {}).get("quant_method", "")
+    text, multimodal = text_config(c), is_multimodal(c)
+    methods = [(getattr(each, "quantization_config", None) or {}).get("quant_method", "") for each in (c, text)]
+    encodes = any(getattr(each, "is_encoder_decoder", False) for each in (c, text))
+    writes = type(c) in AutoModelForCausalLM._model_mapping
     faults = {
-        f"it is quantised ({method}); use the checkpoint it was made from": bool(method),
-        "it is multimodal, and only text can be trained": any(
-            hasattr(c, f"{part}_config") for part in ("text", "vision", "audio")
-        ),
-        "it has an encoder; only causal language models can be trained": bool(getattr(c, "is_encoder_decoder", False)),
-        "transformers has no causal language model of it": type(c) not in AutoModelForCausalLM._model_mapping,
+        f"it is quantised ({max(methods)}); use the checkpoint it was made from": any(methods),
+        "it is multimodal, and transformers has no model of it that writes text": multimodal
+        and multimodal_class(c) is None,
+        "its tokens attend to later ones (use_bidirectional_attention), as PaliGemma's do in a prompt; only causal "
+        "language models can be trained": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
+        "it has an encoder; only causal language models can be trained": encodes,
+        "transformers has no causal language model of it": not multimodal and not writes,
     }
     if reasons := [fault for fault, present in faults.items() if present]:
         raise UserError(f"model.backend: hf: {directory} ({c.model_type}): {'; '.join(reasons)}")
@@ -277,17 +362,18 @@ def build(
     c = configured(directory)
     head = head or ("scalar" if is_scalar(bridge.read_config(directory)) else "lm")
     with parameters_on_meta():
-        hf = _model_class(c, head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+        try:
+            hf = _model_class(c, head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+        except ImportError as error:  # packages of a vision tower, such as timm
+            raise UserError(
+                f"model.backend: hf: {c.model_type}: transformers needs a further package: {first_line(error)}"
+            ) from error
         model = HFDecoder(hf, head, lora)
+        assert model.layers  # named if there are none
+        if model.head is None:
+            raise UserError(f"model.backend: hf: {c.model_type}: there is no output projection in transformers' model")
         if lora is not None:
             adapt(model, lora)
-    if model.head is None or not any(
-        isinstance(m, nn.ModuleList) and len(m) == model.config.num_layers for m in model.hf.modules()
-    ):
-        raise UserError(
-            f"model.backend: hf: {c.model_type}: there is no output projection, "
-            f"or no list of {model.config.num_layers} layers, in transformers' model"
-        )
     return model, Family(c.model_type, decoder_config, (), _no_random_members)
 
 
@@ -296,7 +382,12 @@ def _model_class(c: Any, head: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if head == "lm":
-        return AutoModelForCausalLM
+        return multimodal_class(c) if is_multimodal(c) else AutoModelForCausalLM
+    if is_multimodal(c):
+        raise UserError(
+            f"model.backend: hf: {c.model_type} is multimodal, and a scalar head (reward models, critics) is trained "
+            "on models of text only; give such a model"
+        )
     c.num_labels = 1
     if type(c) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
@@ -304,26 +395,6 @@ def _model_class(c: Any, head: str) -> Any:
             "classifier of it"
         )
     return AutoModelForSequenceClassification
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Construct modules inside the `with` block with parameters on the meta device and buffers that hold values.
-
-    `torch.device("meta")` would take the values of both. A parameter has memory until it is registered.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _no_random_members(_: Any) -> dict[str, Any]:
@@ -341,14 +412,21 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     for name, first in ties:
         _set_parameter(model.hf, name, model.hf.get_parameter(first))
     if random:
-        whole = _random_model(model, seed)
+        values = _random_model(model, seed).state_dict()
+        if model.outside is not None:
+            model.outside.drawn = {name: values.pop(name) for name in model.outside_names}
         new: tuple[str, ...] = ()
-        _, problems = fill_from(model.hf, InMemory(whole.state_dict()), model._adapter_names(), converted=False)
+        _, problems = fill_from(model.hf, InMemory(values), model._adapter_names(), converted=False)
     else:
-        with TensorFiles(directory) as files:
+        with TensorFiles(directory) as files, model.whole():
             try:
                 new, problems = fill_from(
-                    model.hf, files, model._adapter_names(), lacks=_head_names(model), ignores=_other_heads(model)
+                    model.hf,
+                    files,
+                    model._adapter_names(),
+                    lacks=_head_names(model),
+                    ignores=_other_heads(model),
+                    carried=model.outside_names,
                 )
             except SafetensorError as error:
                 raise UserError(f"model.path: {directory} cannot be read: {error}") from error
@@ -361,6 +439,14 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     return new
 
 
+def carried_names(directory: Path) -> frozenset[str]:
+    """Return the tensors of a checkpoint that are outside the language model of a multimodal model."""
+    if not is_multimodal(configured(directory)):
+        return frozenset()
+    with TensorFiles(directory) as files:
+        return frozenset(build(directory, head="lm")[0].carried_names(files.names))
+
+
 def vocabulary_tables(model: HFDecoder) -> dict[str, str]:
     """Return which tensors, by transformers' names, have a row for each token: name → `embed`, `head` or `bias`."""
     found, embed = {}, model.hf.get_input_embeddings()
@@ -369,7 +455,8 @@ def vocabulary_tables(model: HFDecoder) -> dict[str, str]:
         found[f"{path}.weight"] = "embed" if module.weight is embed.weight else which
         if getattr(module, "bias", None) is not None:
             found[f"{path}.bias"] = "bias"
-    return found
+    layered = next((p for p, _ in model.hf.named_modules() if p.endswith(".embed_tokens_per_layer")), None)
+    return found | ({f"{layered}.weight": "embed_per_layer"} if layered else {})
 
 
 def _ties(hf: nn.Module) -> list[tuple[str, str]]:
@@ -415,122 +502,6 @@ def _random_model(model: HFDecoder, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _model_class(c, model.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
-
-
-@torch.no_grad()
-def check(model: HFDecoder) -> None:
-    """Compare what the assembled model computes with what transformers' own forward pass of it returns.
-
-    Every rank calls it. Raise UserError for a tensor without a value, for buffers other than the constructor's, for a
-    model that attends to later tokens, computes logits in another way than ptf or changes its weights while it computes
-    (RWKV), and for an adapter without effect.
-    """
-    name, c = model.hf.config.model_type, model.hf.config
-    raise_if_without_values(model)
-    device = next(model.parameters()).device
-    if name in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
-        raise UserError(
-            f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes {name} wrongly "
-            "beyond one chunk: what it computes of a token depends on the tokens after it"
-        )
-    part, whole = probe_lengths(model)
-    tokens = _probe(c, whole).to(device)
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
-        for path, module in model.hf.named_modules()
-        if getattr(module, "adapters", None)
-    ]
-
-    def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
-        theirs = model.hf(input_ids=tokens, use_cache=False).logits.float()
-        ended = model.body(input_ids=tokens[:, :part], use_cache=False)[0] * model.scale
-        moved = (x[:, :part] - ended).abs().amax(-1)[0] / x.abs().max()  # [part]
-        ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
-        apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
-        # rounding to 16 bits may send some tokens to other experts
-        most = moved.max() if head.weight.dtype == torch.float32 else moved.median()
-        return float(most), float(apart), head.weight.dtype
-
-    before = [_version(p) for p in model.parameters()]
-    positions = torch.arange(tokens.shape[1], device=device)[None]
-    moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
-    for hook in hooks:
-        hook.remove()
-    if isinstance(model, FSDPModule):
-        model.reset_iter_state()
-    if [_version(p) for p in model.parameters()] != before:
-        raise UserError(f"model.backend: hf: {name} changes its weights in a forward pass; ptf cannot train it")
-    if not moved <= ROUNDING[dtype]:
-        raise UserError(
-            f"model.backend: hf: in {name} later tokens change what is computed of earlier ones; only causal language "
-            "models can be trained"
-        )
-    if not apart <= TOLERANCE[dtype]:
-        raise UserError(
-            f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
-            "ptf cannot train it"
-        )
-    if kinds := uncalled_kinds(model, called):
-        raise UserError(
-            f"model.lora.targets: {', '.join(kinds)}: transformers' {name} computes with these weights directly, so an "
-            "adapter beside them would have no effect; give targets without them"
-        )
-
-
-def raise_if_without_values(model: HFDecoder) -> None:
-    """Raise UserError for tensors on the meta device, and for buffers other than the model's constructor makes.
-
-    Buffers that a checkpoint stores are as it stores them.
-    """
-    hf = model.hf
-    with parameters_on_meta():
-        fresh = dict(type(hf)(hf.config).named_buffers(remove_duplicate=False))
-    mine, stored = dict(hf.named_buffers(remove_duplicate=False)), hf.state_dict().keys()
-    wrong = [n for n, t in hf.named_parameters() if t.is_meta]
-    wrong += sorted(
-        n
-        for n in mine.keys() | fresh.keys()
-        if n not in mine or n not in fresh or mine[n].is_meta or (n not in stored and _differ(mine[n], fresh[n]))
-    )
-    if wrong:
-        raise UserError(
-            f"model.backend: hf: {hf.config.model_type} was not assembled as transformers does it; these tensors have "
-            f"other values: {', '.join(wrong)}"
-        )
-
-
-def _version(parameter: Tensor) -> int:
-    """Return how often a parameter, or this rank's part of it, was changed in place."""
-    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
-
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
-
-
-def _has_kernels(hf: Any) -> bool:
-    return bool(getattr(sys.modules[type(hf).__module__], "is_fast_path_available", False))
-
-
-def probe_lengths(model: HFDecoder) -> tuple[int, int]:
-    """Return two lengths of sequences, the second longer, beyond the sizes at which the model computes otherwise."""
-    sizes = {
-        value
-        for key, value in model.hf.config.to_dict().items()
-        if any(word in key for word in BOUNDARIES) and isinstance(value, int) and 1 < value <= LARGEST
-    }
-    size = max(sizes, default=32)
-    most = min(model.config.max_positions, model.switches_at or 1 << 30)
-    return min(size + PROBE // 2, most - 1), min(2 * size + PROBE, most)
-
-
-def _probe(c: Any, length: int) -> Tensor:
-    """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
-    g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, c.vocab_size, (1, length), generator=g)
-    pad = getattr(c, "pad_token_id", None)
-    return tokens if pad is None else torch.where(tokens == pad, (tokens + 1) % c.vocab_size, tokens)
 
 
 def first_line(error: Exception) -> str:

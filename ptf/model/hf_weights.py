@@ -5,13 +5,14 @@ read slice by slice. Where parameters are computed from several tensors (experts
 computed stacked), those of one parameter are read whole, converted and cut, so no process ever holds a whole model.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Slices
@@ -58,12 +59,13 @@ def fill_from(
     converted: bool = True,
     lacks: Collection[str] = (),
     ignores: Callable[[str], bool] = _never,
+    carried: Collection[str] = (),
 ) -> tuple[tuple[str, ...], list[str]]:
     """Fill the parameters and the stored buffers of transformers' model, but those of `without`.
 
     `converted` is False for tensors under the model's own names. `lacks` may be missing, and `ignores` says which
-    tensors may be unexpected. Return the names of `lacks` that are missing, and a line for each tensor that is missing,
-    unexpected or misshapen.
+    tensors may be unexpected. `carried` are parameters that are not filled and may be missing. Return the names of
+    `lacks` that are missing, and a line for each tensor that is missing, unexpected or misshapen.
     """
     targets = _targets(hf, without)
     renamed, groups, unexpected = _assigned(hf, stored.names, targets, converted)
@@ -78,8 +80,12 @@ def fill_from(
         filled.add(id(target))
 
     for name, source in renamed.items():
+        if name in carried:
+            continue
         fill(name, stored.shape(source), source, partial(stored.read, source))
     for name, (converter, sources) in groups.items():
+        if name in carried:
+            continue
         for source, pattern in sources:
             converter.add_tensor(name, source, pattern, stored.read(source, _all(stored.shape(source))))
         try:
@@ -91,7 +97,7 @@ def fill_from(
         for made_name, tensor in made.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             fill(made_name, tuple(tensor.shape), made_name, tensor.__getitem__)
-    missing = [name for name, target in targets.items() if id(target) not in filled]
+    missing = [name for name, target in targets.items() if id(target) not in filled and name not in carried]
     own = {id(target) for name, target in targets.items() if name in lacks}
     ignored = [re.compile(pattern) for pattern in hf._keys_to_ignore_on_load_unexpected or ()]
     surplus = [n for n in unexpected if not ignores(n) and not any(pattern.search(n) for pattern in ignored)]
@@ -153,6 +159,13 @@ def renamings(hf: Any, names: Collection[str], without: Collection[str]) -> dict
     return _assigned(hf, names, _targets(hf, without), converted=True)[0]
 
 
+def stored_names(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> set[str]:
+    """Return which of a checkpoint's `names` become parameters other than those of `carried`."""
+    renamed, groups, _ = _assigned(hf, names, _targets(hf, without), converted=True)
+    taken = {source for name, source in renamed.items() if name not in carried}
+    return taken | {source for name, (_, of) in groups.items() if name not in carried for source, _ in of}
+
+
 def stored_groups(hf: Any, names: Collection[str]) -> list[list[str]]:
     """Return the parameters' names in groups whose stored form depends on no other, for `revert_weight_conversion`."""
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -173,3 +186,23 @@ def _conversions(hf: Any) -> list[Any]:
     if (used := getattr(hf, "_weight_conversions", None)) is not None:
         return used
     return [one for one in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(one, PrefixChange)]
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Construct modules inside the `with` block with parameters on the meta device and buffers that hold values.
+
+    `torch.device("meta")` would take the values of both. A parameter has memory until it is registered.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

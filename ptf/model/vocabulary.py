@@ -19,8 +19,10 @@ from ptf import storage
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.components import FILES, OWN
-from ptf.model.families import Family, family_of
+from ptf.model.families import MODULES, Family, family_of
 from ptf.model.tensor_files import TensorFiles
+
+SIZES = ("vocab_size", "vocab_size_per_layer_input")  # in config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class NewRows:
     vectors: Mapping[str, Tensor] | None = None  # `embed` [tokens, D], and `head` where that is not tied
 
     def of(self, which: str, old: Tensor) -> Tensor:
-        """Return the rows [tokens, D] for the table `which` (`embed` or `head`), from its old rows [V, D]."""
+        """Return the rows [tokens, D] for the table `which` (`embed`, `head`, `embed_per_layer`, `bias`), from its
+        old rows [V, D]."""
         used = old[: self.known].float()
         if self.vectors is not None and which in self.vectors:
             return self.vectors[which].float()
@@ -45,7 +48,13 @@ class NewRows:
 def rows(config: Mapping[str, Any]) -> int:
     """Return the number of tokens that a config.json has rows for."""
     text = config.get("text_config", config)
-    return int(text["vocab_size"]) if "vocab_size" in text else family_of(config).config(config).vocab
+    if "vocab_size" in text:
+        return int(text["vocab_size"])
+    if config.get("model_type") in MODULES:
+        return family_of(config).config(config).vocab
+    from ptf.model import hf_backend
+
+    return hf_backend.rows(config)
 
 
 def raise_if_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
@@ -83,18 +92,21 @@ def extend(source: Path, directory: Path, tokenizer: str, new: NewRows, backend:
     """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files."""
     config = bridge.read_config(source)
     vocab = max([rows(config), *(i + 1 for i in new.ids)])
-    text = (
-        {"text_config": {**config["text_config"], "vocab_size": vocab}}
-        if "text_config" in config
-        else {"vocab_size": vocab}
-    )
+    carried: Iterator[bridge.Carried] | None = None
+    if backend == "hf":
+        tensors, carried = _foreign_tensors(source, new, vocab)
+    else:
+        tensors = _tensors(source, family_of(config), new, vocab)
+    text = dict(config.get("text_config", config))
+    text |= {key: vocab for key in SIZES if key == "vocab_size" or key in text}
     bridge.save_hf(
-        _foreign_tensors(source, new, vocab) if backend == "hf" else _tensors(source, family_of(config), new, vocab),
+        tensors,
         source,
         directory,
         writes=True,
         tokenizer=tokenizer,
-        config={**config, **text},
+        config={**config, "text_config": text} if "text_config" in config else text,
+        carried=carried,
     )
 
 
@@ -117,18 +129,32 @@ def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator
                 yield from ((OWN + name, own.get_tensor(name)) for name in own.keys())  # noqa: SIM118
 
 
-def _foreign_tensors(source: Path, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a checkpoint of transformers (`model.backend: hf`)."""
+def _foreign_tensors(
+    source: Path, new: NewRows, vocab: int
+) -> tuple[Iterator[tuple[str, Tensor]], Iterator[bridge.Carried]]:
+    """Return the tensors of a checkpoint of transformers (`model.backend: hf`), and those outside its language model.
+
+    Raise UserError for a model that takes ids after its last token for images and sounds.
+    """
     from ptf.model import hf_backend
 
     model, _ = hf_backend.build(source, head="lm")
+    if model.table_rows < model.config.vocab:
+        raise UserError(
+            f"model.tokens: in {model.hf.config.model_type} ids from {model.table_rows} on stand for images and "
+            "sounds, so it has none for new tokens; use its unused tokens"
+        )
     tables = hf_backend.vocabulary_tables(model)
-    with TensorFiles(source) as files:
-        renamed = model.renamed(files.names)
-        for name in sorted(files.names):
-            tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
-            which = tables.get(renamed.get(name, ""))
-            yield name, tensor if which is None else table(tensor, which, new, vocab)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        with TensorFiles(source) as files:
+            renamed = model.renamed(files.names)
+            for name in sorted(files.names - model.carried_names(files.names)):
+                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                which = tables.get(renamed.get(name, ""))
+                yield name, tensor if which is None else table(tensor, which, new, vocab)
+
+    return tensors(), model.carried(source)
 
 
 def table(old: Tensor, which: str, new: NewRows, vocab: int) -> Tensor:

@@ -32,6 +32,8 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
     language model's, the head's `values` at each token."""
     n = min(length, model.config.max_positions)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
+    if not isinstance(model, Decoder):  # hf_backend.py
+        tokens = np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
     if model.config.head != "lm":
         values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
@@ -69,6 +71,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         tokenizer=tokenizer,
         config=config,
         manifest=file_verification.of_run(directory),
+        carried=bridge.carried_tensors(model, source),
     )
     world.barrier()
 

@@ -151,7 +151,10 @@ def start_directory(model: ModelConfig, directory: Path, run: Path, tokenizer: s
 
     def make(part: Path) -> None:
         drawn, family = load_model(directory, World(), without_adapters(model), seed=seed, precision="fp32")
-        bridge.save_hf(bridge.hf_tensors(drawn, family), directory, part, writes=True, tokenizer=tokenizer)
+        carried = bridge.carried_tensors(drawn, directory)
+        bridge.save_hf(
+            bridge.hf_tensors(drawn, family), directory, part, writes=True, tokenizer=tokenizer, carried=carried
+        )
 
     return made_once(run / "start", make)
 

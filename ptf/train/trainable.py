@@ -19,6 +19,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.hf_adapters import PREFIX as FOREIGN
+from ptf.model.hf_language_model import raise_if_outside
 from ptf.model.lora import adapter_names
 from ptf.model.quantised_weights import weight_shapes
 from ptf.model.scalar import HF_NAME
@@ -55,6 +56,7 @@ def freeze(model: Any, family: Family, patterns: Sequence[str] | None) -> None:
     fixed = {name for name, p in model.named_parameters() if not p.is_floating_point()}  # no gradient trains them
     names = [name for name in weight_shapes(model) if name not in fixed]
     adapters = adapter_names(model)
+    raise_if_outside("model.trainable", patterns or (), model)
     raise_if_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
         return

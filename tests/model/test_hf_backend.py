@@ -19,13 +19,14 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend
+from ptf.model import bridge, hf_backend, hf_checks
 from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign
 from tests.model.ranks import two_ranks
+from tests.model.wrappers import wrapper
 from tests.tiny import arithmetic, checkpoint, packed
 
 SPEC = ModelConfig(path="-", backend="hf")
@@ -156,10 +157,10 @@ def test_the_assembled_model_has_every_tensor_of_transformers(model_type, tmp_pa
 
 def test_state_that_has_other_values_is_refused(tmp_path):
     model, _ = loaded(foreign(tmp_path / "m", "phi3"))
-    hf_backend.check(model)  # control
+    hf_checks.check(model)  # control
     model.hf.model.rotary_emb.inv_freq = model.hf.model.rotary_emb.inv_freq * 1.01
     with pytest.raises(UserError, match=r"phi3 was not assembled .* other values: model.rotary_emb.inv_freq$"):
-        hf_backend.check(model)
+        hf_checks.check(model)
 
 
 def test_no_process_reads_more_of_a_renamed_tensor_than_its_part(tmp_path, monkeypatch):
@@ -223,7 +224,7 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     assert not torch.equal(a["transformer.wte.weight"], c["transformer.wte.weight"])
 
 
-SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}}  # with adapters
+SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}, "gemma4": {"rank": 4}, "llava": None}  # with adapters
 
 
 def _sharded() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
@@ -258,7 +259,7 @@ def _row(batch: Batch, row: int) -> Batch:
 @pytest.mark.long
 def test_two_ranks_are_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PTF_TEST_MODELS", str(tmp_path))
-    directories = [foreign(tmp_path / name, name) for name in SHARDED]
+    directories = [(foreign if name in CONFIGS else wrapper)(tmp_path / name, name) for name in SHARDED]
     found = zip(directories, SHARDED.values(), *two_ranks(_sharded, tmp_path), strict=True)
     for directory, lora, (losses, tensors), (others, _) in found:
         assert losses == others
@@ -298,7 +299,7 @@ def test_what_is_not_there_is_refused_by_name_before_anything_starts(changes, ke
 
 
 def test_what_is_no_plain_causal_language_model_is_refused_by_name(tmp_path):
-    kinds = {"gemma3": "multimodal", "t5": "encoder", "vit": "no causal language model of it"}
+    kinds = {"clip": "multimodal", "t5": "encoder", "vit": "no causal language model of it"}
     for model_type, word in kinds.items():
         AutoConfig.for_model(model_type).save_pretrained(tmp_path / model_type)
         with pytest.raises(UserError, match=word) as error:
@@ -328,7 +329,7 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
 def test_chunks_that_transformers_computes_wrongly_are_refused(tmp_path, monkeypatch, known, message):
     """Found by name, and by what is computed where the name is not known."""
     if not known:
-        monkeypatch.setattr(hf_backend, "WRONG_CHUNKS", set())
+        monkeypatch.setattr(hf_checks, "WRONG_CHUNKS", set())
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "chunk_size": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16}
     states = {"n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_d_state": 4, "num_mem_blocks": 1, "adapter_rank": 4}
@@ -343,10 +344,10 @@ def test_chunks_that_transformers_computes_wrongly_are_refused(tmp_path, monkeyp
 
 def test_logits_that_are_made_in_another_way_are_refused(tmp_path):
     model, _ = loaded(foreign(tmp_path / "m", "olmo2"))
-    hf_backend.check(model)  # control
+    hf_checks.check(model)  # control
     model.hf.lm_head.register_forward_hook(lambda module, args, output: output + 0.1 * output.abs().sqrt())
     with pytest.raises(UserError, match="the logits of olmo2 are not its head applied"):
-        hf_backend.check(model)
+        hf_checks.check(model)
 
 
 def test_every_tensor_that_does_not_fit_is_named(tmp_path):

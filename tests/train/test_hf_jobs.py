@@ -10,7 +10,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, loads
@@ -22,17 +27,22 @@ from ptf.model import hf_backend
 from ptf.model.verify import export_difference
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
+from tests.model.wrappers import wrapper
 from tests.tiny import arithmetic, write_jsonl
 from tests.train.test_loop import facts, same, stopped, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
+MULTIMODAL = ("llava", "gemma4")
 
 
 def job(directory: Path, model_type: str, **model: Any) -> dict[str, Any]:
     """A raw job on a random checkpoint of transformers."""
     raw = arithmetic(directory)
     vocab = Tokenizer.load(str(directory / "model")).vocab_size
-    foreign(directory / "made", model_type, vocab)
+    if model_type in MULTIMODAL:  # eight tokens more, which stand for images
+        wrapper(directory / "made", model_type, vocab + 8)
+    else:
+        foreign(directory / "made", model_type, vocab)
     for file in ("model.safetensors", "config.json"):
         (directory / "made" / file).replace(directory / "model" / file)
     return {
@@ -178,6 +188,8 @@ def online(raw: dict[str, Any], directory: Path, recipe: str, **rollout: Any) ->
     [
         ("olmo2", "grpo", {"lora": LORA}, {"lora_sync": "adapter"}),
         pytest.param("mixtral", "grpo", {}, {}, marks=pytest.mark.long),
+        pytest.param("llava", "grpo", {"lora": LORA}, {"lora_sync": "adapter"}, marks=pytest.mark.long),
+        pytest.param("gemma4", "grpo", {}, {}, marks=pytest.mark.long),
         ("gpt2", "ppo", {"tokens": {"added": ["<new>"]}}, {}),
         pytest.param("mamba", "grpo", {}, {}, marks=pytest.mark.long),
     ],
@@ -208,6 +220,68 @@ def test_added_tokens_grow_the_embedding_and_the_head(tmp_path, model_type):
         assert torch.equal(new.weight[:rows], old.weight)
         assert torch.allclose(new.weight[rows:], old.weight.mean(0).expand(3, -1), atol=1e-6)
     assert after.config.vocab_size == rows + 3
+    assert model_difference(loads(yaml.safe_dump(raw)), run, run / "model") < 1e-5
+
+
+def test_an_adapter_of_a_language_model_is_loaded_into_the_whole_model(tmp_path):
+    """The vision tower has modules of the same names, as many layers, and gets none."""
+    from peft import PeftModel
+
+    raw = job(tmp_path, "llava", lora=LORA)
+    run = train(raw, "run")
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert adapter
+    assert all(".language_model." in name for name in adapter)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    whole = PeftModel.from_pretrained(base, run / "adapter").eval()
+    assert sum("lora_" in name for name, _ in whole.named_parameters()) == len(adapter)
+    probe = json.loads((run / "probe.json").read_text())
+    ids = torch.tensor([probe["tokens"]])
+    with torch.no_grad():
+        found = whole(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    assert float((found - torch.tensor(probe["logprobs"])).abs().max()) < 1e-5
+    assert export_difference(run / "model", probe["tokens"], probe["logprobs"]) < 1e-5
+    assert export_difference(tmp_path / "model", probe["tokens"], probe["logprobs"]) > 1e-3  # control: the base
+    stored, written = (load_file(d / "model.safetensors") for d in (tmp_path / "model", run / "model"))
+    outside = hf_backend.carried_names(tmp_path / "model")
+    assert same({n: stored[n] for n in outside}, {n: written[n] for n in outside})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "model_type"), [("dpo", "gemma4"), ("kd", "llava")])
+def test_language_models_learn_from_preferences_and_teachers(tmp_path, recipe, model_type):
+    raw = job(tmp_path, model_type)
+    if recipe == "dpo":
+        raw = {**preferences(raw, tmp_path), "recipe": "dpo", "algo": {"beta": 0.5}}
+    else:
+        vocab = AutoConfig.from_pretrained(raw["model"]["path"]).text_config.vocab_size
+        teacher = wrapper(tmp_path / "teacher", "gemma4", vocab)
+        Tokenizer.load(raw["model"]["path"]).save(teacher)
+        raw |= {"recipe": "kd", "algo": {"teachers": {"other": {"path": str(teacher)}}}}
+    rows = read_metrics(train(raw, "run", train__steps=4) / "metrics.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", pytest.param("llava", marks=pytest.mark.long)])
+def test_added_tokens_grow_the_tables_of_a_language_model(tmp_path, model_type):
+    raw = job(tmp_path, model_type)
+    rows = AutoConfig.from_pretrained(tmp_path / "model").text_config.vocab_size
+    added = [f"<{i}>" for i in range(11)]  # eight take the rows that the model has to spare
+    raw["model"]["tokens"] = {"added": added}
+    run = train(raw, "run", train__steps=1)
+    stored, written = (load_file(d / "model.safetensors") for d in (tmp_path / "model", run / "extended"))
+    grown = {n for n in stored if stored[n].shape != written[n].shape}
+    assert {n.split(".")[-2] for n in grown} == (
+        {"embed_tokens", "embed_tokens_per_layer"} if model_type == "gemma4" else {"embed_tokens", "lm_head"}
+    )
+    assert all(len(written[n]) == rows + 3 for n in grown)
+    assert same({n: stored[n] for n in stored if n not in grown}, {n: written[n] for n in stored if n not in grown})
+    before, after = (json.loads((d / "config.json").read_text()) for d in (tmp_path / "model", run / "model"))
+    assert {k: v for k, v in after.items() if k != "text_config"} == {
+        k: v for k, v in before.items() if k != "text_config"
+    }
+    sizes = {k for k, v in after["text_config"].items() if before["text_config"][k] != v}
+    assert sizes == {"vocab_size"} | ({"vocab_size_per_layer_input"} if model_type == "gemma4" else set())
     assert model_difference(loads(yaml.safe_dump(raw)), run, run / "model") < 1e-5
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
-from ptf.model import hf_backend
+from ptf.model import hf_backend, hf_checks
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.head import Head
-from ptf.model.hf_backend import PROBE
+from ptf.model.hf_checks import PROBE
 from ptf.model.layers import LayerFactory
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request
@@ -63,10 +63,10 @@ class HFNativeEngine(NativeEngine):
         """Return why transformers' cache is not used; '' if it is."""
         if cast("Any", self.model).switches_at is not None:
             return "its rotary frequencies change with the length (longrope)"
-        part, whole = hf_backend.probe_lengths(cast("Any", self.model))
+        part, whole = hf_checks.probe_lengths(cast("Any", self.model))
         for context in (PROBE, part - STEPS // 2, whole - STEPS):
             length = max(1, context) + STEPS
-            ids = (torch.arange(2 * length).view(2, -1) * 7 % self.model.config.vocab).to(self.device)
+            ids = (torch.arange(2 * length).view(2, -1) * 7 % cast("Any", self.model).table_rows).to(self.device)
             try:
                 batch = _Batch(self, ids[:, :-STEPS])
                 steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]

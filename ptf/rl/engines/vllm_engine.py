@@ -25,7 +25,7 @@ from ptf import scratch
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, hf_backend
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
@@ -374,6 +374,7 @@ class VLLMEngine:
 
 def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
     """Return the arguments of vLLM that name the model, and those that are always the same."""
+    config = bridge.read_config(Path(path))
     return {
         "model": path,
         "seed": seed,
@@ -388,7 +389,7 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
         "use_tqdm_on_load": False,
         "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
         # prompts are texts: of a multimodal model, only its language model is used
-        **({"language_model_only": True} if "text_config" in bridge.read_config(Path(path)) else {}),
+        **({"language_model_only": True} if {"text_config", "vision_config"} & config.keys() else {}),
     }
 
 
@@ -549,8 +550,11 @@ def expected_names(directory: Path) -> ExpectedNames:
     stored -= {"lm_head.weight"} if tied else set()
     try:
         model, family = bridge.build(directory, head="lm")
-    except UserError:  # a model of transformers (model.backend: hf), whose policy sends what is stored
-        return ExpectedNames(stored, frozenset())
+    except (
+        UserError
+    ):  # a model of transformers (model.backend: hf), whose policy sends what it trains of what is stored
+        carried = hf_backend.carried_names(directory)
+        return ExpectedNames(stored - carried, stored & carried)
     return ExpectedNames(bridge.hf_names(model, family), stored)
 
 

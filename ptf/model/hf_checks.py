@@ -1,0 +1,170 @@
+"""Checks of the assembled model (`model.backend: hf`) against transformers' own forward pass, before anything is
+trained."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ptf.errors import UserError
+from ptf.model.head import Head
+from ptf.model.hf_adapters import uncalled_kinds
+from ptf.model.hf_language_model import applied_to_logits
+from ptf.model.hf_weights import parameters_on_meta
+from ptf.model.scalar import Scalar
+
+if TYPE_CHECKING:
+    from ptf.model.hf_backend import HFDecoder
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
+# of the largest hidden value: experts sum in another order when another token goes elsewhere
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+PROBE = 8  # tokens
+# words of the names of sizes in config.json at which a model computes in another way, and the largest that is tried
+BOUNDARIES, LARGEST = ("chunk", "block_size", "window"), 1024
+# transformers' own code (without kernels) computes later chunks of these wrongly: 5.10, see benchmarks/hf_backend.py
+WRONG_CHUNKS = {"nemotron_h", "zamba2"}
+
+
+@torch.no_grad()
+def check(model: "HFDecoder") -> None:
+    """Compare what the assembled model computes with what transformers' own forward pass of it returns.
+
+    Every rank calls it. Raise UserError for a tensor without a value, for buffers other than the constructor's, for a
+    model that attends to later tokens, computes logits in another way than ptf or changes its weights while it computes
+    (RWKV), and for an adapter without effect.
+    """
+    name, c = model.hf.config.model_type, model.text_config
+    raise_if_without_values(model)
+    device = next(model.parameters()).device
+    if c.model_type in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
+        raise UserError(
+            f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes {name} wrongly "
+            "beyond one chunk: what it computes of a token depends on the tokens after it"
+        )
+    part, whole = probe_lengths(model)
+    tokens = _probe(model, whole).to(device)
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
+        for path, module in model.hf.named_modules()
+        if getattr(module, "adapters", None)
+    ]
+
+    def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
+        theirs, (model.scale, model.softcap) = _their_logits(model, tokens)
+        x, head = (x, head) if model.outside is None else (x / factor * model.scale, model.output())
+        ended = model.body(input_ids=tokens[:, :part], use_cache=False)[0] * model.scale
+        moved = (x[:, :part] - ended).abs().amax(-1)[0] / x.abs().max()  # [part]
+        ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
+        apart = (ours - theirs.view(ours.shape)).abs().max() / theirs.abs().max()
+        # rounding to 16 bits may send some tokens to other experts
+        most = moved.max() if head.weight.dtype == torch.float32 else moved.median()
+        return float(most), float(apart), head.weight.dtype
+
+    factor = model.scale
+    computed: set[int] = set()
+    hooks += [
+        layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i))  # type: ignore[misc]
+        for i, layer in enumerate(model.layers)
+    ]
+    before = [_version(p) for p in model.parameters()]
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
+    for hook in hooks:
+        hook.remove()
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    if [_version(p) for p in model.parameters()] != before:
+        raise UserError(f"model.backend: hf: {name} changes its weights in a forward pass; ptf cannot train it")
+    if not moved <= ROUNDING[dtype]:
+        raise UserError(
+            f"model.backend: hf: in {name} later tokens change what is computed of earlier ones; only causal language "
+            "models can be trained"
+        )
+    if not apart <= TOLERANCE[dtype]:
+        raise UserError(
+            f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
+            "ptf cannot train it"
+        )
+    idle = [i for i, layer in enumerate(model.layers) if i not in computed]
+    if any(p.requires_grad for i in idle for p in model.layers[i].parameters()):
+        raise UserError(
+            f"model.backend: hf: layers {', '.join(map(str, idle))} of {name} take no part in what is computed of "
+            "text, and weight decay alone would change them; name what trains in model.trainable "
+            "(or model.lora.targets), without them"
+        )
+    if kinds := uncalled_kinds(model, called):
+        raise UserError(
+            f"model.lora.targets: {', '.join(kinds)}: transformers' {name} computes with these weights directly, so an "
+            "adapter beside them would have no effect; give targets without them"
+        )
+
+
+def raise_if_without_values(model: "HFDecoder") -> None:
+    """Raise UserError for tensors on the meta device, and for buffers other than the model's constructor makes.
+
+    Buffers that a checkpoint stores are as it stores them.
+    """
+    hf = model.hf
+    outside = model.outside.buffers if model.outside else ()
+    with parameters_on_meta():
+        fresh = {
+            name: b for name, b in type(hf)(hf.config).named_buffers(remove_duplicate=False) if name not in outside
+        }
+    mine, stored = dict(hf.named_buffers(remove_duplicate=False)), hf.state_dict().keys()
+    wrong = [n for n, t in hf.named_parameters() if t.is_meta]
+    wrong += sorted(
+        n
+        for n in mine.keys() | fresh.keys()
+        if n not in mine or n not in fresh or mine[n].is_meta or (n not in stored and _differ(mine[n], fresh[n]))
+    )
+    if wrong:
+        raise UserError(
+            f"model.backend: hf: {hf.config.model_type} was not assembled as transformers does it; these tensors have "
+            f"other values: {', '.join(wrong)}"
+        )
+
+
+def _version(parameter: Tensor) -> int:
+    """Return how often a parameter, or this rank's part of it, was changed in place."""
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
+
+
+def _has_kernels(hf: Any) -> bool:
+    return bool(getattr(sys.modules[type(hf).__module__], "is_fast_path_available", False))
+
+
+def probe_lengths(model: "HFDecoder") -> tuple[int, int]:
+    """Return two lengths of sequences, the second longer, beyond the sizes at which the model computes otherwise."""
+    sizes = {
+        value
+        for key, value in model.text_config.to_dict().items()
+        if any(word in key for word in BOUNDARIES) and isinstance(value, int) and 1 < value <= LARGEST
+    }
+    size = max(sizes, default=32)
+    most = min(model.config.max_positions, model.switches_at or 1 << 30)
+    return min(size + PROBE // 2, most - 1), min(2 * size + PROBE, most)
+
+
+def _probe(model: "HFDecoder", length: int) -> Tensor:
+    """Return a sequence of tokens that two forward passes are compared with, [1, T], without padding tokens."""
+    tokens, pad = model.text_tokens, getattr(model.text_config, "pad_token_id", None)
+    tokens = tokens if pad is None else tokens[tokens != pad]
+    return tokens[torch.randint(0, len(tokens), (1, length), generator=torch.Generator().manual_seed(0))]
+
+
+def _their_logits(model: "HFDecoder", tokens: Tensor) -> tuple[Tensor, tuple[float, float | None]]:
+    """Return transformers' logits of tokens, and the factor and soft-cap that they are made with."""
+    if model.outside is None:
+        return model.hf(input_ids=tokens, use_cache=False).logits.float(), (model.scale, model.softcap)
+    with model.whole(), model.outside.filled_when_called(tokens.device):
+        logits = model.hf(input_ids=tokens, use_cache=False).logits.float()
+        return logits, applied_to_logits(model.hf, {1.0, model.scale}, {None, model.softcap})
