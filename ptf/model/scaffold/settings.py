@@ -33,7 +33,7 @@ class Settings:
     fields: dict[str, str] = field(default_factory=dict)  # of DecoderConfig → expression
     moe: dict[str, str] = field(default_factory=dict)  # of MoE → expression
     latent: bool = False
-    mlp_types: str | None = None  # expression of `mlp_layer_types` where a config.json has none
+    mlp_types: str | None = None  # expression of the dense layers before the mixtures, without `mlp_layer_types`
     sparse: str = "True"  # whether layer i is a mixture
     window: str = "None"  # of all layers
     types: list[str] | None = None  # the pattern of `layer_types`; [] if there is no rule for them
@@ -314,7 +314,10 @@ def _sparse(s: Settings, reference: Reference) -> None:
         if "first_k_dense_replace" in keys and keys["first_k_dense_replace"] == first:
             dense = s.read_key("first_k_dense_replace", "r.choice([0, 1])")
         s.read_key("mlp_layer_types")
-        s.mlp_types = f'["dense"] * {dense} + ["sparse"] * (c["num_hidden_layers"] - {dense})'
+        s.mlp_types = dense
+        s.refused["mlp_layer_types"] = (
+            'len(kinds := c.get("mlp_layer_types") or ()) not in (0, c["num_hidden_layers"]) and kinds'
+        )
         s.sparse = 'kinds[i] == "sparse"'
     elif "first_k_dense_replace" in keys:
         s.sparse = f"i >= {s.read_key('first_k_dense_replace', 'r.choice([0, 1])')}"

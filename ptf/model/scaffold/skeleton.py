@@ -10,6 +10,7 @@ from ptf.model.scaffold.reference import Reference
 from ptf.model.scaffold.settings import Settings
 
 WIDTH = 120
+DENSE_FIRST = '["dense"] * dense + ["sparse"] * (c["num_hidden_layers"] - dense)'
 FUNCTIONS = ("alternating", "common", "raise_if_unsupported", "random_types", "rope", "small", "small_rope")
 FROM_FAMILIES = {"DENSE", "OUTER", "ATTENTION", "NORMS", "MLP", "LAYER"}
 
@@ -60,7 +61,7 @@ class Skeleton:
         """Return the values of transformers' class for what a config.json may leave out."""
         r, s = self.reference, self.settings
         leave = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
-        leave |= {"layer_types", "rope_parameters", "rope_theta", "rope_scaling"}
+        leave |= {"layer_types", "mlp_layer_types", "rope_parameters", "rope_theta", "rope_scaling"}
         if not r.own_head_dim:
             leave.add("head_dim")
         # those that a directory's config.json sets otherwise: without them another config.json has the class's value
@@ -119,7 +120,7 @@ class Skeleton:
         if s.moe:
             moe = f"moe={s.sparse}"
             if s.mlp_types is not None:
-                lines.append(f'kinds = c.get("mlp_layer_types") or {s.mlp_types}')
+                lines += [f"dense = {s.mlp_types}", f'kinds = c.get("mlp_layer_types") or {DENSE_FIRST}']
         if s.types is None:
             window = "" if s.window == "None" else f", {s.window}"
             if not moe or s.sparse == "True":
@@ -159,7 +160,9 @@ class Skeleton:
             if key.endswith("_token_id") and isinstance(r.defaults[key], int):
                 arguments[key] = "0"  # the default may be outside the vocabulary
         arguments |= s.varied
-        arguments |= {k: literal(r.given[k]) for k in other if k in s.refused and not isinstance(r.given[k], list)}
+        arguments |= {
+            k: literal(r.given[k]) for k in other if k in s.refused and not isinstance(r.given[k], list | tuple)
+        }
         lines = [
             *s.drawn,
             "c = small(",
