@@ -92,6 +92,9 @@ bench-tool-calls: setup                  ## tool calls that ptf and vLLM's parse
 bench-ids: setup                         ## training ids against vLLM's of 100,000 texts and 5,000 chats; writes benchmarks/results/serving_ids.md
 	$(PY) benchmarks/serving_ids.py
 
+bench-vllm-families: setup               ## what vLLM does with each family: loads, equals, the same after a sync, new weights; goes on where it was stopped; writes benchmarks/results/vllm_families.md
+	$(PY) benchmarks/vllm_families.py
+
 parity: setup                            ## a million texts: ids that ptf trains on beside AutoTokenizer's; writes benchmarks/results/tokenizer_parity.md
 	$(PY) benchmarks/tokenizer_parity.py $(if $(NIGHTLY),--minutes $(MINUTES))
 

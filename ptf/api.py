@@ -46,6 +46,9 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     root = parse(dump(job)).root
     if faults := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(faults)
+    from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
+
+    raise_if_vllm_is_wrong(job)
     if job.publish.metric is not None:
         from ptf.evaluation_check import check_evaluation
 

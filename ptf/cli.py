@@ -72,9 +72,11 @@ def fail(error: UserError) -> int:
 def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
     from ptf.inspection.places import missing
+    from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
 
     more = None if options.skip_paths else missing
     job = load_checked(*options.config, overrides=options.set, more=more)
+    raise_if_vllm_is_wrong(job)
     if options.dry_run:
         from ptf.dry_run import rehearse
 

@@ -31,6 +31,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reported
 from ptf.rl.cluster import Pool, RoleGroup
+from ptf.rl.engines.vllm_support import config_of, installed_build, verdict_on
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
 from ptf.rl.rewards.by_source import Rewards
@@ -264,11 +265,13 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
     return sum(gaps) / len(truth)
 
 
-def _engine_here(job: Job) -> str | Plugin:
+def _engine_here(job: Job, model: Path) -> str | Plugin:
     """Return the engine that generates held-out responses on this machine, and print its name."""
     gpu = pick_device(job.compute.device).type == "cuda"
-    engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None)
-    print(f"evaluate: engine={engine.use if isinstance(engine, Plugin) else engine}", flush=True)
+    wrong = verdict_on(config_of(model), job.train.precision, installed_build(), synced=False).refusal
+    engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None, bool(wrong))
+    why = f" ({wrong})" if wrong and gpu and job.evaluate.engine == "auto" else ""
+    print(f"evaluate: engine={engine.use if isinstance(engine, Plugin) else engine}{why}", flush=True)
     return engine
 
 
@@ -300,7 +303,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
         length = max(length, job.data.seq_len)
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
-        engine = _engine_here(job)
+        engine = _engine_here(job, run / "model")
         # the native engine runs in this process
         with job_cluster(job, run, [pool], local=engine == "native") as cluster:
             for prefix, directory in models.items():

@@ -18,21 +18,22 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
+from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.rl.rewards.by_source import Rewards
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
 from ptf.rl.sampler import Sampler
 
 
-def evaluation_engine(job: Job, gpu: bool, installed: bool) -> str | Plugin:
+def evaluation_engine(job: Job, gpu: bool, installed: bool, wrong: bool = False) -> str | Plugin:
     """Return the engine that generates held-out responses (`evaluate.engine`).
 
     `gpu` is whether this machine has a GPU for it, `installed` whether it has vLLM, which cannot run components of the
-    user's own.
+    user's own, and `wrong` whether it does not serve the model rightly (ptf.rl.engines.vllm_support).
     """
     if job.evaluate.engine != "auto":
         return job.evaluate.engine
-    possible = job.compute.launcher == "ray" and not job.model.replace
+    possible = job.compute.launcher == "ray" and not job.model.replace and not wrong
     return "vllm" if gpu and installed and possible else "native"
 
 
@@ -54,8 +55,11 @@ def sampler_spec(
 
     `length` is the largest number of tokens of a context and its response together. There are `workers` engines of
     `tensor` processes each. Raises UserError if the model has fewer positions than `length`, or if its heads cannot be
-    divided among the processes.
+    divided among the processes, or if vLLM does not serve the model rightly.
     """
+    if engine == "vllm":
+        key = "rollout.engine" if version < 0 else "evaluate.engine"
+        raise_if_wrong(key, config_of(directory), job.train.precision, synced=version < 0 and not adapter)
     shape = bridge.decoder_config(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:

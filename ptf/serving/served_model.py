@@ -22,6 +22,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.served_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.serving.options import BEAM, LONGEST, ServingOptions
 from ptf.serving.ranking import RankService
 from ptf.serving.response_service import ResponseService
@@ -147,9 +148,11 @@ class ServedModel:
         """Start vLLM in this process."""
         from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
+        dtype = "float32" if bridge.export_dtype(directory.base) == torch.float32 else "bfloat16"
+        precision = "fp32" if dtype == "float32" else "bf16"
+        raise_if_wrong("--engine", config_of(directory.base), precision, synced=False)
         os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
         length = max_length_of(bridge.build(directory.base, head="lm")[0].config, options)
-        dtype = "float32" if bridge.export_dtype(directory.base) == torch.float32 else "bfloat16"
         engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)
         return ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens)
 

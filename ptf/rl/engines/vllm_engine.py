@@ -31,6 +31,7 @@ from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
 from ptf.rl.engines.shared_memory import nothing_outlives_it
 from ptf.rl.engines.stepper import Stepper
+from ptf.rl.engines.vllm_support import hf_overrides, rotates_in_part
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
@@ -47,7 +48,10 @@ CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # compiling two sampler helpers takes 13 s, saves nothing at this speed
     "OMP_NUM_THREADS": "1",  # 4 ms a step against 100 ms on a busy box, where threads spin for their turn
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",  # its kernel of latent attention has one size of heads; without it, keys are expanded
 }
+# the CPU build's kernel rotates wrongly, or ends the process, where only a part of a head is rotated
+ROTATED = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 TRIE = "ptf_trie"  # in a request's extra arguments: the file of its trie
 CACHES = (
@@ -111,6 +115,9 @@ class VLLMEngine:
         arguments = {
             **_model_arguments(path, seed, dtype, max_model_len),
             **_device_arguments(max_model_len, cpu_kv_cache_gib, gpu_share),
+            **(ROTATED if on_cpu() and rotates_in_part(bridge.read_config(Path(path))) else {}),
+            # states in fp32, as in ptf's decoder, and as the kernels on a CPU need them
+            **({"mamba_ssm_cache_dtype": "float32"} if on_cpu() and has_states(Path(path)) else {}),
         }
         if tensor > 1:  # each part in a process of its own
             arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
@@ -123,7 +130,7 @@ class VLLMEngine:
                 "max_cpu_loras": 2,
                 "max_lora_rank": max_lora_rank(lora_rank, path, dtype),
             }
-        _import_model(Path(path))
+        import_model(Path(path))
         cache = Path(os.environ[CACHES[0]])  # in the run's directory
         contexts = contextlib.ExitStack()
         self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
@@ -390,6 +397,7 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
         "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
         # prompts are texts: of a multimodal model, only its language model is used
         **({"language_model_only": True} if {"text_config", "vision_config"} & config.keys() else {}),
+        **({"hf_overrides": overrides} if (overrides := hf_overrides(config)) else {}),
     }
 
 
@@ -493,7 +501,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def _import_model(directory: Path) -> None:
+def import_model(directory: Path) -> None:
     """Import the model's class in this process.
 
     Otherwise vLLM first inspects it in another process, which takes 7 s for every new cache directory.
@@ -556,6 +564,12 @@ def expected_names(directory: Path) -> ExpectedNames:
         carried = hf_backend.carried_names(directory)
         return ExpectedNames(stored - carried, stored & carried)
     return ExpectedNames(bridge.hf_names(model, family), stored)
+
+
+def has_states(directory: Path) -> bool:
+    """Return whether layers of a model keep a state in place of keys and values."""
+    config = bridge.read_config(directory)
+    return "linear_num_value_heads" in (config.get("text_config") or config)
 
 
 def is_quantised(directory: Path) -> bool:

@@ -48,6 +48,15 @@ def refusing_lost_weights(model: Any) -> Iterator[None]:
         )
 
 
+def forget_kernels_of_experts(model: Any) -> None:
+    """Have a reload make the kernels of the experts anew. With the kernel of the load before, vLLM's CPU build does not
+    pack the new weights, and computes with them as if they were: log-probs are wrong by about 1."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 class WeightLoader:
     """Methods that vLLM's worker gets."""
 
@@ -56,9 +65,11 @@ class WeightLoader:
         if isinstance(buckets, Transfer):
             buckets.device = str(self.device)
         model = self.get_model()
+        if self.device.type == "cpu":
+            forget_kernels_of_experts(model)
         with refusing_lost_weights(model):
             self.reload_weights(weights_iterator=(pair for bucket in buckets for pair in bucket))
         model = getattr(model, "language_model", model)  # of a multimodal model
-        if self.device.type == "cpu" and model.config.tie_word_embeddings:
+        if self.device.type == "cpu" and model.config.tie_word_embeddings and hasattr(model, "lm_head"):
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
         return buckets.receipt() if isinstance(buckets, Transfer) else None

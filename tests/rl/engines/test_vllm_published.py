@@ -12,7 +12,7 @@ import torch
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.vllm_engine import expected_names, is_quantised, unquantised
-from ptf.rl.engines.vllm_extension import refusing_lost_weights
+from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lost_weights
 from ptf.rl.weights.verification import SyncError
 from tests.model.published import fused_checkpoint, multimodal_checkpoint, mxfp4_checkpoint
 from tests.tiny import checkpoint
@@ -155,3 +155,13 @@ def test_what_a_model_copies_without_a_loader_is_an_error(monkeypatch):
     said = r"cannot replace weights of ModuleDict: 1 parameters .*'lost\.weight'"
     with pytest.raises(SyncError, match=said), refusing_lost_weights(model):
         model.load_weights(["called", "lost", "processed"])
+
+
+def test_a_reload_makes_the_kernels_of_experts_anew():
+    """With its first kernel, vLLM's CPU build does not pack the weights that come later."""
+    model = torch.nn.ModuleDict({"experts": torch.nn.Module(), "dense": torch.nn.Module(), "bare": torch.nn.Module()})
+    model["experts"].quant_method = types.SimpleNamespace(moe_kernel="packs once")
+    model["dense"].quant_method = types.SimpleNamespace()
+    forget_kernels_of_experts(model)
+    assert model["experts"].quant_method.moe_kernel is None
+    assert not vars(model["dense"].quant_method)

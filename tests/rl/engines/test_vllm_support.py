@@ -1,0 +1,188 @@
+"""Which families vLLM is refused for: what was measured is what is refused, where it was measured."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.vllm_families import DTYPES, is_right, rows_of
+from ptf import api, cli
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.model.families import MODULES
+from ptf.rl.engines import vllm_support
+from ptf.rl.engines.vllm_support import MEASURED_ON, WRONG, Build, hf_overrides, rotates_in_part, verdict_on
+from ptf.rl.rollout_role import evaluation_engine, sampler_spec
+
+LEDGER = Path(__file__).parents[3] / "benchmarks" / "results" / "vllm_families.jsonl"
+HERE = Build(cpu=True, version=MEASURED_ON)
+LATER = Build(cpu=True, version="9.9.9")
+GPU = Build(cpu=False, version=MEASURED_ON)
+
+
+def test_every_family_is_measured_and_what_is_wrong_is_refused():
+    rows = rows_of(LEDGER)
+    assert {kind for kind, _ in rows} == set(MODULES)
+    assert set(WRONG) <= set(MODULES)
+    for kind in MODULES:
+        for dtype in DTYPES:
+            row = rows[kind, dtype]
+            assert row["vllm"] == MEASURED_ON
+            assert is_right(dtype, row["found"]) == (dtype not in WRONG.get(kind, {})), (kind, dtype)
+
+
+def test_a_family_that_does_not_load_is_said_not_to():
+    for (kind, dtype), row in rows_of(LEDGER).items():
+        if fault := WRONG.get(kind, {}).get(dtype):
+            assert fault.loads == bool(row["found"].get("loads")), (kind, dtype)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """`here(build)`: this vLLM is installed."""
+    return lambda build: monkeypatch.setattr(vllm_support, "installed_build", lambda: build)
+
+
+def written(place: Path, model_type: str, precision: str = "bf16", engine: str = "vllm", **config) -> Path:
+    """The config of a job whose model is of a family, with everything else that a check looks at."""
+    (place / "m").mkdir(exist_ok=True)
+    (place / "m" / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    (place / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    source = {"a": {"path": str(place / "a.jsonl"), "kind": "prompt"}}
+    raw = {
+        "recipe": "grpo",
+        "model": {"path": str(place / "m")},
+        "data": {"sources": source},
+        "train": {"steps": 1, "lr": 1e-4, "precision": precision},
+        "compute": {"launcher": "ray"},
+        "rollout": {"reward": {"use": "ptf.rl.rewards:exact"}, "engine": engine},
+        "evaluate": {"sources": source},
+    }
+    (place / "job.yaml").write_text(yaml.safe_dump(raw))
+    return place / "job.yaml"
+
+
+def checked(place: Path, capsys) -> tuple[int, str]:
+    """The exit status of `ptf check`, and what it says."""
+    status = cli.main(["check", str(place)])
+    return status, " ".join(capsys.readouterr().err.split())
+
+
+def test_check_refuses_what_is_wrong_with_one_message_and_a_way_out(tmp_path, here, capsys):
+    here(HERE)
+    status, said = checked(written(tmp_path, "qwen3_next", "fp32"), capsys)
+    assert status == 2
+    assert said == (
+        "rollout.engine: vLLM does not serve qwen3_next in fp32 rightly: its kernel of linear attention computes in "
+        f"bf16 alone (measured on vLLM {MEASURED_ON}); use rollout.engine: native"
+    )
+    job = loads((tmp_path / "job.yaml").read_text())
+    with pytest.raises(UserError, match="qwen3_next in fp32"):
+        api.check(job)
+    with pytest.raises(UserError, match=r"use rollout\.engine: native"):
+        sampler_spec(job, tmp_path / "m", "", tmp_path, engine="vllm", version=-1, workers=1, length=8)
+    with pytest.raises(UserError, match=r"use evaluate\.engine: native"):
+        sampler_spec(job, tmp_path / "m", "", tmp_path, engine="vllm", version=0, workers=1, length=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "engine", "config"),
+    [
+        ("qwen3_next", "bf16", "vllm", {}),
+        ("qwen3_next", "fp32", "native", {}),
+        ("qwen3_moe", "fp32", "vllm", {}),
+        ("gpt2", "fp32", "vllm", {}),  # of transformers: not in the table
+    ],
+)
+def test_check_accepts_what_is_right(tmp_path, here, capsys, kind, precision, engine, config):
+    here(HERE)
+    status, said = checked(written(tmp_path, kind, precision, engine, **config), capsys)
+    assert (status, "native" in said) == (0, False), said
+
+
+def test_a_setting_that_its_model_class_lacks_is_refused(tmp_path, here, capsys):
+    here(GPU)
+    status, said = checked(written(tmp_path, "qwen3_next", tie_word_embeddings=True), capsys)
+    assert status == 2
+    assert "tied to the embedding" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "wrong"),
+    [
+        ("seed_oss", {"attention_bias": False}, True),
+        ("seed_oss", {"attention_bias": True}, False),
+        ("deepseek_v3", {"rope_interleave": False}, True),
+        ("deepseek_v3", {}, False),
+        ("gpt_oss", {"tie_word_embeddings": True}, True),
+        ("qwen3_5", {"text_config": {"attention_bias": True}}, True),
+        ("qwen3_5", {"text_config": {}}, False),
+    ],
+)
+def test_settings_are_refused_on_every_build(kind, config, wrong):
+    for build in (GPU, None):
+        assert bool(verdict_on({"model_type": kind, **config}, "bf16", build, synced=False).refusal) == wrong
+
+
+def test_another_version_is_said_not_to_be_measured_unless_the_family_does_not_load(tmp_path, here, capsys):
+    here(LATER)
+    assert cli.main(["check", str(written(tmp_path, "qwen3_next", "fp32"))]) == 0
+    assert "9.9.9 is installed and was not tested" in capsys.readouterr().out
+    status, said = checked(written(tmp_path, "qwen3_5_text"), capsys)
+    assert status == 2
+    assert "torchvision" in said
+
+
+def test_faults_of_the_cpu_build_are_not_those_of_another():
+    for build in (GPU, None):
+        assert not verdict_on({"model_type": "qwen3_5_text"}, "bf16", build, synced=True).refusal
+        assert verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=True).refusal
+        assert not verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=False).refusal
+
+
+def test_auto_is_native_where_vllm_is_wrong(tmp_path):
+    job = loads(written(tmp_path, "qwen3_next").read_text())
+    assert evaluation_engine(job, True, True) == "vllm"  # control
+    assert evaluation_engine(job, True, True, wrong=True) == "native"
+
+
+def test_an_evaluation_says_why_it_is_native(tmp_path, here, monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from ptf import measurement
+
+    monkeypatch.setattr(measurement, "pick_device", lambda device: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(measurement, "installed_build", lambda: GPU)
+    job = loads(written(tmp_path, "qwen3_next", tie_word_embeddings=True).read_text())
+    assert measurement._engine_here(job, tmp_path / "m") == "native"
+    assert "engine=native (vLLM does not serve qwen3_next in bf16 rightly" in capsys.readouterr().out
+
+
+def test_overrides_say_what_vllm_reads_otherwise():
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert hf_overrides({"model_type": "deepseek_v3"}) == router
+    assert hf_overrides({"model_type": "deepseek_v3", **router}) == {}
+    lite = {"model_type": "glm4_moe_lite", **router}
+    assert hf_overrides({**lite, "mlp_layer_types": ["dense", "sparse"]}) == {"first_k_dense_replace": 1}
+    assert hf_overrides({**lite, "mlp_layer_types": ["sparse", "sparse"]}) == {"first_k_dense_replace": 0}
+    assert hf_overrides({**lite, "mlp_layer_types": ["sparse", "dense"]}) == {}  # which it refuses
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}
+    nested = hf_overrides({"model_type": "olmo3", "rope_parameters": yarn})["rope_parameters"]
+    assert nested == {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    assert hf_overrides({"model_type": "olmo3", "rope_parameters": nested}) == {}
+    assert hf_overrides({"model_type": "llama", "rope_parameters": yarn}) == {}
+    for given in ({"attention_factor": 1.0}, {"mscale": 1.0, "mscale_all_dim": 1.0}):
+        found = hf_overrides({"model_type": "llama", "rope_parameters": {**yarn, **given}})["rope_parameters"]
+        assert found["attn_factor"] * (0.1 * math.log(8) + 1) == pytest.approx(1.0)
+    grown = {**yarn, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}
+    scaling = {"beta": 0.1, "original_max_position_embeddings": 32}
+    assert hf_overrides({"model_type": "ministral3", "rope_parameters": grown}) == {"llama_4_scaling": scaling}
+
+
+def test_a_part_of_a_head_is_rotated():
+    assert rotates_in_part({"rope_parameters": {"partial_rotary_factor": 0.75}})
+    assert rotates_in_part({"text_config": {"partial_rotary_factor": 0.25}})
+    assert rotates_in_part({"kv_lora_rank": 32})
+    assert not rotates_in_part({"rope_parameters": {"rope_type": "default"}})
