@@ -362,8 +362,8 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         f"- *refused*: it is in `ptf/rl/engines/vllm_support.py` (measured on {MEASURED_ON}); `ptf check` and the "
         "start of a job name it.\n"
         "- *read, not run*: vLLM's module does not import here (no torchvision); how many of the names of a "
-        "sync are parameters of its class on the\n  meta device, beside an empty torchvision. Names of experts are looked up "
-        "by their layer alone.\n\n"
+        "sync are parameters of its class on the\n  meta device, beside an empty torchvision. Names of experts are "
+        "looked up by their layer alone.\n\n"
     )
     lines = [
         "| family | dtype | loads | equals | same | new | | first line of the error |",
