@@ -52,7 +52,8 @@ def works(family: str) -> tuple[Work, ...]:
     )
     adapter = (
         "model.init=pretrained",
-        "model.lora={rank: 8, alpha: 16}",
+        # of attention alone: PEFT has no format for adapters beside shared experts
+        "model.lora={rank: 8, alpha: 16, targets: ['layers.*.attn.*_proj']}",
         "train.steps=150",
         "train.lr=1e-3",
         "publish.what=both",
