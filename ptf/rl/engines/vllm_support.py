@@ -79,7 +79,7 @@ SETTINGS: Mapping[str, Mapping[tuple[str, bool], str]] = {
     },
 }
 """model_type → a key of config.json and its value → what vLLM's model class has not, and does not say. Published models
-have other values. All were measured, but those of Qwen3.5, which were read."""
+have other values. All were measured, but those of Qwen3.5 and of GLM-4.7-Flash's `rope_interleave`, which were read."""
 
 
 def installed_build() -> Build | None:
