@@ -37,6 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "num_key_value_heads": 4,
+        "head_dim": 16,  # which transformers takes for the dimensions that are rotated
         "q_lora_rank": 64,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,

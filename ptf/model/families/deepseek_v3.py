@@ -122,7 +122,14 @@ def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
     """Map a config.json whose layers are mixtures of experts where `sparse` says so."""
     heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
     kv_heads = c.get("num_key_value_heads") or heads
-    raise_if_unsupported(str(c["model_type"]), {"num_key_value_heads": kv_heads != heads and kv_heads})
+    rotated = c.get("head_dim") or c["qk_rope_head_dim"]  # transformers rotates so many dimensions
+    raise_if_unsupported(
+        str(c["model_type"]),
+        {
+            "num_key_value_heads": kv_heads != heads and kv_heads,
+            "head_dim": rotated != c["qk_rope_head_dim"] and rotated,
+        },
+    )
     dim, table = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], rope(c)
     return replace(
         DecoderConfig(

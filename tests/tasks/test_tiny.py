@@ -1,0 +1,30 @@
+"""The tiny models of tasks: transformers computes what ptf does with each of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.verify import reference
+from ptf.tasks.tiny import ARCHITECTURES, write_model
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@torch.no_grad()
+def test_transformers_computes_what_ptf_does(tmp_path: Path, model_type: str) -> None:
+    write_model(tmp_path / "model", "0123456789+-=", model_type=model_type)
+    model, family = bridge.build(tmp_path / "model")
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.random_init(model, 0)
+    bridge.save_hf(bridge.hf_tensors(model, family), tmp_path / "model", tmp_path / "saved", writes=True)
+    tokens = torch.randint(0, 10, (1, 12), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens, torch.arange(12)[None], torch.zeros_like(tokens), lambda x, head: head.logits(x))
+    theirs = reference(tmp_path / "saved")(input_ids=tokens, use_cache=False).logits
+    assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
+def test_a_family_without_a_tiny_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="llama has no tiny model; there are qwen3, "):
+        write_model(tmp_path / "model", "01", model_type="llama")
