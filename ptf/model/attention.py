@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
-from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, convolve, windows
+from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, convolve
 from ptf.model.document_mask import BLOCK, DocumentMasks
 from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table, rotate
@@ -138,19 +138,13 @@ class PackedDelta:
         if bool((positions.reshape(-1)[self.chunks.starts] > 0).any()):
             raise ValueError("a document that continues a shared prefix has no state to begin with")
 
-    def __call__(
-        self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [B, T, value_heads, value_dim], and what the documents' next tokens need: the last inputs
-        of the convolution [documents, width − 1, channels] and the states [documents, value_heads, key_dim, value_dim].
-
-        The other arguments are those of `Attend.delta`.
-        """
+    def __call__(self, layer: "GatedDeltaNet", qkv: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [B, T, value_heads, value_dim] and the documents' last states [documents, value_heads,
+        key_dim, value_dim]; the other arguments are those of `Attend.delta`."""
         q, k, v = layer.heads(convolve(qkv, self.positions, layer.conv.weight))
         q, k, v, decay, beta = (t.flatten(0, 1) for t in (q, k, v, decay, beta))
         out, states = layer.rule(q, k, v, decay, beta, self.chunks)
-        last = windows(qkv, self.chunks, layer.conv.weight.shape[-1])
-        return out.unflatten(0, qkv.shape[:2]), last, states
+        return out.unflatten(0, qkv.shape[:2]), states
 
 
 def soft_cap_of(layer: nn.Module) -> float | None:

@@ -159,10 +159,11 @@ class Stack(Rename):
 
 @dataclass(frozen=True, slots=True)
 class Concatenate:
-    """Their tensor has the rows of several of ours, one after the other."""
+    """Their tensor has the rows of several of ours, one after the other; with `dim` 1, in each expert."""
 
     names: tuple[str, ...]
     other: str
+    dim: int = 0  # that of the rows
     rows: tuple[int, ...] = ()  # of each of ours; `sized` says how many
 
     @property
@@ -181,60 +182,21 @@ class Concatenate:
 
     def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
         """Return the mapping of a model in which our tensors have these shapes."""
-        return replace(self, rows=tuple(shapes[name][0] for name in self.names))
+        return replace(self, rows=tuple(shapes[name][self.dim] for name in self.names))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors."""
-        return (sum(self.rows), *ours[1:])
+        return (*ours[: self.dim], sum(self.rows), *ours[self.dim + 1 :])
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
         """Return a slice of our tensor, read from theirs."""
-        before = sum(self.rows[:which])
-        return read(self.other, (slice(before + part[0].start, before + part[0].stop), *part[1:]))
+        before, rows = sum(self.rows[:which]), part[self.dim]
+        theirs = slice(before + rows.start, before + rows.stop)
+        return read(self.other, (*part[: self.dim], theirs, *part[self.dim + 1 :]))
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return their tensors, computed from ours."""
-        return [torch.cat(tuple(tensors))]
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatenateExperts:
-    """One tensor of theirs, [experts, rows, in], has in each expert the rows of several of ours, in turn."""
-
-    names: tuple[str, ...]
-    other: str
-    rows: tuple[int, ...] = ()  # of an expert in each of ours; `sized` says how many
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        """Our names."""
-        return self.names
-
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names."""
-        return (self.other,)
-
-    def at(self, layer: int) -> Self:
-        """Return the mapping of one layer."""
-        names = tuple(n.replace("{i}", str(layer)) for n in self.names)
-        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
-
-    def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
-        """Return the mapping of a model in which our tensors have these shapes."""
-        return replace(self, rows=tuple(shapes[name][1] for name in self.names))
-
-    def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
-        return (ours[0], sum(self.rows), *ours[2:])
-
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
-        before, (expert, rows, into) = sum(self.rows[:which]), part
-        return read(self.other, (expert, slice(before + rows.start, before + rows.stop), into))
-
-    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
-        return [torch.cat(tuple(tensors), 1)]
+        return [torch.cat(tuple(tensors), self.dim)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from ptf.errors import UserError, raise_if_custom_code
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
+from ptf.model.delta_rule import Documents
 from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, merged
@@ -280,15 +281,13 @@ def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
     index, the place of its token. Filling repeats a document's last token; padding of the batch maps to an arbitrary
     place. Without a document the first token stands for one.
     """
-    flat = segments.reshape(-1).cpu().numpy()
-    starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
-    lengths = np.diff(starts, append=len(flat))
-    real = flat[starts] >= 0
-    starts, lengths = (starts[real], lengths[real]) if real.any() else (starts[:1], np.ones(1, np.int64))
+    starts, lengths, *_ = Documents.of(segments)
+    if not len(starts):
+        starts, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
     step = np.arange(lengths.max())
     index = starts[:, None] + np.minimum(step, lengths[:, None] - 1)
     inside = step < lengths[:, None]
-    back = np.zeros(len(flat), np.int64)
+    back = np.zeros(segments.numel(), np.int64)
     back[index[inside]] = np.flatnonzero(inside.reshape(-1))
     return torch.from_numpy(index).to(segments.device), torch.from_numpy(back).to(segments.device)
 

@@ -88,6 +88,7 @@ class PeftFormat:
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
             for mapping in self.mappings
             if not isinstance(mapping, Rename | Interleave | Concatenate)
+            or (isinstance(mapping, Concatenate) and mapping.dim == 1)
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -306,6 +306,8 @@ def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[fl
     """Return the largest relative error of a gradient, and its tensor."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
     theirs = stored_gradients(hf, family, [p.grad for p in hf.parameters()])
+    # transformers saves each expert by itself, also of a checkpoint that has them stacked
+    family = replace(family, mappings=family.per_expert or family.mappings)
     return gradient_error((name, value, theirs[name]) for name, value in bridge.under_hf_names(gradients, ours, family))
 
 

@@ -313,7 +313,7 @@ def test_flas_rule_is_ours(rows, room) -> None:
         assert torch.allclose(ours, theirs, atol=1e-10)
 
 
-def test_documents_that_run_into_each_other_are_found_in_flas_rule(monkeypatch) -> None:
+def test_documents_that_run_into_each_other_are_found_in_flas_rule() -> None:
     """A control: with one bound left out, the outputs differ."""
     batch = packed([[10, 20, 18]], 48)
     chunks = Chunks.of(batch.segments, 8)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, ConcatenateExperts, Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import Layer, Rope
 
 MODULES = {  # model_type → the file of its family
@@ -81,10 +81,7 @@ class Family:
         mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        return [
-            mapping.sized(shapes) if isinstance(mapping, Concatenate | ConcatenateExperts) else mapping
-            for mapping in mappings
-        ]
+        return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -181,6 +178,13 @@ def common(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LAYER = "model.layers.{i}."
+# other prefixes of the tensors of a multimodal checkpoint whose language model is in `language_model.`
+WRAPPER_ALIASES = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
 OUTER: tuple[TensorMapping, ...] = (
     Rename("embed.weight", "model.embed_tokens.weight"),
     Rename("norm.weight", "model.norm.weight"),

@@ -17,6 +17,7 @@ from ptf.model.families import (
     LAYER,
     MLP,
     OUTER,
+    WRAPPER_ALIASES,
     Family,
     alternating,
     common,
@@ -144,12 +145,7 @@ FAMILIES = {
         config=multimodal_config,
         small=random_multimodal_config,
         prefix="language_model.",
-        aliases={
-            "model.language_model.": "language_model.model.",
-            "model.vision_tower.": "vision_tower.",
-            "model.multi_modal_projector.": "multi_modal_projector.",
-            "lm_head.": "language_model.lm_head.",
-        },
+        aliases=WRAPPER_ALIASES,
         carried=("vision_tower.", "multi_modal_projector."),
     ),
 }

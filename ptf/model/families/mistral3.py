@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, ministral3, mistral, raise_if_unsupported
+from ptf.model.families import DENSE, WRAPPER_ALIASES, Family, ministral3, mistral, raise_if_unsupported
 
 TEXT = {"mistral": mistral, "ministral3": ministral3}
 
@@ -49,12 +49,7 @@ FAMILIES = {
         DENSE,
         random_config,
         prefix="language_model.",
-        aliases={
-            "model.language_model.": "language_model.model.",
-            "model.vision_tower.": "vision_tower.",
-            "model.multi_modal_projector.": "multi_modal_projector.",
-            "lm_head.": "language_model.lm_head.",
-        },
+        aliases=WRAPPER_ALIASES,
         carried=("vision_tower.", "multi_modal_projector."),
     )
 }

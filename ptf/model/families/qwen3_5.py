@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import ConcatenateExperts, Rename, Stack, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE, Rope
 from ptf.model.families import DENSE, LAYER, Family, common, inside, raise_if_unsupported, rope, small
 from ptf.model.families.qwen2_moe import SHARED
@@ -203,8 +203,10 @@ MOE_MAPPINGS = (
 STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
     *MAPPINGS,
     *SHARED,
-    ConcatenateExperts(
-        ("layers.{i}.moe.experts.gate_proj", "layers.{i}.moe.experts.up_proj"), f"{LAYER}mlp.experts.gate_up_proj"
+    Concatenate(
+        ("layers.{i}.moe.experts.gate_proj", "layers.{i}.moe.experts.up_proj"),
+        f"{LAYER}mlp.experts.gate_up_proj",
+        dim=1,
     ),
     Rename("layers.{i}.moe.experts.down_proj", f"{LAYER}mlp.experts.down_proj"),
 )

@@ -135,12 +135,13 @@ def _mlp(inner: str, shape: tuple[int, ...], c: Mapping[str, Any]) -> tuple[str,
     width = c.get("hidden_size")
     if len(shape) == 3 and shape[0] == experts and width in shape[1:]:  # the experts' tensors, stacked
         if shape[2] == width and not shape[1] % 2 and not re.search("down|output", inner):
-            return "ConcatenateExperts", (f"{moe}experts.gate_proj", f"{moe}experts.up_proj")
+            return STACKED_CONCATENATE, (f"{moe}experts.gate_proj", f"{moe}experts.up_proj")
         if shape[1] == width and re.search("down|output", inner):
             return "Rename", (f"{moe}experts.down_proj",)
     return None
 
 
+STACKED_CONCATENATE = "Concatenate in each expert"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -167,8 +168,9 @@ def mapping_lines(plan: TensorPlan, optional: Mapping[str, str]) -> tuple[list[s
     rest += [("Rename", (o,), t) for t, o in optional.items() if o not in covered and o not in all_ours]
     for kind, ours, theirs in rest:
         names = f'"{ours[0]}"' if len(ours) == 1 else "(" + ", ".join(f'"{n}"' for n in ours) + ")"
+        kind, more = ("Concatenate", ", dim=1") if kind == STACKED_CONCATENATE else (kind, "")
         used.add(kind)
-        lines.append(f"{kind}({names}, {_theirs(theirs, used)}),")
+        lines.append(f"{kind}({names}, {_theirs(theirs, used)}{more}),")
     return lines, used
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ptf.model.attention import Attend, Attention, PackedDelta, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
+from ptf.model.delta_rule import windows
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.rl.engines.delta_cache import DeltaCache
 
@@ -31,14 +32,20 @@ class CachedAttend:
 
 
 def filling(
-    cache: DeltaCache, segments: Tensor, positions: Tensor, rows: Tensor
+    cache: DeltaCache, segments: Tensor, positions: Tensor, slots: Tensor | None = None
 ) -> Callable[[GatedDeltaNet, Tensor, Tensor, Tensor], Tensor]:
-    """Return linear attention over contexts, which leaves what comes after context i in row `rows[i]` of the cache."""
-    packed = functools.cache(lambda: PackedDelta(segments, positions))
+    """Return linear attention over contexts, which leaves what comes after context i in row `slots[i]` of the cache, by
+    default row i."""
+
+    @functools.cache
+    def packed() -> tuple[PackedDelta, Tensor]:
+        contexts = segments[segments >= 0].unique()
+        return PackedDelta(segments, positions), contexts if slots is None else slots[contexts]
 
     def delta(layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        out, windows, states = packed()(layer, qkv, decay, beta)
-        cache.put(layer, rows, windows, states)
+        rule, rows = packed()
+        out, states = rule(layer, qkv, decay, beta)
+        cache.put(layer, rows, windows(qkv, rule.chunks, layer.conv.weight.shape[-1]), states)
         return out
 
     return delta
@@ -77,7 +84,7 @@ class Cache:
                 stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
-        return CachedAttend(attend, filling(self.delta, segments, positions, row.unique()))
+        return CachedAttend(attend, filling(self.delta, segments, positions))
 
     def map_contexts(self, which: Tensor) -> None:
         """Begin n responses to the contexts with these indices, [n]."""

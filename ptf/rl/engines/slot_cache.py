@@ -56,8 +56,7 @@ class SlotCache:
                 stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
             return inside(layer, q, k, v)
 
-        here = segments.reshape(-1)[segments.reshape(-1) >= 0].unique()
-        return CachedAttend(attend, filling(self.delta, segments, positions, slots[here]))
+        return CachedAttend(attend, filling(self.delta, segments, positions, slots))
 
     def copy(self, source: int, target: int) -> None:
         """Copy the tokens of a slot to another one."""
