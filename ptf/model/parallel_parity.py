@@ -6,7 +6,9 @@ that the sharding plan treats wrongly shows as a gradient or as logits, with the
 """
 
 import copy
+import faulthandler
 import logging
+import multiprocessing
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -86,7 +88,11 @@ def verify_parallel(
                 stepped = _step(after, family, _groups(mesh), member)
                 members.append((member, name, stepped, verify.corrected(after)))
         jobs = [(str(member), name, stepped.rate, stepped.balance) for member, name, stepped, _ in members]
-        mp.start_processes(partial(_rank, jobs=jobs, plan=dict(plan), base=base), nprocs=RANKS, start_method="spawn")
+        # Forked from a server that has imported torch, and ended without tearing the interpreter down: gloo's threads
+        # may still hold tensors then, which has ended a process with SIGABRT.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        rank = partial(_rank, jobs=jobs, plan=dict(plan), base=base)
+        mp.start_processes(rank, nprocs=RANKS, start_method="forkserver")
         for number, (member, name, stepped, after) in enumerate(members):
             found = _found(base, number)
             cases.append(
@@ -157,6 +163,7 @@ def _rank(
     rank: int, jobs: Sequence[tuple[str, str, float, float]], plan: Mapping[str, ParallelStyle], base: str
 ) -> None:
     """Compute every job as one of the ranks, and write what was found."""
+    faulthandler.enable()  # a rank that dies says where
     torch.set_num_threads(1)
     # it logs hints about microseconds at an export
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
