@@ -7,10 +7,17 @@ continued, it is played again from its start with these responses. One that has 
 from collections.abc import Mapping
 from typing import Any
 
-from ptf.data.trajectory import Generation, Prompt
+from ptf.data.trajectory import Prompt
 from ptf.rl.in_flight import InFlight
 from ptf.rl.in_flight_group import InFlightGroup, Member
-from ptf.rl.trajectory_state import generation_state, restored_trajectory, trajectory_state
+from ptf.rl.trajectory_state import (
+    generations_state,
+    restored_generations,
+    restored_trajectory,
+    shared_length,
+    trajectory_state,
+    whole_context,
+)
 
 
 def state_of(flight: InFlight) -> dict[str, Any]:
@@ -55,8 +62,11 @@ def _restored_group(state: Mapping[str, Any]) -> InFlightGroup:
 def _member(member: Member) -> dict[str, Any]:
     if member.trajectory is not None:
         return {"ended": trajectory_state(member.trajectory), "due": member.due, "counts": member.end_counts}
-    responses = [generation_state(generation) for generation in member.responses]
-    return {"responses": responses, "started": member.begun, "due": member.due}
+    started, last = dict[str, Any](member.begun), member.responses[-1] if member.responses else None
+    if started:
+        started["shared"] = shared_length(started["context"], last)
+        started["context"] = started["context"][started["shared"] :]
+    return {"responses": generations_state(member.responses), "started": started, "due": member.due}
 
 
 def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
@@ -65,5 +75,8 @@ def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
             trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], end_counts=state["counts"]
         )
     stored = state["responses"] if "responses" in state else state["heard"]  # the second: of earlier versions
-    responses = [Generation(**generation) for generation in stored]
-    return Member(responses=responses, started=dict(state["started"]), due=state["due"])
+    responses, started = list(restored_generations(stored)), dict(state["started"])
+    if started:
+        last = responses[-1] if responses else None
+        started["context"] = whole_context(started["context"], started.pop("shared", 0), last)
+    return Member(responses=responses, started=started, due=state["due"])

@@ -1,6 +1,7 @@
 """Trajectories as values of a checkpoint (dicts, lists, numbers, texts and arrays), and as JSON."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,15 +9,55 @@ import numpy as np
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 
 
-def generation_state(generation: Generation) -> dict[str, Any]:
-    """Return a generation as values."""
-    return {
-        "context": generation.context,
-        "sampled_ids": generation.sampled_ids,
-        "logprobs": generation.logprobs,
-        "versions": generation.versions,
-        "finished": generation.finished,
-    }
+def shared_length(context: np.ndarray, before: Generation | None) -> int:
+    """Return how many ids a context [c] shares with the start of what the generation before it has: its context, and
+    what was sampled."""
+    if before is None:
+        return 0
+    earlier = np.concatenate([before.context, before.sampled_ids])[: len(context)]
+    different = np.flatnonzero(earlier != context[: len(earlier)])
+    return int(different[0]) if len(different) else len(earlier)
+
+
+def whole_context(rest: np.ndarray, shared: int, before: Generation | None) -> np.ndarray:
+    """Return a context of which `shared` ids are those that the generation before it begins with, and then `rest`."""
+    if not shared:
+        return rest
+    assert before is not None
+    return np.concatenate([np.concatenate([before.context, before.sampled_ids])[:shared], rest])
+
+
+def generations_state(generations: Sequence[Generation]) -> list[dict[str, Any]]:
+    """Return the generations of an episode as values.
+
+    A context is stored from where it leaves the generation before it: with all contexts whole, an episode of many turns
+    would take bytes that grow with their square.
+    """
+    states = list[dict[str, Any]]()
+    for before, one in itertools.pairwise([None, *generations]):
+        assert one is not None
+        shared = shared_length(one.context, before)
+        states.append(
+            {
+                "shared": shared,
+                "context": one.context[shared:],
+                "sampled_ids": one.sampled_ids,
+                "logprobs": one.logprobs,
+                "versions": one.versions,
+                "finished": one.finished,
+            }
+        )
+    return states
+
+
+def restored_generations(states: Sequence[Mapping[str, Any]]) -> tuple[Generation, ...]:
+    """Return the generations that `generations_state` was given; states of earlier versions have whole contexts."""
+    restored = list[Generation]()
+    for state in states:
+        fields, before = dict(state), restored[-1] if restored else None
+        context = whole_context(fields.pop("context"), fields.pop("shared", 0), before)
+        restored.append(Generation(context=context, **fields))
+    return tuple(restored)
 
 
 def trajectory_state(t: Trajectory) -> dict[str, Any]:
@@ -27,7 +68,7 @@ def trajectory_state(t: Trajectory) -> dict[str, Any]:
     elif isinstance(t.outcome, NoResult):
         outcome = ("no_result", t.outcome.reason)
     return {
-        "generations": [generation_state(generation) for generation in t.generations],
+        "generations": generations_state(t.generations),
         "text": t.text,
         "outcome": outcome,
         "token_columns": dict(t.token_columns),
@@ -42,7 +83,7 @@ def restored_trajectory(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     outcome = state["outcome"]
     return Trajectory(
         prompt,
-        tuple(Generation(**generation) for generation in state["generations"]),
+        restored_generations(state["generations"]),
         state["text"],
         outcome and (Reward(outcome[1]) if outcome[0] == "reward" else NoResult(outcome[1])),
         state["token_columns"],
