@@ -111,6 +111,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"attention_bias": False},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    "exaone4": {
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
     "gpt_oss": {"rms_norm_eps": 1e-5, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True},
 }
 

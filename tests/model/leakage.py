@@ -80,6 +80,7 @@ class Mixer:
 # was 1.4e-6, and every fault is above.
 EXPERTS: dict[str, Any] = {"bound": 5e-6, "dtype": torch.float32}
 NORMS = 1e-6  # transformers normalises in fp32, whatever it is given
+EXAONE = (("sliding_window", 5), ("sliding_window_pattern", 2), ("layer_types", None))
 MIXERS = [
     Mixer("softmax", "llama", PerDocument),
     Mixer("softmax, queries and keys normalised", "qwen3", PerDocument),
@@ -99,6 +100,7 @@ MIXERS = [
     Mixer("queries and keys normalised over all heads", "olmo2", PerDocument),
     Mixer("sliding windows and whole, frequencies of each", "olmo3", PerDocument),
     Mixer("some layers without positions", "smollm3", PerDocument, settings=(("no_rope_layer_interval", 2),)),
+    Mixer("sliding windows, whole without positions", "exaone4", PerDocument, settings=EXAONE),
     Mixer("softmax, factors", "granite", PerDocument),
     Mixer("softmax, partly rotated", "phi3", PerDocument),
     Mixer("softmax, an output bias of its own", "seed_oss", PerDocument),

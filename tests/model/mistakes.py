@@ -241,6 +241,11 @@ def _positions_moved(c: DecoderConfig) -> DecoderConfig:
     return replace(c, layers=tuple(replace(kind, rope=c.layers[i - 1].rope) for i, kind in enumerate(c.layers)))
 
 
+def _whole_without_positions(i: int, kind: Layer) -> Layer:
+    """Every layer without a window is one without positions."""
+    return kind if kind.window else replace(kind, rope=replace(kind.rope, partial=0.0))
+
+
 def _frequencies_of_the_head(positions: torch.Tensor, dim: int, of: Rope) -> Any:
     """The frequencies of the whole head, of which the first ones are taken."""
     cos, sin = rope.rotary(positions, dim, replace(of, partial=1.0))
@@ -514,6 +519,18 @@ MISTAKES = (
     Mistake("the text model of Mistral always", "mistral3", ropes(lambda r: replace(r, query_growth=0.0))),
     Mistake("tied head taken for untied", "mistral3", mapped(lambda c: replace(c, tied=not c.tied))),
     Mistake("window ignored", "mistral3", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("positions in every layer", "exaone4", ropes(lambda r: replace(r, partial=1.0))),
+    Mistake("no positions in whole layers, though no layer has a window", "exaone4", layers(_whole_without_positions)),
+    Mistake("layers without positions one later", "exaone4", mapped(_positions_moved)),
+    Mistake("windows one layer later", "exaone4", mapped(_windows_moved)),
+    Mistake("window one short", "exaone4", _shift_window(-1)),
+    Mistake("window ignored", "exaone4", layers(lambda i, kind: replace(kind, window=None))),
+    Mistake("norms before attention and MLP", "exaone4", patch=(decoder.Block, "forward", _norms_before)),
+    Mistake("norms of a block swapped", "exaone4", swapped("attn_post_norm", "mlp_post_norm")),
+    Mistake("no norm of queries and keys", "exaone4", model=each("attn", _identity_norms)),
+    Mistake("queries and keys normalised after the rotation", "exaone4", model=each("attn", _norm_last)),
+    Mistake("norms of queries and keys swapped", "exaone4", swapped("q_norm", "k_norm")),
+    Mistake("head size from the width", "exaone4", mapped(lambda c: replace(c, head_dim=c.dim // c.heads))),
     Mistake("attention not soft-capped", "gemma2", fields(attention_softcap=None)),
     Mistake("logits not soft-capped", "gemma2", fields(softcap=None)),
     Mistake("soft-caps of attention and logits swapped", "gemma2", mapped(_caps_swapped)),

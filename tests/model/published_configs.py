@@ -33,6 +33,14 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+EXAONE = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000, "max_position_embeddings": 131_072}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 PUBLISHED: dict[str, tuple[Config, float]] = {
     "OLMo-2-1124-7B": (
         {"model_type": "olmo2", **sizes(100_352, 4096, 11_008, 32, 32, 32, rope_theta=500_000, rms_norm_eps=1e-6)},
@@ -76,6 +84,30 @@ PUBLISHED: dict[str, tuple[Config, float]] = {
             },
         },
         23.57,
+    ),
+    "EXAONE-4.0-1.2B": (
+        {
+            "model_type": "exaone4",
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 30,
+            "rope_scaling": LLAMA3,
+            **EXAONE,
+            **sizes(102_400, 2048, 4096, 30, 32, 8, head_dim=64, tie_word_embeddings=True),
+        },
+        1.28,
+    ),
+    "EXAONE-4.0-32B": (
+        {
+            "model_type": "exaone4",
+            "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG",
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+            "rope_scaling": LLAMA3,
+            **EXAONE,
+            **sizes(102_400, 5120, 27_392, 64, 40, 8, head_dim=128, tie_word_embeddings=False),
+        },
+        32.0,
     ),
     "gemma-2-2b": ({"model_type": "gemma2", **sizes(256_000, 2304, 9216, 26, 8, 4, head_dim=256)}, 2.61),
 }

@@ -36,6 +36,13 @@ def test_every_fourth_layer_of_smollm3_has_no_positions() -> None:
     assert [kind.rope.partial for kind in mapped("SmolLM3-3B").layers[:5]] == [1.0, 1.0, 1.0, 0.0, 1.0]
 
 
+def test_exaone_has_positions_where_there_are_windows_or_none_is_set() -> None:
+    large, small = mapped("EXAONE-4.0-32B").layers, mapped("EXAONE-4.0-1.2B").layers
+    assert [(kind.window, kind.rope.partial) for kind in large[2:5]] == [(4096, 1.0), (None, 0.0), (4096, 1.0)]
+    assert {(kind.window, kind.rope.partial) for kind in small} == {(None, 1.0)}
+    assert {kind.rope.kind for kind in (*large, *small)} == {"llama3"}
+
+
 def test_mistral_small_has_a_head_of_its_own_though_its_config_does_not_say_so() -> None:
     assert not mapped("Mistral-Small-3.1-24B").tied
 
@@ -53,6 +60,9 @@ LONGROPE = {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48}
         (PUBLISHED["OLMo-2-1124-7B"][0] | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         (PUBLISHED["gemma-2-2b"][0] | {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
         (PUBLISHED["Mistral-Small-3.1-24B"][0] | {"text_config": {"model_type": "qwen2"}}, "model_type: qwen2"),
+        (PUBLISHED["EXAONE-4.0-32B"][0] | {"layer_types": None}, "sliding_window_pattern: 'LLLG' without layer_types"),
+        (PUBLISHED["EXAONE-4.0-32B"][0] | {"sliding_window": None}, "sliding_window: null without layer_types"),
+        (PUBLISHED["EXAONE-4.0-32B"][0] | {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
         ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported"),
     ],
 )

@@ -40,6 +40,7 @@ MODULES = {  # model_type → the file of its family
     "seed_oss": "seed_oss",
     "ministral3": "ministral3",
     "mistral3": "mistral3",
+    "exaone4": "exaone4",
 }
 
 

@@ -1,0 +1,88 @@
+"""EXAONE 4.0 (`Exaone4ForCausalLM`): the norms of OLMo 2, after attention and MLP, and those of Qwen3, of the queries
+and keys of each head. Three of four layers have a sliding window (32B), and those without one have no positions (NoPE);
+where no window is set at all (1.2B), every layer has them."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.config import DecoderConfig
+from ptf.model.families import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    OUTER,
+    Family,
+    alternating,
+    common,
+    raise_if_unsupported,
+    random_types,
+    rope,
+    small,
+)
+
+MAPPINGS: tuple[TensorMapping, ...] = (
+    *OUTER,
+    *ATTENTION,
+    *MLP,
+    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+)
+DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+
+
+def config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {**DEFAULTS, **c}
+    window, pattern, types = c["sliding_window"], c["sliding_window_pattern"], c.get("layer_types")
+    counted = isinstance(pattern, int) and pattern > 0
+    raise_if_unsupported(
+        "exaone4",
+        {
+            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
+            "attention_dropout": c.get("attention_dropout"),
+            # the reference fails with these too; published models with "LLLG" or without a window list their layers
+            "sliding_window_pattern": types is None and not counted and f"{pattern!r} without layer_types",
+            "sliding_window": window is None
+            and (types is None or "sliding_attention" in types)
+            and "null without layer_types that are all full_attention",
+        },
+    )
+    if types is None:
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])]
+    table = rope(c)
+    whole = table if window is None else replace(table, partial=0.0)
+    return DecoderConfig(
+        **common(c),
+        tied=c.get("tie_word_embeddings", False),
+        layers=alternating(c, types, {"full_attention": whole, "sliding_attention": table}),
+        qk_norm=True,
+        pre_norm=False,
+        sandwich=True,
+    )
+
+
+def random_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    c = small(
+        r, "exaone4", sliding_window=r.choice([3, 8, 20, None]), sliding_window_pattern=r.choice([2, 3, 4, "LLLG"])
+    )
+    if r.random() < 0.3:  # the reference then divides the width by the heads
+        del c["head_dim"]
+    count = c["num_hidden_layers"]
+    if c["sliding_window"] is None:
+        return c | {"layer_types": ["full_attention"] * count}
+    if c["sliding_window_pattern"] == "LLLG":
+        return c | {"layer_types": [r.choice(["full_attention", "sliding_attention"]) for _ in range(count)]}
+    return c | random_types(r, count)
+
+
+FAMILIES = {"exaone4": Family("exaone4", config, MAPPINGS, random_config)}
