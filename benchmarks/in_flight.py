@@ -120,7 +120,7 @@ def measured(
             start, waited, found, busy, places = now, 0.0, [], engine.busy, engine.places
         began = now
         engine.version, engine.seconds = step, 0.0
-        groups = flight.batch(step, lambda: next(prompts))
+        groups = flight.take_groups(step, lambda: next(prompts))
         now += engine.seconds
         taken = now
         found += ages(groups, step)

@@ -123,7 +123,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def small_config(model_type: str, number: int = 0) -> dict[str, Any]:
     """Return the config.json of a small member in sizes that vLLM's kernels accept."""
-    drawn = family_of({"model_type": model_type}).small(random.Random(f"vllm/{model_type}/{number}"))
+    drawn = family_of({"model_type": model_type}).random_config(random.Random(f"vllm/{model_type}/{number}"))
 
     def sized(config: dict[str, Any]) -> dict[str, Any]:
         return {key: SIZES.get(key, value) if value is not None else value for key, value in config.items()}
@@ -140,9 +140,9 @@ def small_config(model_type: str, number: int = 0) -> dict[str, Any]:
 def written(model_type: str, seed: int, dtype: torch.dtype, directory: Path) -> Path:
     """Write a checkpoint of the family's small member with random weights, in this dtype."""
     model = random_reference(small_config(model_type), seed)
-    wide = family_of({"model_type": model_type}).wide
+    fp32_suffixes = family_of({"model_type": model_type}).fp32_suffixes
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not name.endswith(("inv_freq", *wide)):
+        if tensor.is_floating_point() and not name.endswith(("inv_freq", *fp32_suffixes)):
             tensor.data = tensor.data.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory)

@@ -1,10 +1,11 @@
 """The gate: the comparison of a trained model with the model that training started from.
 
-Both models are measured on the same held-out rows, and their values are compared row by row. The trained model is worse
-if the whole 95 % interval of the mean difference is on the wrong side of the limit, which is zero or, with
-`publish.metric`, `publish.max_regression`; a difference whose interval contains the limit does not prevent publishing.
-The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
-without an interval, and with the same limit.
+Both models are measured on the same held-out rows, and their values are compared row by row: an improvement is positive
+if the trained model is better. The trained model is refused if the whole 95 % interval of the mean improvement is below
+the limit, which is zero or, for `publish.metric`, −`publish.max_regression`; an interval that contains the limit does
+not prevent publishing. The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
+without an interval, and with the same limit. (`publish.max_regression` is in the unit of `publish.metric`, so the
+limit of default metrics is zero.)
 """
 
 import json
@@ -53,15 +54,20 @@ class Comparison:
         """Return whether the upper end of the interval of the improvement is below `-allowed`."""
         return self.high < -allowed
 
-    @property
-    def describe(self) -> str:
-        """Text of the comparison: both values, the interval and the verdict."""
+    def describe(self, allowed: float = 0.0) -> str:
+        """Return both values, the interval and the verdict, where a regression of `allowed` does not prevent
+        publishing."""
         change = f"{self.metric} {self.start:.4g} of the starting model, {self.now:.4g} of the trained one"
         if not self.rows:
             return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):
             return f"{change}; {self.rows} held-out items are too few for an interval"
-        verdict = "worse" if self.is_worse() else "better" if self.low > 0 else "no significant difference"
+        if self.is_worse(allowed):
+            verdict = "worse"
+        elif self.is_worse():
+            verdict = "worse, within publish.max_regression"
+        else:
+            verdict = "better" if self.low > 0 else "no significant difference"
         interval = f"{self.low:+.3g} to {self.high:+.3g}"
         return f"{change}; improvement {interval} (95 % interval over {self.rows} held-out items): {verdict}"
 
@@ -216,16 +222,23 @@ def describe(job: Job, compared: Sequence[Comparison]) -> str:
             else "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
         )
         return f"not compared with what training started from: {why}"
-    return "; ".join(one.describe for one in compared)
+    return "; ".join(one.describe(_allowed(job, one)) for one in compared)
+
+
+def _allowed(job: Job, one: Comparison) -> float:
+    """Return the regression of a metric that does not prevent publishing: `publish.max_regression` is in the unit of
+    `publish.metric`, and does not apply to the metrics that are compared in its place."""
+    return job.publish.max_regression if one.metric == job.publish.metric else 0.0
 
 
 def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
-    allowed = job.publish.max_regression if job.publish.metric else 0.0
-    if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(allowed)]):
+    if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(_allowed(job, one))]):
+        allowed = max(_allowed(job, one) for one in worse)
         limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
+        said = "; ".join(one.describe(_allowed(job, one)) for one in worse)
         raise Worse(
-            f"not published: worse than what training started from: {'; '.join(one.describe for one in worse)}{limit}. "
+            f"not published: worse than what training started from: {said}{limit}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )

@@ -13,8 +13,9 @@ from safetensors import safe_open
 
 from ptf import scratch
 from ptf.compute.tracking import is_clock, read_metrics
+from ptf.config.renames import current_metrics
 from ptf.errors import UserError
-from ptf.rl.flight_ledger import NAME
+from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
 
@@ -32,7 +33,7 @@ def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     directory = run.directory.resolve().parent / name
     if directory == run.directory.resolve():
         raise UserError(f"--run-name {name}: a run cannot be replayed into its own directory")
-    ledger, copy = run.directory / NAME, directory / NAME
+    ledger, copy = run.directory / LEDGER_FILE, directory / LEDGER_FILE
     decided = ledger.read_bytes() if ledger.exists() else b""
     begun_already = (directory / JOB).exists()
     if begun_already and not (copy.read_bytes() if copy.exists() else b"").startswith(decided):
@@ -81,7 +82,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _first_different_step(one: Path, other: Path) -> int | None:
     """Return the first step whose metrics differ, those apart that measure time or memory, or count retries; None if
     none does."""
-    rows, others = read_metrics(one), read_metrics(other)
+    rows, others = ([current_metrics(row) for row in read_metrics(path)] for path in (one, other))
     for a, b in zip(rows, others, strict=False):
         names = {name for name in a.keys() | b.keys() if not is_clock(name)} - {RETRIES}
         if any(repr(a.get(name)) != repr(b.get(name)) for name in names):

@@ -60,7 +60,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 
 
 def has_new_data(job: Job, artifact: Artifact) -> bool:
-    """Return whether there are data that neither the published version nor a training from it has used. Print which."""
+    """Return whether there are data that neither the published version nor a training from it has used. Print the
+    sources that changed, and why they count as used."""
     from ptf import published_versions
 
     manifest = published_versions.manifest(job.versions)
@@ -75,16 +76,17 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
         print(f"retrain: nothing new since {manifest['version']}", flush=True)
         return False
     last = _last(job)
+    changed = sorted(name for name in {*then, *artifact.data} if then.get(name) != artifact.data.get(name))
+    since = f"retrain: {', '.join(changed)} changed since {manifest['version']}"
     # that training was not better, or its version was published and then withdrawn
     if _inputs(job, artifact, manifest["version"]).items() <= last.items():
         print(
-            f"retrain: nothing new since {last['lineage']}, which {last['how']} (remove {job.versions}/{LAST} to do "
-            "it again)",
+            f"{since}, but {last['lineage']} has trained on these data already, and {last['how']} (remove "
+            f"{job.versions}/{LAST} to train on them again)",
             flush=True,
         )
         return False
-    changed = sorted(name for name in {*then, *artifact.data} if then.get(name) != artifact.data.get(name))
-    print(f"retrain: {', '.join(changed)} changed since {manifest['version']}", flush=True)
+    print(since, flush=True)
     return True
 
 

@@ -283,6 +283,25 @@ def test_the_refusal_names_the_limit(tmp_path: Path) -> None:
     gate.raise_if_worse(loads(yaml.safe_dump(raw | {"publish": named | {"max_regression": 0.3}})), [worse])
 
 
+def test_max_regression_is_in_the_unit_of_the_named_metric_alone(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Default metrics, which stand in for one that was not measured on the starting model, may not be worse."""
+    metrics = answers(tmp_path, [1] * 41 + [0] * 471, [1] * 9 + [0] * 503)
+    named = {"metric": "kl/dev", "metric_direction": "min", "max_regression": 0.5}
+    job = loads(yaml.safe_dump(raw | {"publish": named}))
+    compared = gate.comparisons(job, tmp_path, metrics | {"kl/dev": 1.0})
+    assert [one.metric for one in compared] == ["greedy_reward/test", "greedy_pass_rate/test"]
+    with pytest.raises(Worse, match=r"held-out items\): worse\. publish\.gate: off"):
+        gate.raise_if_worse(job, compared)
+
+
+def test_the_verdict_says_what_is_within_the_allowed_regression(raw: dict[str, Any], tmp_path: Path) -> None:
+    metrics = answers(tmp_path, [1] * 41 + [0] * 471, [1] * 9 + [0] * 503)
+    for allowed, verdict in ((0.5, "worse, within publish.max_regression"), (0.0, "worse")):
+        publish_section = {"metric": "greedy_pass_rate/test", "max_regression": allowed}
+        job = loads(yaml.safe_dump(raw | {"publish": publish_section}))
+        assert gate.describe(job, gate.comparisons(job, tmp_path, metrics)).endswith(f"held-out items): {verdict}")
+
+
 def test_a_metric_of_all_rows_together_is_compared_without_an_interval():
     metrics = {"starting_model/auc": 0.5, "auc": 0.75}
     up, down = (gate._compared("auc", more, None, metrics) for more in (True, False))

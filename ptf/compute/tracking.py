@@ -16,7 +16,7 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 
-CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time", "update_slices_balanced")
+CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time", "update_slices_suggested")
 
 
 def is_clock(name: str) -> bool:

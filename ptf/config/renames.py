@@ -151,6 +151,8 @@ ARGUMENTS = {
 }
 # metrics of responses: old name → new name
 METRICS = {"pass@1": "greedy_pass_rate", "reward": "greedy_reward", "no_result": "no_result_share"}
+# metrics of a step, in metrics.jsonl: old name → new name
+STEP_METRICS = {"tis_capped_share": "tis_beyond_share", "update_slices_balanced": "update_slices_suggested"}
 # dotted key → patterns of its old values, and their replacements, which are applied in this order. A metric of
 # responses or of rankings was NAME/METRIC; what may be a metric of a source that is called `reward` or `no_result` is
 # left alone.
@@ -282,6 +284,11 @@ def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
         "reward": outcome if scored else None,
         "no_result": None if scored else outcome,
     }
+
+
+def current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of metrics.jsonl with the names of today."""
+    return {STEP_METRICS.get(name, name): value for name, value in row.items()}
 
 
 def responses_of(run: Path) -> Path:

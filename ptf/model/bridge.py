@@ -461,7 +461,7 @@ def save_hf(
     this function; the one that `writes` does. The directory appears only when it is complete.
     """
     dtype, hf = export_dtype(source), read_config(source)
-    wide = family_of(hf).wide if hf["model_type"] in MODULES else ()  # or hf_backend.py
+    fp32_suffixes = family_of(hf).fp32_suffixes if hf["model_type"] in MODULES else ()  # or hf_backend.py
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
     if writes:
@@ -470,7 +470,7 @@ def save_hf(
     size = total = 0
     numbers: dict[str, int] = {}
     own: dict[str, dict[str, Tensor]] = {}
-    trained = ((name, t, torch.float32 if name.endswith(wide) else dtype) for name, t in tensors)
+    trained = ((name, t, torch.float32 if name.endswith(fp32_suffixes) else dtype) for name, t in tensors)
     kept = _carried_tensors(source) if carried is None else carried
     for name, tensor, stored in itertools.chain(trained, kept if writes else ()):
         if not writes:

@@ -111,7 +111,7 @@ class DecoderConfig:
     attention_softcap: float | None = None  # scores become softcap · tanh(scores / softcap) (Gemma 2)
     activation: Activation = "silu"
     pre_norm: bool = True  # a norm before attention and before the MLP
-    sandwich: bool = False  # a norm after attention and after the MLP, too
+    post_norm: bool = False  # a norm after attention and after the MLP
     norm_offset: bool = False  # norms scale by 1 + weight
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream (Granite)

@@ -37,12 +37,12 @@ class Block(nn.Module):
         self.attn_norm = norm() if c.pre_norm else nn.Identity()
         kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
         self.attn = factory.component(f"{path}.attn", kind, c, layer, factory, f"{path}.attn")
-        self.attn_post_norm = norm() if c.sandwich else nn.Identity()
+        self.attn_post_norm = norm() if c.post_norm else nn.Identity()
         self.mlp_norm = norm() if c.pre_norm else nn.Identity()
         moe = c.layers[layer].moe
         self.mlp = None if moe else factory.component(f"{path}.mlp", MLP, c, factory, f"{path}.mlp")
         self.moe = factory.component(f"{path}.moe", MixtureOfExperts, c, factory, f"{path}.moe") if moe else None
-        self.mlp_post_norm = norm() if c.sandwich else nn.Identity()
+        self.mlp_post_norm = norm() if c.post_norm else nn.Identity()
 
     def forward(self, x: Tensor, rope: Table, attend: Attend, real: Tensor) -> Tensor:
         """Return the output of the layer [B, T, D].

@@ -105,7 +105,7 @@ def divisible(model_type: str, key: str) -> dict[str, Any]:
     """Return a random config.json of a family that two ranks divide."""
     family = family_of({"model_type": model_type})
     for attempt in range(1000):
-        config = family.small(random.Random(f"parallel/{model_type}/{key}/{attempt}"))
+        config = family.random_config(random.Random(f"parallel/{model_type}/{key}/{attempt}"))
         try:
             raise_if_indivisible(family.config(config), RANKS)
         except UserError:

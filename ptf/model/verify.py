@@ -97,7 +97,7 @@ def verify(
         return report
     family = family_of({"model_type": family_or_directory})
     for number in range(configs):
-        config = family.small(random.Random(f"{family_or_directory}/{seed}/{number}"))
+        config = family.random_config(random.Random(f"{family_or_directory}/{seed}/{number}"))
         with tempfile.TemporaryDirectory() as directory:
             model = random_reference(config, seed * 1000 + number)
             model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""The rollouts of several steps as the controller uses them: a batch for each step, and slices beside its update."""
+"""The rollouts of several steps as the controller uses them: the groups of each step, and slices beside its update."""
 
 import contextlib
 import itertools
@@ -20,14 +20,14 @@ from ptf.errors import UserError, full_text
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
-from ptf.rl.flight_ledger import NAME, FlightLedger
+from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
 from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import Ask, FlightSettings, InFlight, ages
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.sampler import seed_of
 
-SCORED = 8  # responses in flight whose log-probs engine and trainer compare after a sync
+NUM_COMPARED_RESPONSES = 8  # responses in flight whose log-probs engine and trainer compare after a sync
 
 
 class AsynchronousRollouts:
@@ -65,7 +65,7 @@ class AsynchronousRollouts:
         """
         self.version = version
         with self.cluster.phase(self.rollout, "rollout"):
-            taken = self.flight.batch(version, self.prompts)
+            taken = self.flight.take_groups(version, self.prompts)
             if not self.has_update_slices:
                 self.rollout.call("expect_weights")
         self.ages = ages(taken, version)
@@ -94,17 +94,20 @@ class AsynchronousRollouts:
             "seconds/weights_wait": max(0.0, ended - done),
         }
         if seconds := self.flight.slice_seconds:
-            self.waits["update_slices_balanced"] = (done - began) / seconds
+            self.waits["update_slices_suggested"] = (done - began) / seconds
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step that has ended."""
         return {"staleness_max": float(max(self.ages)), **self.flight.take_metrics(), **self.waits}
 
     def responses(self) -> list[np.ndarray]:
-        """Return the tokens [T] of responses in flight, with their contexts: of the oldest `SCORED` that have begun."""
+        """Return the tokens [T] of responses in flight, with their contexts: of the oldest that have begun, at most
+        `NUM_COMPARED_RESPONSES`."""
         parts = (member.begun for group in self.flight.groups for member in group.members)
         begun = (part for part in parts if part and len(part["ids"]))
-        return [np.concatenate([part["context"], part["ids"]]) for part in itertools.islice(begun, SCORED)]
+        return [
+            np.concatenate([part["context"], part["ids"]]) for part in itertools.islice(begun, NUM_COMPARED_RESPONSES)
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return the state of the rollouts between two steps."""
@@ -136,7 +139,7 @@ class AsynchronousRollouts:
 
     @property
     def has_update_slices(self) -> bool:
-        """Return whether slices may run between the take of a batch and its weights."""
+        """Return whether slices may run between the taking of a step's groups and the loading of its weights."""
         settings = self.flight.settings
         return self.beside if settings.wall else settings.update_slices > 0
 
@@ -175,4 +178,6 @@ class AsynchronousRollouts:
         def serve(batches: list[list[Request]]) -> list[list[Generation]]:
             return self.rollout.call("sample_parts", batches, self.version)
 
-        return InFlight(settings, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / NAME, self.lease))
+        return InFlight(
+            settings, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / LEDGER_FILE, self.lease)
+        )

@@ -16,8 +16,8 @@ from ptf.data.trajectory import Prompt, Trajectory
 from ptf.errors import UserError
 from ptf.rl.trajectory_state import trajectory_from_json, trajectory_to_json
 
-NAME = "flight.jsonl"
-Name = tuple[int, int]  # the number of a group and of an episode in it
+LEDGER_FILE = "flight.jsonl"
+EpisodeId = tuple[int, int]  # the number of a group and of an episode in it
 
 
 class Decided(NamedTuple):
@@ -34,8 +34,8 @@ class FlightLedger:
         self.path, self.lease = path, lease
         self.updates: set[tuple[int, int]] = set()  # the slice before which an update ended, and its version
         self.slices: dict[int, dict[str, Any]] = {}
-        self.ends: dict[int, frozenset[Name]] = {}
-        self.no_results: dict[Name, dict[str, Any]] = {}
+        self.ends: dict[int, frozenset[EpisodeId]] = {}
+        self.no_results: dict[EpisodeId, dict[str, Any]] = {}
         if path is not None and path.exists():
             _end_at_a_line(path)
             for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -44,7 +44,7 @@ class FlightLedger:
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{path}: line {number} is damaged; restore the file") from error
 
-    def computed(self, slice_number: int, version: int) -> frozenset[Name] | None:
+    def computed(self, slice_number: int, version: int) -> frozenset[EpisodeId] | None:
         """Return the episodes that a slice computes; None if it is not known. Raises UserError for another version."""
         known = self.slices.get(slice_number)
         if known is None:
@@ -56,7 +56,7 @@ class FlightLedger:
             )
         return frozenset(map(tuple, known["computed"]))
 
-    def ended(self, slice_number: int) -> frozenset[Name] | None:
+    def ended(self, slice_number: int) -> frozenset[EpisodeId] | None:
         """Return the episodes that ended by the end of a slice; None if it is not known."""
         return self.ends.get(slice_number)
 
@@ -75,14 +75,16 @@ class FlightLedger:
         responses = known["responses"] if "responses" in known else known["heard"]  # the second: of earlier versions
         return Decided(responses, trajectory_from_json(known["trajectory"], prompt))
 
-    def write_computed(self, slice_number: int, version: int, beside_update: bool, names: Iterable[Name]) -> None:
+    def write_computed(
+        self, slice_number: int, version: int, beside_update: bool, episodes: Iterable[EpisodeId]
+    ) -> None:
         """Write which episodes a slice computes."""
-        line = {"slice": slice_number, "version": version, "beside_update": beside_update, "computed": list(names)}
+        line = {"slice": slice_number, "version": version, "beside_update": beside_update, "computed": list(episodes)}
         self._write(line)
 
-    def write_ended(self, slice_number: int, names: Iterable[Name]) -> None:
+    def write_ended(self, slice_number: int, episodes: Iterable[EpisodeId]) -> None:
         """Write which episodes ended by the end of a slice."""
-        self._write({"slice": slice_number, "ended": list(names)})
+        self._write({"slice": slice_number, "ended": list(episodes)})
 
     def write_update_ended(self, slice_number: int, version: int) -> None:
         """Write that no further slice ran beside the update of the weights of `version`; `slice_number` is the next."""

@@ -1,15 +1,15 @@
 """Rollouts in flight: groups whose responses are generated over several versions of the weights.
 
 Time is counted in slices. In a slice every response that is being generated gets at most `slice_tokens` further tokens,
-all under one version of the weights; between two slices, and only there, prompts are admitted, batches are taken, and
-weights change. A response that is cut at the end of a slice goes on in the next one as a request whose context is its
-context and what was sampled, with the same random numbers at an offset. With the virtual clock the tokens and their
-versions are therefore a function of the config, the seed and the weights, and not of the speed of engines,
-environments or rewards; with the wall clock they are one of these and of the ledger (ptf/rl/flight_time.py).
+all under one version of the weights; between two slices, and only there, prompts are admitted, the groups of a step
+are taken, and weights change. A response that has not ended at the end of a slice goes on in the next one as a request
+whose context is its context and what was sampled, with the same random numbers at an offset. With the virtual clock the
+tokens and their versions are therefore a function of the config, the seed and the weights, and not of the speed of
+engines, environments or rewards; with the wall clock they also depend on the ledger (ptf/rl/slice_clock.py).
 
-The bits of log-probs depend on the batch in which a response is computed. Responses are therefore dealt to `batches`
-fixed batches by the number of their group; a batch of a slice is submitted whole, in the order of (group, response),
-and repeated whole if its engine is lost.
+The bits of log-probs depend on the batch in which a response is computed. Responses are therefore dealt to
+`generation_batches` fixed batches by the number of their group; a batch of a slice is submitted whole, in the order of
+(group, response), and repeated whole if its engine is lost.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
 from ptf.rl.event_loop import EventLoop
 from ptf.rl.flight_ledger import FlightLedger
-from ptf.rl.flight_time import VirtualTime, WallTime
 from ptf.rl.in_flight_group import InFlightGroup, Member, Pending
+from ptf.rl.slice_clock import VirtualClock, WallClock
 
 T = TypeVar("T")
 Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
@@ -39,13 +39,14 @@ PlayMember = Callable[[Prompt, int, int, Ask], Coroutine[Any, Any, Trajectory]]
 class FlightSettings:
     """The settings of rollouts in flight."""
 
-    prompts: int  # groups of a batch
+    groups_per_step: int
     group_size: int
     max_staleness: int  # k: the largest age of a group, in versions, when it is trained
     slice_tokens: int
-    in_flight: int  # most groups that are admitted and not taken; between `prompts` and `prompts` · (1 + k)
-    batches: int
-    update_slices: int = 0  # slices under the old weights between the take of a batch and the weights trained on it
+    # most groups that are admitted and not taken; between `groups_per_step` and `groups_per_step` · (1 + k)
+    in_flight: int
+    generation_batches: int  # into how many batches the responses of a slice are divided
+    update_slices: int = 0  # slices under the old weights after the groups of a step were taken, while they are trained
     environment_slices: int = 0  # slices that an environment has for its answer, beside the one in which it was asked
     wall: bool = False  # slices take the requests that have arrived, and a ledger has them; the two numbers are unused
 
@@ -68,7 +69,7 @@ class InFlight:
     ) -> None:
         self.settings, self.serve, self.play, self.timeout_s = settings, serve, play, timeout_s
         self.ledger = ledger or FlightLedger(None)
-        self.time = WallTime(self.ledger) if settings.wall else VirtualTime(settings.update_slices)
+        self.clock = WallClock(self.ledger) if settings.wall else VirtualClock(settings.update_slices)
         self.groups: list[InFlightGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
@@ -105,38 +106,39 @@ class InFlight:
         """Cancel the episodes that have not ended."""
         self.loop.close()
 
-    def batch(self, step: int, prompts: Callable[[], Prompt]) -> list[InFlightGroup]:
-        """Return the groups that are trained in a step, after as many slices as they need; new prompts are admitted.
+    def take_groups(self, step: int, prompts: Callable[[], Prompt]) -> list[InFlightGroup]:
+        """Take the groups that are trained in a step, after as many slices as they need; new prompts are admitted.
 
         `step` is the version of the engines' weights.
         """
         self.next_step = step
         while (chosen := self.takeable(step)) is None:
             if not self.advance(step, prompts):
-                raise AssertionError("all groups have ended, and no batch can be formed of them")
+                raise AssertionError("all groups have ended, and those of a step cannot be chosen")
         taken = {group.number for group in chosen}
         self.groups = [group for group in self.groups if group.number not in taken]
         self.next_step = step + 1
         return chosen
 
     def room(self, version: int) -> int:
-        """Return up to how many groups in flight prompts are admitted under a version.
+        """Return the largest number of groups in flight up to which prompts are admitted under a version.
 
-        Each must be trained in time. While a batch is trained, the next version is near: a group that begins before it
-        has one step less, so for one step fewer prompts are admitted than could be.
+        A group that is admitted under version v is trained in step v + `max_staleness` at the latest, and a step trains
+        `groups_per_step` groups. While a step is trained (`version` < `next_step`), groups for one step fewer than that
+        are admitted, because a group that is admitted after the weights have changed has one step more.
         """
         steps = version + self.settings.max_staleness - self.next_step + (version == self.next_step)
-        return min(self.settings.in_flight, self.settings.prompts * steps)
+        return min(self.settings.in_flight, self.settings.groups_per_step * steps)
 
     def takeable(self, step: int) -> list[InFlightGroup] | None:
-        """Return the batch of a step; None if it cannot be formed before a further slice.
+        """Return the groups of a step; None if a further slice is needed first.
 
-        It has the groups that have ended, oldest first (by version, slice of their end and admission). A group must be
-        trained at an age of at most `max_staleness`, now or, as the batches after this one have room, later: if one
-        that must be in this batch has not ended, none is formed.
+        They are `groups_per_step` of the groups that have ended, oldest first (by version, slice of their end, and
+        number). No group may be older than `max_staleness` when it is trained, and a step trains `groups_per_step`
+        groups; so if a group that has not ended would have to be in this step, the step waits for it.
         """
         # a group of version v may be trained until v + last
-        size, last = self.settings.prompts, self.settings.max_staleness
+        size, last = self.settings.groups_per_step, self.settings.max_staleness
         ended = [group for group in self.groups if group.ended is not None]
         chosen = sorted(ended, key=lambda group: (group.admitted, group.ended, group.number))[:size]
         if len(chosen) < size:
@@ -152,7 +154,7 @@ class InFlight:
         """Run the slices of an update, under the version that the engines have until it is loaded; `updating` returns
         whether it goes on."""
         number = 0
-        while not self.abandoned and self.time.has_slice(self.slice, version, number, updating):
+        while not self.abandoned and self.clock.has_slice(self.slice, version, number, updating):
             self.advance(version, prompts, updating)
             number += 1
 
@@ -164,11 +166,11 @@ class InFlight:
         while len(self.groups) < self.room(version):
             self._admit(prompts(), version)
         flying = any(group.ended is None for group in self.groups)
-        members = self.loop.run(self._timed(self.time.computed(self, version, updating)))
-        dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.settings.batches)]
+        members = self.loop.run(self._timed(self.clock.to_compute(self, version, updating)))
+        dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.settings.generation_batches)]
         for number, member in members:
             assert member.pending is not None
-            dealt[number % self.settings.batches].append((member, member.pending))
+            dealt[number % self.settings.generation_batches].append((member, member.pending))
         full = [batch for batch in dealt if batch]
         parts_of = [[one.part(self.settings.slice_tokens) for _, one in batch] for batch in full]
         began = time.perf_counter()
@@ -185,7 +187,7 @@ class InFlight:
         self.slots += self.settings.slice_tokens * self.settings.in_flight * self.settings.group_size
         self.slice += 1
         self.slices += 1
-        for member in self.loop.run(self._timed(self.time.ended(self))):
+        for member in self.loop.run(self._timed(self.clock.ended(self))):
             member.end_counts = True
         for group in self.groups:
             if group.ended is None and not group.in_flight:
@@ -197,8 +199,8 @@ class InFlight:
         ended, and every `poll_s` seconds. Raises what an episode raised, and TimeoutError."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + self.timeout_s
-        while thinking := waited():
-            for member in thinking:
+        while awaiting := waited():
+            for member in awaiting:
                 if member.task is not None and member.task.done():
                     member.task.result()  # raises the fault that is no result of the episode
             self.changed.clear()
@@ -207,7 +209,7 @@ class InFlight:
                 await asyncio.wait_for(self.changed.wait(), max(0.0, min(left, poll_s or left)))
             if loop.time() >= ends:
                 raise TimeoutError(
-                    f"{len(thinking)} episodes neither ended nor asked the policy within {self.timeout_s:g} s "
+                    f"{len(awaiting)} episodes neither ended nor asked the policy within {self.timeout_s:g} s "
                     "(compute.timeout_s)"
                 )
 

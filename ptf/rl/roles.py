@@ -335,7 +335,11 @@ class Learner:
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
         for name, tensor in bridge.hf_tensors(self.model, self.family):
-            rounded = self.precision == "bf16" and tensor.dtype == torch.float32 and not name.endswith(self.family.wide)
+            rounded = (
+                self.precision == "bf16"
+                and tensor.dtype == torch.float32
+                and not name.endswith(self.family.fp32_suffixes)
+            )
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast

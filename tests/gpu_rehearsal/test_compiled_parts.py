@@ -68,7 +68,7 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
     torch.set_default_dtype(torch.bfloat16)
     try:
         family = family_of({"model_type": model_type})
-        c = family.config(family.small(random.Random(3)))
+        c = family.config(family.random_config(random.Random(3)))
         with FakeTensorMode(), Pointwise() as mode:
             with torch.device("cuda"):
                 blocks = torch.nn.ModuleList(Block(c, i, LayerFactory(), f"layers.{i}") for i in range(2))

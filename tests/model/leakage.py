@@ -126,7 +126,9 @@ def model_of(mixer: Mixer) -> Any:
             model, _ = hf_backend.build(foreign(directory, mixer.model_type))
             hf_backend.load(model, directory, torch.device("cpu"), random=False, seed=0)
             return model.to(mixer.dtype)
-        drawn = family_of({"model_type": mixer.model_type}).small(random.Random(f"attention/{mixer.model_type}"))
+        drawn = family_of({"model_type": mixer.model_type}).random_config(
+            random.Random(f"attention/{mixer.model_type}")
+        )
         random_reference({**drawn, **dict(mixer.settings)}, 0).save_pretrained(directory)
         model, family = bridge.build(directory)
         bridge.materialize(model, torch.device("cpu"))

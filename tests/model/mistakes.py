@@ -451,7 +451,7 @@ MISTAKES = (
     Mistake("embeddings not scaled", "gemma3_text", fields(embed_scale=1.0)),
     Mistake("attention scaled by the head size, not the config's scalar", "gemma3_text", fields(attention_scale=None)),
     Mistake("SiLU for GELU", "gemma3_text", fields(activation="silu")),
-    Mistake("no norm after attention and MLP", "gemma3_text", fields(sandwich=False)),
+    Mistake("no norm after attention and MLP", "gemma3_text", fields(post_norm=False)),
     Mistake(
         "norm after attention taken for the one before the MLP", "gemma3_text", swapped("attn_post_norm", "mlp_norm")
     ),

@@ -63,7 +63,7 @@ class Trained:
 
 def checkpoint(directory: Path, family: str, **more: Any) -> str:
     """A model that 2 ranks divide, in which nothing is 0 or 1, so that no test passes by its being there."""
-    config = family_of({"model_type": family}).small(random.Random(f"parallel/{family}")) | SHAPE
+    config = family_of({"model_type": family}).random_config(random.Random(f"parallel/{family}")) | SHAPE
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     config |= {k: 4 for k in counts if k in config} | {"num_experts_per_tok": 2}
     if "n_routed_experts" in config:

@@ -69,7 +69,7 @@ def mxfp4_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
 
 def multimodal_checkpoint(directory: Path, model_type: str = "gemma3") -> Path:
     """Write a checkpoint with a vision tower."""
-    config = family_of({"model_type": model_type}).small(random.Random("published"))
+    config = family_of({"model_type": model_type}).random_config(random.Random("published"))
     settings = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -80,7 +80,9 @@ def multimodal_checkpoint(directory: Path, model_type: str = "gemma3") -> Path:
 
 def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.Tensor]:
     """Write a checkpoint in bf16 whose layer after the last predicts further tokens; return its tensors."""
-    config = family_of({"model_type": model_type}).small(random.Random("published")) | {"tie_word_embeddings": False}
+    config = family_of({"model_type": model_type}).random_config(random.Random("published")) | {
+        "tie_word_embeddings": False
+    }
     random_reference(config, 0).save_pretrained(directory)
     fp32 = "e_score_correction_bias"
     whole = {n: t if n.endswith(fp32) else t.bfloat16() for n, t in load_file(directory / "model.safetensors").items()}
@@ -98,7 +100,7 @@ def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.T
 
 def fused_checkpoint(directory: Path) -> Path:
     """Write a Phi-3 checkpoint, whose projections share tensors."""
-    config = family_of({"model_type": "phi3"}).small(random.Random("published"))
+    config = family_of({"model_type": "phi3"}).random_config(random.Random("published"))
     settings = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -25,7 +25,7 @@ WIDTH = 48
 
 @cache
 def model_of(model_type: str) -> Decoder:
-    config = family_of({"model_type": model_type}).small(random.Random(f"attention/{model_type}"))
+    config = family_of({"model_type": model_type}).random_config(random.Random(f"attention/{model_type}"))
     with tempfile.TemporaryDirectory() as directory:
         random_reference(config, 0).save_pretrained(directory)
         model, family = bridge.build(bridge.Path(directory))

@@ -38,7 +38,7 @@ def checkpoint(model_type: str, directory: Path) -> Path:
     more = {"vocab_size": 131} | (
         {"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
     )
-    config = family_of({"model_type": model_type}).small(random.Random(3)) | more
+    config = family_of({"model_type": model_type}).random_config(random.Random(3)) | more
     random_reference(config, 3).save_pretrained(directory)
     return directory
 

@@ -123,7 +123,7 @@ def counted(model: Decoder, batch: Batch, attend: Any = None) -> float:
 def made(model_type: str, factory: LayerFactory | None = None, number: int = 0) -> Decoder:
     torch.manual_seed(0)
     family = family_of({"model_type": model_type})
-    config = family.config(family.small(random.Random(f"flops/{model_type}/{number}")))
+    config = family.config(family.random_config(random.Random(f"flops/{model_type}/{number}")))
     model = Decoder(config, factory or LayerFactory())
     with torch.no_grad():
         for p in model.parameters():

@@ -47,7 +47,7 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
         | ({"mlp_only_layers": [], "decoder_sparse_step": 1} if model_type in ("qwen3_moe", "qwen2_moe") else {})
         | ({"first_k_dense_replace": 0} if model_type in ("glm4_moe", "deepseek_v3") else {})
     )
-    config = family_of({"model_type": model_type}).small(random.Random(3)) | more
+    config = family_of({"model_type": model_type}).random_config(random.Random(3)) | more
     random_reference(config, 3).save_pretrained(directory)
     return directory
 

@@ -55,7 +55,7 @@ def test_grouped_experts_equal_a_loop(bias: bool, dtype: torch.dtype) -> None:
 def test_balance_equals_transformers() -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    config = family_of({"model_type": "qwen3_moe"}).small(random.Random(3)) | {
+    config = family_of({"model_type": "qwen3_moe"}).random_config(random.Random(3)) | {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

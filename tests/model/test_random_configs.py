@@ -61,7 +61,7 @@ def read(family: Family, c: dict[str, Any]) -> set[Path]:
 @pytest.mark.parametrize("model_type", MODULES)
 def test_every_setting_that_the_mapping_reads_varies(model_type: str) -> None:
     family = family_of({"model_type": model_type})
-    configs = [family.small(random.Random(f"varied/{model_type}/{number}")) for number in range(DRAWN)]
+    configs = [family.random_config(random.Random(f"varied/{model_type}/{number}")) for number in range(DRAWN)]
     settings = set().union(*(read(family, c) for c in configs[:8]))
     values = {path: {repr(dict(leaves(c)).get(path)) for c in configs} for path in settings}
     assert len(settings) >= 10, "negative control: nothing was read"

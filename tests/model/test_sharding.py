@@ -111,7 +111,7 @@ def test_the_plan_knows_every_parameter(model_type) -> None:
     for number in range(4):
         family = family_of({"model_type": model_type})
         with torch.device("meta"):
-            model = Decoder(family.config(family.small(random.Random(f"plan/{number}"))))
+            model = Decoder(family.config(family.random_config(random.Random(f"plan/{number}"))))
         lost = [
             n
             for n, m in model.named_modules()

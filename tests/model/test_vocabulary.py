@@ -32,7 +32,7 @@ VOCAB = 131  # 3 rows of 64 tokens: the last has 3 real ones
 
 
 def checkpoint(model_type: str, directory: Path, tied: bool | None = None) -> Path:
-    config = family_of({"model_type": model_type}).small(random.Random(4))
+    config = family_of({"model_type": model_type}).random_config(random.Random(4))
     text = config.get("text_config", config)
     text["vocab_size"] = VOCAB
     if tied is not None:
@@ -121,7 +121,7 @@ def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
 @pytest.mark.long
 @pytest.mark.parametrize("vocab", [131, 50])  # rank 1 holds some padding; nothing but padding
 def test_a_sharded_model_reads_and_writes_only_real_rows(tmp_path, vocab):
-    config = family_of({"model_type": "qwen3"}).small(random.Random(4)) | {
+    config = family_of({"model_type": "qwen3"}).random_config(random.Random(4)) | {
         "vocab_size": vocab,
         "tie_word_embeddings": False,
     }

@@ -30,7 +30,7 @@ def keep(ledger: Path, attempt: int) -> None:
     from ptf.rl.cluster import LocalRoleGroup
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, run, in_batch = LocalRoleGroup.call, controller.Controller.run, in_flight.InFlight.batch
+    call, run, take_groups = LocalRoleGroup.call, controller.Controller.run, in_flight.InFlight.take_groups
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
@@ -51,9 +51,9 @@ def keep(ledger: Path, attempt: int) -> None:
             )
         return done
 
-    def batch(self: in_flight.InFlight, step: int, *args: Any) -> Any:
+    def taking(self: in_flight.InFlight, step: int, *args: Any) -> Any:
         """Of what is in flight, what is taken in a step."""
-        taken, at[0] = in_batch(self, step, *args), step
+        taken, at[0] = take_groups(self, step, *args), step
         note(
             "sampled", step, answers=[known_by(s) for group in taken for t in group.trajectories for s in samples_of(t)]
         )
@@ -78,7 +78,7 @@ def keep(ledger: Path, attempt: int) -> None:
         run(self)
 
     LocalRoleGroup.call, controller.GroupScoring, controller.Controller.run = calling, NotedScoring, beginning
-    in_flight.InFlight.batch = batch
+    in_flight.InFlight.take_groups = taking
 
 
 def read(ledger: Path) -> list[dict[str, Any]]:

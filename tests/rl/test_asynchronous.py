@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from ptf import api, cli
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
+from ptf.config.renames import STEP_METRICS
 from ptf.errors import UserError
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import LocalRoleGroup
@@ -80,7 +81,7 @@ def test_groups_are_at_most_k_versions_old_and_go_on_under_newer_weights(raw, mo
     assert any(versions.min() < versions.max() for _, versions in of_tokens)
     assert {len(groups) for _, groups in seen} == {6}
     assert max(row["staleness_max"] for row in rows) >= 1
-    assert all("tis_capped_share" in row for row in rows), "truncated importance weights are on by default"
+    assert all("tis_beyond_share" in row for row in rows), "truncated importance weights are on by default"
     assert all(row["logprob_diff_max"] < 1e-4 for row in rows if "logprob_diff_max" in row), (
         "of the newest tokens alone"
     )
@@ -139,7 +140,7 @@ def test_slices_beside_an_update_are_those_that_run_after_it(raw, monkeypatch):
     assert not same(after, found(train(raw, "none"))), "negative control"
     last = read_metrics(Path(raw["output"]) / "beside" / "metrics.jsonl")[-1]
     assert max(last["seconds/engine_wait"], last["seconds/weights_wait"]) > 0.0
-    assert last["update_slices_balanced"] > 0
+    assert last["update_slices_suggested"] > 0
     spans = read_metrics(Path(raw["output"]) / "beside" / "timeline.jsonl")
     assert [row["step"] for row in spans] == list(range(1, STEPS + 1))
     for row in spans:
@@ -226,6 +227,13 @@ def test_a_run_by_the_wall_clock_is_replayed_to_the_bit(walled, capsys, tmp_path
     assert cli.main(["replay", str(first)]) == 0
     assert "first-replay has the bits of" in capsys.readouterr().out
     assert same(found(first), found(first.with_name("first-replay")))
+    metrics = first / "metrics.jsonl"
+    written = metrics.read_text()
+    assert all(f'"{name}":' in written for name in STEP_METRICS.values())
+    for old, new in STEP_METRICS.items():  # as an earlier version wrote them
+        metrics.write_text(metrics.read_text().replace(f'"{new}":', f'"{old}":'))
+    assert cli.main(["replay", str(first)]) == 0
+    metrics.write_text(written)
     other = train(walled, "other")
     assert (other / "flight.jsonl").read_text().splitlines() != lines, "negative control: it decides otherwise"
     (first / "flight.jsonl").rename(tmp_path / "away")

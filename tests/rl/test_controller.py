@@ -441,7 +441,7 @@ def test_in_bf16_one_token_that_rounding_explains_does_not_stop_the_run(raw, mon
     assert 0.6 < row["logprob_diff_max"] < 0.8
     assert 0 < row["logprob_diff_share"] < 0.02
     assert 0 < row["logprob_diff_mean"] < 0.1
-    assert "tis_capped_share" in row  # tis_cap: auto
+    assert "tis_beyond_share" in row  # tis_cap: auto
 
 
 def test_a_single_update_does_not_need_its_log_probs_ahead(raw):

@@ -160,7 +160,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
             "entropy",
             "clip_share",
             "approx_kl",
-            *(("kl_reference", "tis_capped_share") if rest else ()),
+            *(("kl_reference", "tis_beyond_share") if rest else ()),
         }
         assert float(metrics["entropy"]) > 0.1
         found.append({name: float(value) for name, value in metrics.items() if name != "loss"})

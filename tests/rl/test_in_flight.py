@@ -22,12 +22,12 @@ STEPS = 12
 
 def clock(k: int, **changes) -> FlightSettings:
     usual = {
-        "prompts": 4,
+        "groups_per_step": 4,
         "group_size": 2,
         "max_staleness": k,
         "slice_tokens": 5,
         "in_flight": 4 + 2 * k,
-        "batches": 2,
+        "generation_batches": 2,
     }
     return FlightSettings(**usual | changes)
 
@@ -81,7 +81,7 @@ def run(settings: FlightSettings, play, steps: int = STEPS, ledger: Path | None 
     try:
         for step in range(steps):
             engine.version = step
-            taken.append(flight.batch(step, lambda: next(prompts)))
+            taken.append(flight.take_groups(step, lambda: next(prompts)))
             flight.beside_update(step, lambda: next(prompts), updating)
     finally:
         flight.close()
@@ -287,7 +287,7 @@ def test_an_episode_that_gives_up_a_request_is_named():
 
     flight = InFlight(clock(1, slice_tokens=1), slow, hasty, 10.0)
     with pytest.raises(UserError, match="gave up a request"):
-        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
     flight.close()
 
 
@@ -315,7 +315,7 @@ def test_an_episode_has_one_request_at_a_time():
 
     flight = InFlight(clock(1), Engine(), both, 10.0)
     with pytest.raises(UserError, match="one at a time"):
-        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
     flight.close()
 
 
@@ -348,7 +348,7 @@ def test_an_episode_that_never_asks_ends_the_run():
     engine = Engine()
     flight = InFlight(clock(1), engine, hangs, 0.1)
     with pytest.raises(TimeoutError, match="12 episodes neither ended nor asked"):
-        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
     flight.close()
 
 
@@ -358,7 +358,7 @@ def test_a_fault_of_an_episode_is_raised():
 
     flight = InFlight(clock(1), Engine(), fails, 10.0)
     with pytest.raises(RuntimeError, match="a fault"):
-        flight.batch(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
     flight.close()
 
 
@@ -388,12 +388,12 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests(ear
         second, _, _ = begun(player(2))
         restore(second, state)
         engine.version = 0
-        ends = [told([flight.batch(0, source)]) for flight, source in ((whole, prompts), (second, its_prompts))]
+        ends = [told([flight.take_groups(0, source)]) for flight, source in ((whole, prompts), (second, its_prompts))]
         assert ends[0] == ends[1]
         other, _, more = begun(player(1, most=41))
         restore(other, {**state, "groups": [moved(group) for group in state["groups"]]})
         with pytest.raises(UserError, match="sent another request to the policy than before"):
-            other.batch(0, more)
+            other.take_groups(0, more)
     finally:
         for flight in (whole, first, second, other):
             flight.close()

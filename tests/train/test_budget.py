@@ -79,7 +79,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
 @pytest.mark.parametrize("model_type", [*WHOSE_LAYERS_DIFFER, "qwen3"])
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
     family = family_of({"model_type": model_type})
-    config = family.config(family.small(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
+    config = family.config(family.random_config(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
     factory = LayerFactory(lora=Lora(rank=4) if adapted else None)
     model = Decoder(config, factory)
     for name, p in model.named_parameters():

@@ -138,7 +138,7 @@ class RolloutConfig(Section):
     update_slices: Count | None = changeable(None)
     """With `max_staleness`: how many slices the engines generate with the old weights while a step is trained: in
     parallel if the engines have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a
-    pool of their own, otherwise 0. The metric `update_slices_balanced` is the number with which neither side waits."""
+    pool of their own, otherwise 0. The metric `update_slices_suggested` is the number with which neither side waits."""
     environment_slices: Count = 0
     """With `max_staleness`: how many slices an environment may take for a reply, while the other responses go on. The
     reply is used that many slices later also if it is there earlier. 0: engines wait for each reply."""

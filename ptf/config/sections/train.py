@@ -45,10 +45,10 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after warm-up."""
     warmup_steps: Steps = 0
-    """Number of steps of linear warm-up; a value below 1 is a share of the run (`0.03`)."""
+    """Length of the linear warm-up in steps, or, below 1, as a share of the run (`0.03`)."""
     lr_decay_steps: Steps | None = None
-    """Number of steps at the end in which the learning rate decays; a value below 1 is a share of the run. Default: all
-    steps after the warm-up."""
+    """Length of the decay at the end of the run in steps, or, below 1, as a share of the run. Default: all steps after
+    the warm-up."""
     lr_decay_at_loss: PositiveFloat | None = None
     """Held-out loss (of the first of `data.validation`) at which the decay begins early. The run then ends
     `lr_decay_steps` later, and never after `steps`."""

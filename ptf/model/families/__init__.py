@@ -52,7 +52,7 @@ class Family:
     # config.json → DecoderConfig; raises UserError naming every setting that is not implemented
     config: Callable[[Mapping[str, Any]], Any]
     mappings: tuple[TensorMapping, ...]
-    small: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
+    random_config: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
     # the mappings for checkpoints that store each expert by itself, in families whose `mappings` are for stacked ones
     per_expert: tuple[TensorMapping, ...] = ()
     prefix: str = ""  # prefix of all names of the language model in a checkpoint
@@ -62,7 +62,7 @@ class Family:
     # of a layer after the last, which predicts further tokens
     carried: tuple[str, ...] = ()
     # ends of the names of tensors that stay in fp32 in an export and in an engine, whatever dtype the others have
-    wide: tuple[str, ...] = ()
+    fp32_suffixes: tuple[str, ...] = ()
 
     def carries(self, name: str, config: Mapping[str, Any]) -> bool:
         """Return whether a tensor of a checkpoint with this config.json is copied to the export unchanged."""
@@ -217,7 +217,7 @@ def inside(mappings: Iterable[Any], part: str) -> tuple[TensorMapping, ...]:
     return tuple(replace(mapping, other=mapping.other.replace("model.", f"model.{part}.", 1)) for mapping in mappings)
 
 
-def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
+def random_dense_config(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     """Return a random config.json of a dense decoder, small enough to verify in a second."""
     kv, group, size = r.choice([1, 2, 3]), r.choice([1, 2, 4]), r.choice([8, 16, 32])
     heads = kv * group
@@ -234,7 +234,7 @@ def small(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
         "max_position_embeddings": 256,
         "rms_norm_eps": r.choice([1e-6, 1e-5]),
         "tie_word_embeddings": r.random() < 0.4,
-        "rope_parameters": small_rope(r, r.choice(["default", "linear", "llama3", "yarn"])),
+        "rope_parameters": random_rope(r, r.choice(["default", "linear", "llama3", "yarn"])),
         "initializer_range": 0.1,
         **more,
     }
@@ -246,7 +246,7 @@ def random_types(r: random.Random, layers: int) -> dict[str, Any]:
     return r.choice([{}, {"layer_types": types}])
 
 
-def small_rope(r: random.Random, kind: str) -> dict[str, Any]:
+def random_rope(r: random.Random, kind: str) -> dict[str, Any]:
     """Return random rotary settings of a kind for a small config.json."""
     theta = {"rope_type": kind, "rope_theta": r.choice([1000.0, 10_000.0, 1_000_000.0])}
     original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": r.choice([24, 32])}

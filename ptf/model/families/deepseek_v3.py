@@ -12,7 +12,18 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Bits, Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
-from ptf.model.families import LAYER, MLP, NORMS, OUTER, Family, common, raise_if_unsupported, rope, small, small_rope
+from ptf.model.families import (
+    LAYER,
+    MLP,
+    NORMS,
+    OUTER,
+    Family,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_rope,
+    rope,
+)
 
 EXPERTS: tuple[TensorMapping, ...] = (
     *MLP,
@@ -47,7 +58,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
         for w in ("weight", "bias")
     ),
 )
-CARRIED, WIDE = ("model.layers.{mtp}.",), ("e_score_correction_bias",)
+CARRIED, FP32_SUFFIXES = ("model.layers.{mtp}.",), ("e_score_correction_bias",)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
@@ -182,7 +193,7 @@ def random_experts(r: random.Random) -> dict[str, Any]:
 
 def random_latent_config(r: random.Random, model_type: str = "deepseek_v3") -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(
+    c = random_dense_config(
         r,
         model_type,
         q_lora_rank=r.choice([None, 16, 24]),
@@ -197,7 +208,7 @@ def random_latent_config(r: random.Random, model_type: str = "deepseek_v3") -> d
     del c["head_dim"]
     c["num_key_value_heads"] = c["num_attention_heads"]
     yarn = {"mscale": 1.0, "mscale_all_dim": r.choice([0.7, 1.0])}
-    return c | {"rope_parameters": small_rope(r, "yarn") | yarn if r.random() < 0.6 else small_rope(r, "default")}
+    return c | {"rope_parameters": random_rope(r, "yarn") | yarn if r.random() < 0.6 else random_rope(r, "default")}
 
 
 def random_lite_config(r: random.Random) -> dict[str, Any]:
@@ -208,8 +219,10 @@ def random_lite_config(r: random.Random) -> dict[str, Any]:
     return c if r.random() < 0.3 else c | {"mlp_layer_types": (2 * sparse)[: c["num_hidden_layers"]]}
 
 
-DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED, wide=WIDE)
+DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED, fp32_suffixes=FP32_SUFFIXES)
 FAMILIES = {
     "deepseek_v3": DEEPSEEK,
-    "glm4_moe_lite": replace(DEEPSEEK, model_type="glm4_moe_lite", config=lite_config, small=random_lite_config),
+    "glm4_moe_lite": replace(
+        DEEPSEEK, model_type="glm4_moe_lite", config=lite_config, random_config=random_lite_config
+    ),
 }

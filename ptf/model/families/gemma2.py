@@ -12,9 +12,9 @@ from ptf.model.families import (
     common,
     gemma3,
     raise_if_unsupported,
+    random_dense_config,
     random_types,
     rope,
-    small,
 )
 
 DEFAULTS = {  # the reference's, where a config.json has none
@@ -58,7 +58,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,
         attention_softcap=c["attn_logit_softcapping"],
         activation="gelu_tanh",
-        sandwich=True,
+        post_norm=True,
         norm_offset=True,
         embed_scale=c["hidden_size"] ** 0.5,
         softcap=c["final_logit_softcapping"],
@@ -67,7 +67,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(
+    c = random_dense_config(
         r,
         "gemma2",
         sliding_window=r.choice([3, 8, 20]),

@@ -22,10 +22,10 @@ from ptf.model.families import (
     alternating,
     common,
     raise_if_unsupported,
+    random_dense_config,
+    random_rope,
     random_types,
     rope,
-    small,
-    small_rope,
 )
 
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -85,7 +85,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         out_bias=bias,
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,
         activation="gelu_tanh",
-        sandwich=True,
+        post_norm=True,
         norm_offset=True,
         embed_scale=c["hidden_size"] ** 0.5,
         softcap=c.get("final_logit_softcapping"),
@@ -102,7 +102,7 @@ def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(
+    c = random_dense_config(
         r,
         "gemma3_text",
         sliding_window=r.choice([3, 8, 20]),
@@ -112,8 +112,8 @@ def random_config(r: random.Random) -> dict[str, Any]:
         final_logit_softcapping=r.choice([None, 20.0]),
     )
     c |= random_types(r, c["num_hidden_layers"])
-    full = small_rope(r, r.choice(["default", "linear"]))
-    return c | {"rope_parameters": {"full_attention": full, "sliding_attention": small_rope(r, "default")}}
+    full = random_rope(r, r.choice(["default", "linear"]))
+    return c | {"rope_parameters": {"full_attention": full, "sliding_attention": random_rope(r, "default")}}
 
 
 def random_multimodal_config(r: random.Random) -> dict[str, Any]:
@@ -143,7 +143,7 @@ FAMILIES = {
         TEXT,
         model_type="gemma3",
         config=multimodal_config,
-        small=random_multimodal_config,
+        random_config=random_multimodal_config,
         prefix="language_model.",
         aliases=WRAPPER_ALIASES,
         carried=("vision_tower.", "multi_modal_projector."),

@@ -10,8 +10,8 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import ATTENTION, NORMS, OUTER, Family, common, rope, small
-from ptf.model.families.deepseek_v3 import CARRIED, EXPERTS, WIDE, mixture, random_experts
+from ptf.model.families import ATTENTION, NORMS, OUTER, Family, common, random_dense_config, rope
+from ptf.model.families.deepseek_v3 import CARRIED, EXPERTS, FP32_SUFFIXES, mixture, random_experts
 
 MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *EXPERTS)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
@@ -45,7 +45,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     share = r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])
-    c = small(
+    c = random_dense_config(
         r,
         "glm4_moe",
         use_qk_norm=r.random() < 0.5,
@@ -55,4 +55,6 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | {"rope_parameters": c["rope_parameters"] | share}
 
 
-FAMILIES = {"glm4_moe": Family("glm4_moe", config, MAPPINGS, random_config, carried=CARRIED, wide=WIDE)}
+FAMILIES = {
+    "glm4_moe": Family("glm4_moe", config, MAPPINGS, random_config, carried=CARRIED, fp32_suffixes=FP32_SUFFIXES)
+}

@@ -19,10 +19,10 @@ from ptf.model.families import (
     Family,
     alternating,
     common,
+    random_dense_config,
+    random_rope,
     random_types,
     rope,
-    small,
-    small_rope,
 )
 
 OURS = "layers.{i}.moe.experts."
@@ -80,7 +80,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     experts = r.choice([4, 5, 8])
-    c = small(
+    c = random_dense_config(
         r,
         "gpt_oss",
         num_local_experts=experts,
@@ -88,7 +88,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
         sliding_window=r.choice([2, 5, 16]),
         attention_bias=r.random() < 0.8,
         router_aux_loss_coef=r.choice([0.001, 0.01, 0.9]),
-        rope_parameters=small_rope(r, "yarn") | {"truncate": r.random() < 0.5},
+        rope_parameters=random_rope(r, "yarn") | {"truncate": r.random() < 0.5},
     )
     return c | random_types(r, c["num_hidden_layers"])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, llama, small
+from ptf.model.families import DENSE, Family, llama, random_dense_config
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -23,7 +23,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return small(
+    return random_dense_config(
         r,
         "granite",
         attention_bias=r.random() < 0.3,

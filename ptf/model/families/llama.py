@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -21,7 +21,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return small(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
+    return random_dense_config(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
 
 
 FAMILIES = {"llama": Family("llama", config, DENSE, random_config)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rope, small, small_rope
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, random_rope, rope
 
 YARN = {  # the reference's default
     "rope_type": "yarn",
@@ -45,11 +45,13 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    parameters = small_rope(r, r.choice(["yarn", "yarn", "default"])) | {
+    parameters = random_rope(r, r.choice(["yarn", "yarn", "default"])) | {
         "original_max_position_embeddings": r.choice([8, 16, 32]),
         "llama_4_scaling_beta": r.choice([0.1, 0.5]),
     }
-    return small(r, "ministral3", rope_parameters=parameters, sliding_window=r.choice([None, None, 5, 16]))
+    return random_dense_config(
+        r, "ministral3", rope_parameters=parameters, sliding_window=r.choice([None, None, 5, 16])
+    )
 
 
 FAMILIES = {"ministral3": Family("ministral3", config, DENSE, random_config)}

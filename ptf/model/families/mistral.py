@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -20,7 +20,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return small(r, "mistral", sliding_window=r.choice([None, 1, 5, 16]))
+    return random_dense_config(r, "mistral", sliding_window=r.choice([None, 1, 5, 16]))
 
 
 FAMILIES = {"mistral": Family("mistral", config, DENSE, random_config)}

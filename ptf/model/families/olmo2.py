@@ -7,7 +7,17 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import ATTENTION, LAYER, MLP, OUTER, Family, common, raise_if_unsupported, rope, small
+from ptf.model.families import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    OUTER,
+    Family,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    rope,
+)
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
@@ -31,7 +41,7 @@ def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
         qkv_bias=bias,
         out_bias=bias,
         pre_norm=False,
-        sandwich=True,
+        post_norm=True,
     )
 
 
@@ -42,7 +52,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return small(r, "olmo2", attention_bias=r.random() < 0.3)
+    return random_dense_config(r, "olmo2", attention_bias=r.random() < 0.3)
 
 
 FAMILIES = {"olmo2": Family("olmo2", config, MAPPINGS, random_config)}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Rope
-from ptf.model.families import alternating, olmo2, random_types, rope, small
+from ptf.model.families import alternating, olmo2, random_dense_config, random_types, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -26,9 +26,9 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(r, "olmo3", attention_bias=r.random() < 0.3, sliding_window=r.choice([3, 8, 20]))
+    c = random_dense_config(r, "olmo3", attention_bias=r.random() < 0.3, sliding_window=r.choice([3, 8, 20]))
     c["num_hidden_layers"] = r.choice([2, 4, 5])
     return c | random_types(r, c["num_hidden_layers"])
 
 
-FAMILIES = {"olmo3": replace(olmo2.FAMILIES["olmo2"], model_type="olmo3", config=config, small=random_config)}
+FAMILIES = {"olmo3": replace(olmo2.FAMILIES["olmo2"], model_type="olmo3", config=config, random_config=random_config)}

@@ -11,7 +11,17 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import LAYER, NORMS, OUTER, Family, common, raise_if_unsupported, rope, small, small_rope
+from ptf.model.families import (
+    LAYER,
+    NORMS,
+    OUTER,
+    Family,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_rope,
+    rope,
+)
 
 ATTN, MLP = "layers.{i}.attn.", "layers.{i}.mlp."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -43,12 +53,12 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     partial = r.choice([{}, {"partial_rotary_factor": r.choice([0.5, 0.75])}])
-    return small(
+    return random_dense_config(
         r,
         "phi3",
         pad_token_id=0,  # the default is outside this vocabulary
         sliding_window=r.choice([None, 5, 16]),
-        rope_parameters=small_rope(r, "default") | partial,
+        rope_parameters=random_rope(r, "default") | partial,
     )
 
 

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, random_types, rope, small
+from ptf.model.families import (
+    DENSE,
+    Family,
+    alternating,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_types,
+    rope,
+)
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -36,7 +45,7 @@ def with_window(r: random.Random, c: dict[str, Any]) -> dict[str, Any]:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = with_window(r, small(r, "qwen2"))
+    c = with_window(r, random_dense_config(r, "qwen2"))
     del c["head_dim"]  # Qwen2 has none of its own
     c["hidden_size"] = c["num_attention_heads"] * r.choice(
         [size for size in (8, 16, 32) if size * c["num_attention_heads"] >= 32]

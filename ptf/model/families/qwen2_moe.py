@@ -8,7 +8,16 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.families import DENSE, LAYER, Family, alternating, common, raise_if_unsupported, rope, small
+from ptf.model.families import (
+    DENSE,
+    LAYER,
+    Family,
+    alternating,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    rope,
+)
 
 SHARED: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
@@ -65,7 +74,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
     windows = r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 2}])
-    c = small(
+    c = random_dense_config(
         r,
         "qwen2_moe",
         num_experts=r.choice([4, 6, 8]),

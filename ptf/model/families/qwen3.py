@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, small
+from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config
 from ptf.model.families.qwen2 import layers, with_window
 
 
@@ -21,7 +21,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    return with_window(r, small(r, "qwen3", attention_bias=r.random() < 0.3))
+    return with_window(r, random_dense_config(r, "qwen3", attention_bias=r.random() < 0.3))
 
 
 FAMILIES = {"qwen3": Family("qwen3", config, DENSE, random_config)}

@@ -16,7 +16,7 @@ from typing import Any
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Concatenate, Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE, Rope
-from ptf.model.families import DENSE, LAYER, Family, common, inside, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, LAYER, Family, common, inside, raise_if_unsupported, random_dense_config, rope
 from ptf.model.families.qwen2_moe import SHARED
 
 PARTIAL = 0.25  # of a head's dimensions are rotated, where a config.json does not say
@@ -128,7 +128,7 @@ def multimodal(of_text: Callable[[Mapping[str, Any]], DecoderConfig]) -> Callabl
 def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     """Return a random config.json of a model with linear attention, small enough to verify in a second."""
     sizes = {"hidden_size": r.choice([96, 144]), "num_hidden_layers": r.choice([2, 3]), "head_dim": r.choice([16, 32])}
-    c = small(r, model_type, attention_bias=r.random() < 0.2, **sizes, **more)
+    c = random_dense_config(r, model_type, attention_bias=r.random() < 0.2, **sizes, **more)
     keys = r.choice([1, 2, 3])
     kinds = [r.choice(["linear_attention", "full_attention"]) for _ in range(c["num_hidden_layers"])]
     first = r.randrange(2)  # transformers needs both kinds

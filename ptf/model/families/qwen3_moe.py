@@ -7,7 +7,7 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
-from ptf.model.families import DENSE, LAYER, Family, common, raise_if_unsupported, rope, small
+from ptf.model.families import DENSE, LAYER, Family, common, raise_if_unsupported, random_dense_config, rope
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
@@ -46,7 +46,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     experts = r.choice([4, 6, 8])
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
-    return small(
+    return random_dense_config(
         r,
         "qwen3_moe",
         num_experts=experts,

@@ -8,7 +8,16 @@ from typing import Any
 
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, alternating, common, raise_if_unsupported, random_types, rope, small
+from ptf.model.families import (
+    DENSE,
+    Family,
+    alternating,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_types,
+    rope,
+)
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -44,7 +53,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(
+    c = random_dense_config(
         r,
         "smollm3",
         pad_token_id=0,  # the default is outside this vocabulary

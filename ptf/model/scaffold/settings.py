@@ -143,7 +143,7 @@ def _rope(s: Settings, reference: Reference) -> None:
 def _ropes_by_kind(s: Settings, parameters: Mapping[str, Any]) -> None:
     """Map `rope_parameters` that give each kind of layer its own."""
     s.by_kind, s.scaling = True, parameters
-    drawn = 'small_rope(r, r.choice(["default", "linear", "yarn"]))'
+    drawn = 'random_rope(r, r.choice(["default", "linear", "yarn"]))'
     s.varied["rope_parameters"] = f'{{kind: {drawn} for kind in ("full_attention", "sliding_attention")}}'
 
 
@@ -160,7 +160,7 @@ def _norms(s: Settings, structure: Structure, plan: TensorPlan) -> None:
     if not plan.has("attn_norm.weight"):
         s.fields["pre_norm"] = "False"
     if plan.has("attn_post_norm.weight"):
-        s.fields["sandwich"] = "True"
+        s.fields["post_norm"] = "True"
     if structure.norm_offset:
         s.fields["norm_offset"] = "True"
 
@@ -221,7 +221,7 @@ def _latent(s: Settings, reference: Reference) -> None:
         choices["rope_interleave"] = FLAG
     for key, choice in choices.items():
         s.read_key(key, choice)
-    s.varied["rope_parameters"] = 'small_rope(r, "default")'
+    s.varied["rope_parameters"] = 'random_rope(r, "default")'
     s.refused["rope_scaling"] = (
         '(kind := rope(c).kind) != "default" and kind'  # YaRN's mscale would be a factor of the attention
     )

@@ -11,7 +11,15 @@ from ptf.model.scaffold.settings import Settings
 
 WIDTH = 120
 DENSE_FIRST = '["dense"] * dense + ["sparse"] * (c["num_hidden_layers"] - dense)'
-FUNCTIONS = ("alternating", "common", "raise_if_unsupported", "random_types", "rope", "small", "small_rope")
+FUNCTIONS = (
+    "alternating",
+    "common",
+    "raise_if_unsupported",
+    "random_types",
+    "rope",
+    "random_dense_config",
+    "random_rope",
+)
 FROM_FAMILIES = {"DENSE", "OUTER", "ATTENTION", "NORMS", "MLP", "LAYER"}
 
 
@@ -165,7 +173,7 @@ class Skeleton:
         }
         lines = [
             *s.drawn,
-            "c = small(",
+            "c = random_dense_config(",
             "    r,",
             f'    "{r.model_type}",',
             *(f"    {k}={v}," for k, v in arguments.items()),
@@ -203,8 +211,8 @@ class Skeleton:
 
     def _families(self) -> str:
         name = self.reference.model_type
-        wide = ', wide=("e_score_correction_bias",)' if "Bits" in self.names else ""
-        return f'FAMILIES = {{"{name}": Family("{name}", config, MAPPINGS, random_config{wide})}}'
+        fp32_suffixes = ', fp32_suffixes=("e_score_correction_bias",)' if "Bits" in self.names else ""
+        return f'FAMILIES = {{"{name}": Family("{name}", config, MAPPINGS, random_config{fp32_suffixes})}}'
 
 
 def c_or(s: Settings, key: str, otherwise: str) -> str:

@@ -249,7 +249,7 @@ class GRPO:
         if self.tis_cap is not None:
             weights, beyond = self.importance_weights(old - rollout, self.tis_cap, batch)
             per_token = per_token * weights
-            metrics["tis_capped_share"] = (beyond * coefficients).sum()
+            metrics["tis_beyond_share"] = (beyond * coefficients).sum()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * entropy
         if self.kl_coef:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from ptf.rl.flight_ledger import FlightLedger
     from ptf.rl.in_flight import InFlight
 
-POLL_S = 0.02  # how often it is asked whether an update goes on, while no request is there
+POLL_S = 0.02  # seconds between looks whether an update goes on, while no request is there
 Updating = Callable[[], bool]
 
 
-class Time(Protocol):
+class SliceClock(Protocol):
     """Decides what a slice computes."""
 
-    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
         """Return the episodes whose requests the next slice computes, with the numbers of their groups, in order."""
         ...
 
@@ -37,24 +37,24 @@ class Time(Protocol):
         ...
 
 
-class VirtualTime:
+class VirtualClock:
     """Waits for every episode that is due."""
 
     def __init__(self, update_slices: int) -> None:
         self.update_slices = update_slices
 
-    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
-        """See Time."""
+    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+        """See SliceClock."""
         await self._wait(flight)
         return [(g.number, m) for g, _, m in members_of(flight.groups) if m.pending and m.due <= flight.slice]
 
     async def ended(self, flight: "InFlight") -> list[Member]:
-        """See Time."""
+        """See SliceClock."""
         await self._wait(flight)
         return [m for _, _, m in members_of(flight.groups) if m.trajectory is not None and m.due <= flight.slice]
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
-        """See Time."""
+        """See SliceClock."""
         return number < self.update_slices
 
     async def _wait(self, flight: "InFlight") -> None:
@@ -62,42 +62,42 @@ class VirtualTime:
         await flight.until(lambda: [m for _, _, m in flying if m.awaits_environment and m.due <= flight.slice])
 
 
-class WallTime:
+class WallClock:
     """Takes what is there, and waits only while nothing is."""
 
     def __init__(self, ledger: "FlightLedger") -> None:
         self.ledger = ledger
 
-    async def computed(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
-        """See Time."""
+    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+        """See SliceClock."""
         flying = members_of(flight.groups)
-        if (names := self.ledger.computed(flight.slice, version)) is not None:
-            named = [(g, m) for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for _, m in named if m.awaits_environment])
-            if len(named) < len(names) or any(m.pending is None for _, m in named):
+        if (known := self.ledger.computed(flight.slice, version)) is not None:
+            chosen = [(g, m) for g, i, m in flying if (g.number, i) in known]
+            await flight.until(lambda: [m for _, m in chosen if m.awaits_environment])
+            if len(chosen) < len(known) or any(m.pending is None for _, m in chosen):
                 raise self._differs(flight.slice)
-            return [(g.number, m) for g, m in named]
+            return [(g.number, m) for g, m in chosen]
 
-        def thinking() -> list[Member]:
+        def awaiting_environment() -> list[Member]:
             something = any(m.pending or m.trajectory is not None for _, _, m in flying)
             if something or (updating is not None and not updating()):
                 return []
             return [m for _, _, m in flying if m.awaits_environment]
 
-        await flight.until(thinking, None if updating is None else POLL_S)
+        await flight.until(awaiting_environment, None if updating is None else POLL_S)
         found = [(g, i, m) for g, i, m in flying if m.pending]
         self.ledger.write_computed(flight.slice, version, updating is not None, [(g.number, i) for g, i, _ in found])
         return [(g.number, m) for g, _, m in found]
 
     async def ended(self, flight: "InFlight") -> list[Member]:
-        """See Time."""
+        """See SliceClock."""
         flying, number = members_of(flight.groups), flight.slice - 1
-        if (names := self.ledger.ended(number)) is not None:
-            named = [m for g, i, m in flying if (g.number, i) in names]
-            await flight.until(lambda: [m for m in named if m.awaits_environment])
-            if len(named) < len(names) or any(m.trajectory is None for m in named):
+        if (known := self.ledger.ended(number)) is not None:
+            chosen = [m for g, i, m in flying if (g.number, i) in known]
+            await flight.until(lambda: [m for m in chosen if m.awaits_environment])
+            if len(chosen) < len(known) or any(m.trajectory is None for m in chosen):
                 raise self._differs(number)
-            return named
+            return chosen
         for _ in range(3):  # episodes that end without waiting for anything
             await asyncio.sleep(0)
         found = [(g, i, m) for g, i, m in flying if m.trajectory is not None]
@@ -105,7 +105,7 @@ class WallTime:
         return [m for _, _, m in found]
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
-        """See Time."""
+        """See SliceClock."""
         known = self.ledger.is_beside_update(slice_number, version)
         if known is not None:
             return known
