@@ -18,9 +18,9 @@ from ptf.model.families import (
     alternating,
     common,
     raise_if_unsupported,
+    random_dense_config,
     random_types,
     rope,
-    small,
 )
 
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -66,13 +66,13 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         layers=alternating(c, types, {"full_attention": whole, "sliding_attention": table}),
         qk_norm=True,
         pre_norm=False,
-        sandwich=True,
+        post_norm=True,
     )
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
-    c = small(
+    c = random_dense_config(
         r, "exaone4", sliding_window=r.choice([3, 8, 20, None]), sliding_window_pattern=r.choice([2, 3, 4, "LLLG"])
     )
     if r.random() < 0.3:  # the reference then divides the width by the heads
