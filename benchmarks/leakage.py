@@ -1,7 +1,7 @@
 """Whether documents of packed sequences see each other: 10,000 packings for each mixer and backend. Writes
 results/leakage.md, and leakage.jsonl as it goes.
 
-    python benchmarks/leakage.py [--packings 10000] [--minutes 7]
+    python benchmarks/leakage.py [--packings 10000] [--minutes 7] [--models qwen3_next]
 
 In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is
 not made again, and after so many minutes no further one is begun. Ends with status 1 if anything crossed,
@@ -42,9 +42,9 @@ def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
         crossing, apart = max(crossing, float(found.crossing.max())), max(apart, float(found.apart.max()))
         leaking += int(((found.crossing > 0) | (found.apart > mixer.bound)).sum())
     caught = {}
-    for name, told in mixer.faults.items():
+    for name, fault in mixer.faults.items():
         sequences = [each for each in lengths(rng, 3 * FAULTY) if len(each) > 1][:FAULTY]
-        found = look(mixer, batch_of(sequences, rng), rng, told)
+        found = look(mixer, batch_of(sequences, rng), rng, fault)
         caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(sequences)]
     return {
         "mixer": mixer.name,
@@ -57,11 +57,13 @@ def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
         "apart": apart,
         "caught": caught,
         "cpu_s": round(time.process_time() - began, 1),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
     }
 
 
 def page(found: Sequence[dict[str, Any]], command: str) -> str:
-    rows = ""
+    rows, when = "", dict.fromkeys(f"{b['date']}, commit {b['commit']}" for b in found)
     for mixer in MIXERS:
         mine = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
         if not mine:
@@ -81,7 +83,7 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         "# Leakage between documents\n\n"
         f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; "
         f"{sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
+        f"Measured: {'; '.join(when)}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
         "A packing is a sequence of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
         "tiny random models. Of each batch of packings\n"
         "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) "
@@ -95,7 +97,10 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         "and transformers normalises in fp32.\n\n"
         "Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, "
         "positions that are not reset (transformers counts\n"
-        "itself, so it has none of these), sequences shifted against their documents. "
+        "itself, and linear attention refuses them, so they have none of these), "
+        "sequences shifted against their documents. Linear attention also: a state that\n"
+        "goes on from document to document, and a convolution that reads the tokens before a document, "
+        "each alone, beside softmax layers that separate the documents.\n"
         "Caught is a sequence where something crosses or differs beyond the bound.\n\n"
         "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from "
         "alone (bound) | faults caught |\n"
@@ -106,6 +111,7 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packings", type=int, default=10_000, help="of each mixer and backend")
+    parser.add_argument("--models", nargs="+", help="only mixers of these families (default: all)")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -116,7 +122,7 @@ def main() -> None:
         (mixer, seed)
         for seed in range(-(-asked.packings // BATCH))
         for mixer in MIXERS
-        if (mixer.name, mixer.path, seed) not in done
+        if (mixer.name, mixer.path, seed) not in done and (asked.models is None or mixer.model_type in asked.models)
     ]
     for mixer, seed in wanted:
         if time.monotonic() > ends:
@@ -126,7 +132,7 @@ def main() -> None:
             file.write(json.dumps(found[-1]) + "\n")
         print(json.dumps(found[-1]), flush=True)
     asked.results.write_text(page(found, f"python benchmarks/leakage.py --packings {asked.packings}"))
-    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} batches are missing")
+    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} of the batches asked for are missing")
     missed = any(seen < of for b in found for seen, of in b["caught"].values())
     sys.exit(1 if missed or any(b["leaking"] for b in found) else 0)
 

@@ -4,8 +4,7 @@ comparison with each document alone.
 The tests take the gradient of some documents' outputs, in random directions, with respect to every token's embedding.
 It is exactly zero at the other documents unless something of them was read; a whole batch of packings is one forward
 and one backward pass. In fp64 a document of a packed sequence also equals the same document alone, to rounding, so
-wrong positions are found too. Three faults that are put in on purpose must be found in every sequence that can show
-them.
+wrong positions are found too. Faults that are put in on purpose must be found in every sequence that can show them.
 """
 
 import random
@@ -24,7 +23,8 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.model import attention, bridge, hf_backend
-from ptf.model.attention import Flex, PerDocument
+from ptf.model.attention import Flex, PackedDelta, PerDocument
+from ptf.model.delta_rule import Chunks
 from ptf.model.families import family_of
 from ptf.model.verify import random_reference
 from tests.model.foreign import foreign
@@ -69,11 +69,13 @@ class Mixer:
         )
 
     @property
-    def faults(self) -> "dict[str, Told]":
+    def faults(self) -> "dict[str, Fault]":
         """The faults that this mixer can show; transformers counts positions itself, so wrong positions cannot be
-        given to it, and linear attention refuses documents that do not begin at position 0."""
-        without_positions = self.backend is None or self.model_type.startswith(("qwen3_5", "qwen3_next"))
-        return {name: told for name, told in FAULTS.items() if not without_positions or told is not positions_not_reset}
+        given to it, and linear attention refuses documents that do not begin at position 0. Linear attention has
+        faults of its state alone and of its convolution alone, beside softmax layers that separate the documents."""
+        linear = self.model_type.startswith(("qwen3_5", "qwen3_next"))
+        wrong = {POSITIONS_NOT_RESET} if self.backend is None or linear else set()
+        return {name: fault for name, fault in (FAULTS | (OF_LINEAR if linear else {})).items() if name not in wrong}
 
 
 # Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 sequences
@@ -226,11 +228,29 @@ def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
     return found.view(*batch.tokens.shape, -1)
 
 
-Told = Callable[[Batch], tuple[Tensor, Tensor]]  # the segments and positions that a model is told
-
-
 def as_they_are(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.segments, batch.positions
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong: the segments and positions that a model is told of a batch, or what linear attention makes of
+    them."""
+
+    told: Callable[[Batch], tuple[Tensor, Tensor]] = as_they_are
+    delta: Callable[[Tensor, Tensor], PackedDelta] = PackedDelta
+
+    def backend(self, kind: Any) -> Any:
+        """Return the backend with this linear attention."""
+        if self.delta is PackedDelta:
+            return kind
+
+        def attend(segments: Tensor, positions: Tensor) -> Any:
+            found = kind(segments, positions)
+            found.packed_delta = cache(lambda: self.delta(segments, positions))
+            return found
+
+        return attend
 
 
 def mask_off_by_one(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -257,7 +277,28 @@ def _counted(segments: Tensor) -> Tensor:
     return at - torch.where(starts, at, 0).cummax(1).values
 
 
-FAULTS: dict[str, Told] = {f.__name__.replace("_", " "): f for f in (mask_off_by_one, positions_not_reset, row_shifted)}
+def state_kept(segments: Tensor, positions: Tensor) -> PackedDelta:
+    """Return linear attention whose state goes on from document to document."""
+    found = PackedDelta(segments, positions)
+    row = torch.arange(len(segments))[:, None].expand_as(segments)
+    found.chunks = Chunks.of(torch.where(segments >= 0, row, -1), found.chunks.size)
+    return found
+
+
+def convolution_across(segments: Tensor, positions: Tensor) -> PackedDelta:
+    """Return linear attention whose convolution reads the tokens before a document."""
+    found = PackedDelta(segments, positions)
+    found.positions = torch.arange(segments.shape[1]).expand_as(segments)
+    return found
+
+
+POSITIONS_NOT_RESET = "positions not reset"
+FAULTS = {
+    "mask off by one": Fault(mask_off_by_one),
+    POSITIONS_NOT_RESET: Fault(positions_not_reset),
+    "row shifted": Fault(row_shifted),
+}
+OF_LINEAR = {"state kept": Fault(delta=state_kept), "convolution across": Fault(delta=convolution_across)}
 
 
 @dataclass(frozen=True)
@@ -270,19 +311,20 @@ class Found:
     apart: Tensor
 
 
-def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_they_are) -> Found:
+def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Found:
     """Measure the leaks of a batch: some of its documents are chosen, and no other document may affect their
     outputs."""
     model, real = model_of(mixer), batch.segments >= 0
-    segments, positions = told(batch)
+    segments, positions = fault.told(batch) if fault else as_they_are(batch)
+    backend = fault.backend(mixer.backend) if fault else mixer.backend
     # a fault goes to the next document: the first of a sequence is not asked
-    odd = bool(rng.random() < 0.5) if told is as_they_are else True
+    odd = bool(rng.random() < 0.5) if fault is None else True
     number = batch.segments - batch.segments[:, :1]
     asked = real & (number % 2 == int(odd))
-    if told is as_they_are and rng.random() < 0.5:
+    if fault is None and rng.random() < 0.5:
         asked = real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
     with uncompiled(), torch.set_grad_enabled(mixer.gradients):
-        said, embedded = outputs(model, batch, mixer.backend, segments, positions)
+        said, embedded = outputs(model, batch, backend, segments, positions)
         if mixer.gradients:
             upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * asked[..., None]
             (gradient,) = torch.autograd.grad((said * upstream).sum(), embedded)
@@ -290,7 +332,7 @@ def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_t
             crossing = torch.where(asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
         else:
             other = replace(batch, tokens=torch.where(asked, batch.tokens, (batch.tokens + 1) % VOCAB))
-            moved = (outputs(model, other, mixer.backend, segments, positions)[0] - said).detach().abs().amax(-1)
+            moved = (outputs(model, other, backend, segments, positions)[0] - said).detach().abs().amax(-1)
             crossing = torch.where(asked, moved, 0).amax(1) / said.detach().abs().max()
     with uncompiled(), torch.no_grad():
         # what FlexAttention finds in a sequence is what SDPA finds of a document

@@ -51,9 +51,9 @@ def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
     found = look(mixer, batch_of(lengths(rng, 12), rng), rng)
     assert found.crossing.max() == 0
     assert found.apart.max() <= mixer.bound
-    for name, told in mixer.faults.items():
+    for name, fault in mixer.faults.items():
         sequences = [each for each in lengths(rng, 12) if len(each) > 1]
-        found = look(mixer, batch_of(sequences, rng), rng, told)
+        found = look(mixer, batch_of(sequences, rng), rng, fault)
         assert bool(((found.crossing > 0) | (found.apart > mixer.bound)).all()), name
 
 
