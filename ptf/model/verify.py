@@ -271,12 +271,13 @@ def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], 
 def _clear_choices(hf: "PreTrainedModel", config: DecoderConfig) -> tuple[_Probe, "_Recording", int]:
     """Return a probe for which the reference chooses no expert by a margin within the tolerance, the reference's run
     over it, and the number of draws before it. The last draw is returned whatever its margins are."""
-    for draw in range(DRAWS):
+    draw = 0
+    while True:
         probe, margins = _Probe.drawn(config.vocab, draw), Margins()
         theirs = _run_reference(hf, config, probe, margins)
-        if margins.smallest > TOLERANCE:
-            break
-    return probe, theirs, draw
+        if margins.smallest > TOLERANCE or draw + 1 == DRAWS:
+            return probe, theirs, draw
+        draw += 1
 
 
 def _run_reference(

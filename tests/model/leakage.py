@@ -3,8 +3,9 @@ comparison with each document alone.
 
 The tests take the gradient of some documents' outputs, in random directions, with respect to every token's embedding.
 It is exactly zero at the other documents unless something of them was read; a whole batch of packings is one forward
-and one backward pass. In fp64 a document of a packed sequence also equals the same document alone, to rounding, so
-wrong positions are found too. Faults that are put in on purpose must be found in every sequence that can show them.
+and one backward pass. Forward, every token of the other documents is changed, and no bit may move. In fp64 a document
+of a packed sequence also equals the same document alone, to rounding, so wrong positions are found too. Faults that are
+put in on purpose must be found in every sequence that can show them.
 """
 
 import random
@@ -76,6 +77,11 @@ class Mixer:
         linear = self.model_type.startswith(("qwen3_5", "qwen3_next"))
         wrong = {POSITIONS_NOT_RESET} if self.backend is None or linear else set()
         return {name: fault for name, fault in (FAULTS | (OF_LINEAR if linear else {})).items() if name not in wrong}
+
+    @property
+    def crossing_faults(self) -> "dict[str, Fault]":
+        """Those of the faults by which something of another document is read."""
+        return {name: fault for name, fault in self.faults.items() if name != POSITIONS_NOT_RESET}
 
 
 # Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 sequences
@@ -311,31 +317,72 @@ class Found:
     apart: Tensor
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What a model is told of a batch, and the tokens whose outputs are asked for."""
+
+    backend: Any
+    segments: Tensor
+    positions: Tensor
+    asked: Tensor  # [B, T]
+
+    @staticmethod
+    def drawn(
+        mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None, odd: bool = True
+    ) -> "_Question":
+        """Choose some documents at random; with a fault those of odd or of even number. A fault goes to the next
+        document, so the first of a sequence shows none."""
+        told, backend = (as_they_are, mixer.backend) if fault is None else (fault.told, fault.backend(mixer.backend))
+        real, number = batch.segments >= 0, batch.segments - batch.segments[:, :1]
+        odd = bool(rng.random() < 0.5) if fault is None else odd
+        asked = real & (number % 2 == int(odd))
+        if fault is None and rng.random() < 0.5:
+            asked = (
+                real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
+            )
+        return _Question(backend, *told(batch), asked)
+
+    def answer(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what `outputs` returns."""
+        return outputs(model, batch, self.backend, self.segments, self.positions)
+
+    def moved(self, model: Any, batch: Batch, said: Tensor) -> Tensor:
+        """Return for each sequence by how much the outputs that are asked for differ from `said` when every token of
+        the other documents is another one."""
+        other = replace(batch, tokens=torch.where(self.asked, batch.tokens, (batch.tokens + 1) % VOCAB))
+        change = (self.answer(model, other)[0] - said).abs().amax(-1)
+        return torch.where(self.asked, change, 0).amax(1) / said.abs().max()
+
+
 def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Found:
     """Measure the leaks of a batch: some of its documents are chosen, and no other document may affect their
     outputs."""
     model, real = model_of(mixer), batch.segments >= 0
-    segments, positions = fault.told(batch) if fault else as_they_are(batch)
-    backend = fault.backend(mixer.backend) if fault else mixer.backend
-    # a fault goes to the next document: the first of a sequence is not asked
-    odd = bool(rng.random() < 0.5) if fault is None else True
-    number = batch.segments - batch.segments[:, :1]
-    asked = real & (number % 2 == int(odd))
-    if fault is None and rng.random() < 0.5:
-        asked = real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
+    question = _Question.drawn(mixer, batch, rng, fault)
     with uncompiled(), torch.set_grad_enabled(mixer.gradients):
-        said, embedded = outputs(model, batch, backend, segments, positions)
+        said, embedded = question.answer(model, batch)
         if mixer.gradients:
-            upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * asked[..., None]
+            upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * question.asked[..., None]
             (gradient,) = torch.autograd.grad((said * upstream).sum(), embedded)
-            gradient = at_tokens(model, batch, gradient, segments).abs().amax(-1)
-            crossing = torch.where(asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
+            gradient = at_tokens(model, batch, gradient, question.segments).abs().amax(-1)
+            crossing = torch.where(question.asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
         else:
-            other = replace(batch, tokens=torch.where(asked, batch.tokens, (batch.tokens + 1) % VOCAB))
-            moved = (outputs(model, other, backend, segments, positions)[0] - said).detach().abs().amax(-1)
-            crossing = torch.where(asked, moved, 0).amax(1) / said.detach().abs().max()
+            crossing = question.moved(model, batch, said)
     with uncompiled(), torch.no_grad():
         # what FlexAttention finds in a sequence is what SDPA finds of a document
         one_by_one = alone(model, batch, mixer.backend and PerDocument)
     apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0).amax(1) / one_by_one.abs().max()
     return Found(crossing.detach(), apart)
+
+
+@torch.no_grad()
+def moved(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Tensor:
+    """Return for each sequence of a batch the largest change of a chosen document's outputs when every token of the
+    other documents changes, as a share of the largest output. Without a fault, no bit may change."""
+    model, found = model_of(mixer), torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for odd in (True,) if fault is None else (True, False):  # a fault may reach documents of one kind only
+        question = _Question.drawn(mixer, batch, rng, fault, odd)
+        with uncompiled():
+            change = question.moved(model, batch, question.answer(model, batch)[0])
+        found = torch.maximum(found, change.to(found.dtype))
+    return found

@@ -17,7 +17,7 @@ from ptf.model.attention import Flex, PerDocument, band, bucket
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.verify import random_reference
-from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look
+from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved
 from tests.tiny import packed
 
 WIDTH = 48
@@ -51,6 +51,10 @@ def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
     found = look(mixer, batch_of(lengths(rng, 12), rng), rng)
     assert found.crossing.max() == 0
     assert found.apart.max() <= mixer.bound
+    assert moved(mixer, batch_of(lengths(rng, 12), rng), rng).max() == 0
+    for name, fault in mixer.crossing_faults.items():
+        sequences = [each for each in lengths(rng, 12) if len(each) > 1]
+        assert bool((moved(mixer, batch_of(sequences, rng), rng, fault) > 0).all()), name
     for name, fault in mixer.faults.items():
         sequences = [each for each in lengths(rng, 12) if len(each) > 1]
         found = look(mixer, batch_of(sequences, rng), rng, fault)
