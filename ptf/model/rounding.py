@@ -14,7 +14,7 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Margins(TorchFunctionMode):
-    """The smallest margin of the choices (`topk`) that are made while the mode is on.
+    """The margins of the choices (`topk`) that are made while the mode is on.
 
     A margin is the difference between the last value that is chosen and the first that is not, relative to the largest
     finite magnitude of its row; infinite where that one is −∞, and if nothing is chosen.
@@ -22,7 +22,7 @@ class Margins(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.smallest = float("inf")
+        self.seen: list[Tensor] = []  # of each choice, a margin for each of its rows
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -30,19 +30,23 @@ class Margins(TorchFunctionMode):
         """Call the function, and measure it if it chooses."""
         kwargs = kwargs or {}
         if func in TOPK:
-            self.smallest = min(self.smallest, _margin(*args, **kwargs))
+            self.seen.append(_margins(*args, **kwargs))
         return func(*args, **kwargs)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest of all; infinite where nothing was chosen."""
+        return min((float(margins.min()) for margins in self.seen if margins.numel()), default=float("inf"))
 
 
 @torch.no_grad()
-def _margin(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> float:
-    """Return the smallest margin of a `topk`, whose arguments these are."""
-    if k >= input.shape[dim] or not input.numel():
-        return float("inf")
+def _margins(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:
+    """Return the margins of the rows of a `topk`, whose arguments these are."""
+    if k >= input.shape[dim]:
+        return torch.full_like(input.select(dim, 0), float("inf"))
     best = input.topk(k + 1, dim, largest).values.unbind(dim)
-    finite = input.isfinite()
-    scale = torch.where(finite, input, 0).abs().amax(dim).clamp(min=torch.finfo(input.dtype).tiny)
-    return float(((best[k - 1] - best[k]).abs() / scale).min())
+    scale = torch.where(input.isfinite(), input, 0).abs().amax(dim).clamp(min=torch.finfo(input.dtype).tiny)
+    return (best[k - 1] - best[k]).abs() / scale
 
 
 class Double(TorchFunctionMode):

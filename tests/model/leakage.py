@@ -10,7 +10,7 @@ put in on purpose must be found in every sequence that can show them.
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,7 +27,8 @@ from ptf.model import attention, bridge, hf_backend
 from ptf.model.attention import Flex, PackedDelta, PerDocument
 from ptf.model.delta_rule import Chunks
 from ptf.model.families import family_of
-from ptf.model.verify import random_reference
+from ptf.model.rounding import Margins
+from ptf.model.verify import TOLERANCE, random_reference
 from tests.model.foreign import foreign
 
 # families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
@@ -311,10 +312,11 @@ OF_LINEAR = {"state kept": Fault(delta=state_kept), "convolution across": Fault(
 class Found:
     """Measurements by sequence of the batch: the largest gradient (without gradients: the largest change of an output)
     that crosses from one document to another, and the largest difference from each document alone. Both are shares
-    of the largest value."""
+    of the largest value. `ties` documents are left out of the differences: rounding chose other experts for them."""
 
     crossing: Tensor
     apart: Tensor
+    ties: int
 
 
 @dataclass(frozen=True)
@@ -371,8 +373,25 @@ def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | No
     with uncompiled(), torch.no_grad():
         # what FlexAttention finds in a sequence is what SDPA finds of a document
         one_by_one = alone(model, batch, mixer.backend and PerDocument)
-    apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0).amax(1) / one_by_one.abs().max()
-    return Found(crossing.detach(), apart)
+    apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0) / one_by_one.abs().max()
+    ties = 0
+    if fault is None and bool((apart > mixer.bound).any()):
+        with uncompiled(), torch.no_grad(), Margins() as margins:
+            question.answer(model, batch)
+        tied = with_ties(batch.segments, margins.seen)
+        ties = len(batch.segments[tied & (apart > mixer.bound)].unique())
+        apart = apart.masked_fill(tied, 0)
+    return Found(crossing.detach(), apart.amax(1), ties)
+
+
+def with_ties(segments: Tensor, choices: Sequence[Tensor]) -> Tensor:
+    """Return which tokens [B, T] are in a document that has a token whose experts are chosen by a margin within the
+    verifier's tolerance. `choices` are the margins of each choice, whose first dimension is that of all tokens."""
+    close = torch.zeros(segments.numel(), dtype=torch.bool)
+    for margins in choices:
+        if len(margins) == len(close):  # transformers computes the documents in another order
+            close |= margins.reshape(len(close), -1).amin(1) <= TOLERANCE
+    return (segments >= 0) & torch.isin(segments, segments[close.view_as(segments)])
 
 
 @torch.no_grad()
