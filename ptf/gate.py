@@ -3,9 +3,9 @@
 Both models are measured on the same held-out rows, and their values are compared row by row: an improvement is positive
 if the trained model is better. The trained model is refused if the whole 95 % interval of the mean improvement is below
 the limit, which is zero or, for `publish.metric`, −`publish.max_regression`; an interval that contains the limit does
-not prevent publishing. The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
-without an interval, and with the same limit. (`publish.max_regression` is in the unit of `publish.metric`, so the
-limit of default metrics is zero.)
+not prevent publishing. `publish.max_regression` is in the unit of `publish.metric`, so the limit of default metrics is
+zero. The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
+without an interval, and with the same limit.
 """
 
 import json

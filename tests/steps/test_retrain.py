@@ -138,7 +138,10 @@ def test_what_was_gone_back_from_is_not_made_again(raw, tmp_path, capsys):
     assert again(raw, "better").published == f"{root}/better"
     published_versions.roll_back(root)
     assert again(raw, "same") is None
-    assert "sums changed since first, but better has trained on these data already, and was published: loss/held_out " in capsys.readouterr().out
+    assert (
+        "sums changed since first, but better has trained on these data already, and was published: loss/held_out "
+        in capsys.readouterr().out
+    )
     sums(tmp_path, 300, 400)
     more = again(raw, "more")
     assert more.models == {root: f"{root}/first"}
@@ -153,8 +156,7 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     assert again(raw, "same") is None
     assert (
         "sums changed since first, but worse has trained on these data already, and was not better: loss/held_out "
-        f"{first.metrics['loss/held_out']:.4g} → "
-        in capsys.readouterr().out
+        f"{first.metrics['loss/held_out']:.4g} → " in capsys.readouterr().out
     )
     assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other-rate") is not None, (
         "another config may end otherwise"
