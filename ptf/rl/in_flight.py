@@ -103,8 +103,16 @@ class InFlight:
         self.abandoned = True
 
     def close(self) -> None:
-        """Cancel the episodes that have not ended."""
+        """Cancel the episodes that have not ended.
+
+        The first fault of an episode was raised; those of others are dropped here. Otherwise asyncio would report each
+        of them whenever the garbage collector finds it.
+        """
         self.loop.close()
+        for group in self.groups:
+            for member in group.members:
+                if member.task is not None and member.task.done() and not member.task.cancelled():
+                    member.task.exception()
 
     def take_groups(self, step: int, prompts: Callable[[], Prompt]) -> list[InFlightGroup]:
         """Take the groups that are trained in a step, after as many slices as they need; new prompts are admitted.
