@@ -299,6 +299,7 @@ def scaffold(options: argparse.Namespace) -> int:
     from ptf.model.scaffold.check import check as check_text
     from ptf.model.scaffold.check import checked
     from ptf.model.scaffold.draft import write_draft
+    from ptf.model.scaffold.report import next_steps
     from ptf.model.verify import as_json
 
     draft = write_draft(options.model, options.output, options.force)
@@ -321,6 +322,7 @@ def scaffold(options: argparse.Namespace) -> int:
             print(f"config {options.configs}: the config.json of {options.model}, with small sizes")
         if not found.registered:
             print(f'as a family: move {found.file} into ptf/model/families/ and add "{name}" to its MODULES')
+        print("next (docs/add_a_model.md, Checklist):", *next_steps(name, found.file), sep="\n  ")
     return 0 if report.passed else 1
 
 
