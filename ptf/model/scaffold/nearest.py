@@ -53,7 +53,8 @@ def _prefix_of(name: str) -> str:
     """Return with what the names of a family's classes begin."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]].__name__.removesuffix("ForCausalLM")
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
+    return kind.__name__.removesuffix("ForCausalLM")
 
 
 def _derived_from(module_name: str, role: str, families: Mapping[str, str]) -> str:
