@@ -28,7 +28,7 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from benchmarks.pages import write_page  # noqa: E402
 from ptf.config import Plugin  # noqa: E402
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
-from ptf.rl.rewards.calls import Answer  # noqa: E402
+from ptf.rl.rewards.calls import Response  # noqa: E402
 from ptf.rl.rewards.scoring import RewardWorkers  # noqa: E402
 from ptf.rl.worker_process import Call  # noqa: E402
 
@@ -91,7 +91,7 @@ def of_plugin(plugin: Plugin) -> Runner:
 
     def run(texts: list[str]) -> list[float]:
         began, ends = time.monotonic(), [0.0] * len(texts)
-        calls = [Call((Answer({"prompt": "?"}, text),)) for text in texts]
+        calls = [Call((Response({"prompt": "?"}, text),)) for text in texts]
         for i, call in enumerate(calls):
             call.future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.monotonic() - began))
             workers.calls.put(call)

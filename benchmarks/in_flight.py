@@ -33,7 +33,6 @@ from ptf.rl.in_flight import FlightSettings, InFlight, ages  # noqa: E402
 
 PAGE = results_page("in_flight.md")
 PICTURE = PAGE.with_suffix(".svg")
-PROMPTS, GROUP, MEAN, MOST = 64, 8, 1000, 8000
 UPDATE = 0.15  # of a synchronous step
 BARS = {1: 1.5, 2: 2.0, 4: 3.0}  # steps a second, of those of the synchronous loop
 SLICES = (512, 1024, 1536)  # tokens of a slice; of those with the fewest waits the fastest is shown
@@ -52,28 +51,42 @@ class Costs:
 GPU, CPU = Costs(10e-3, 20e-6, 10e-6), Costs(0.0, 20e-6, 2e-6)
 
 
-@functools.cache
-def length_of(seed: int) -> int:
-    """Return the length of a response."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - 0.5, 1.0)
-    return int(np.clip(drawn, 1, MOST))
+@dataclass(frozen=True)
+class Work:
+    """The responses of a step, and how long they are."""
+
+    prompts: int = 64
+    group: int = 8
+    mean: float = 1000
+    most: int = 8000
+    geometric: bool = False  # of a model that ends each response with the same probability; otherwise log-normal
+
+    @functools.cache  # noqa: B019 - a few works, which live as long as the process
+    def length(self, seed: int) -> int:
+        """Return the length of a response, in tokens."""
+        rng = np.random.default_rng(seed)
+        drawn = rng.geometric(1 / self.mean) if self.geometric else rng.lognormal(np.log(self.mean) - 0.5, 1.0)
+        return int(np.clip(drawn, 1, self.most))
+
+
+USUAL = Work()
 
 
 class Engine:
     """Counts the seconds that its batches would take."""
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs, self.seconds, self.version = costs, 0.0, 0
+    def __init__(self, costs: Costs, work: Work = USUAL) -> None:
+        self.costs, self.work, self.seconds, self.version = costs, work, 0.0, 0
         self.busy = self.places = 0  # decoded tokens; decoding steps × responses at the beginning of a slice
 
     def __call__(self, batches: list[list[Request]]) -> list[list[Generation]]:
         return [self.batch(requests) for requests in batches]
 
     def batch(self, requests: list[Request]) -> list[Generation]:
-        left = [min(length_of(r.seed) - r.offset, r.sampling.max_new_tokens) for r in requests]
+        left = [min(self.work.length(r.seed) - r.offset, r.sampling.max_new_tokens) for r in requests]
         live = np.array(sorted(left))
         steps = int(live[-1])
-        self.busy, self.places = self.busy + int(live.sum()), self.places + steps * PROMPTS * GROUP
+        self.busy, self.places = self.busy + int(live.sum()), self.places + steps * self.work.prompts * self.work.group
         contexts = sum(r.offset for r in requests)
         self.seconds += steps * self.costs.step + live.sum() * self.costs.response + contexts * self.costs.context
         return [
@@ -82,16 +95,20 @@ class Engine:
                 np.zeros(n, np.int32),
                 np.zeros(n, np.float32),
                 np.full(n, self.version, np.int32),
-                r.offset + n == length_of(r.seed),
+                r.offset + n == self.work.length(r.seed),
             )
             for r, n in zip(requests, left, strict=True)
         ]
 
 
-async def play(prompt: Prompt, _: int, i: int, ask: Callable[[Request], Any]) -> Trajectory:
-    """Play an episode of one response."""
-    whole = await ask(Request(np.zeros(0, np.int32), Sampling(MOST, 1.0, ()), prompt.index * GROUP + i))
-    return Trajectory(prompt, (whole,), "", Reward(0.0))
+def player(work: Work) -> Callable[..., Any]:
+    """Return what plays an episode of one response."""
+
+    async def play(prompt: Prompt, _: int, i: int, ask: Callable[[Request], Any]) -> Trajectory:
+        request = Request(np.zeros(0, np.int32), Sampling(work.most, 1.0, ()), prompt.index * work.group + i)
+        return Trajectory(prompt, (await ask(request),), "", Reward(0.0))
+
+    return play
 
 
 Spans = list[tuple[str, int, float, float]]  # lane, step, and the seconds from and to which it computes
@@ -106,13 +123,14 @@ def measured(
     update_slices: int,
     share: float = 0.5,
     spans: Spans | None = None,
+    work: Work = USUAL,
 ) -> dict[str, float]:
     """Return seconds a step, and what happened in the steps after the first `steps // 4`, which `spans` is given."""
-    engine = Engine(costs)
+    engine = Engine(costs, work)
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
-    in_flight = PROMPTS + int(PROMPTS * k * share)
-    clock = FlightSettings(PROMPTS, GROUP, k, slice_tokens, in_flight, 1, update_slices if k else 0)
-    flight = InFlight(clock, engine, play, 60.0)
+    in_flight = work.prompts + int(work.prompts * k * share)
+    clock = FlightSettings(work.prompts, work.group, k, slice_tokens, in_flight, 1, update_slices if k else 0)
+    flight = InFlight(clock, engine, player(work), 60.0)
     now = waited = start = busy = places = 0.0
     found: list[int] = []
     for step in range(steps):
@@ -148,10 +166,10 @@ def measured(
 
 def picture(steps: int = 40, shown: float = 420.0) -> str:
     """Return an SVG of when engine and policy compute, synchronous and at k = 2, over the same seconds."""
-    synchronous = measured(GPU, 0, steps, MOST, 0.0, 0)["seconds"]
+    synchronous = measured(GPU, 0, steps, USUAL.most, 0.0, 0)["seconds"]
     update = UPDATE * synchronous / (1 - UPDATE)
     lanes: list[tuple[str, Spans]] = []
-    for title, k, tokens in (("max_staleness: 0", 0, MOST), ("max_staleness: 2", 2, 1536)):
+    for title, k, tokens in (("max_staleness: 0", 0, USUAL.most), ("max_staleness: 2", 2, 1536)):
         spans: Spans = []
         measured(GPU, k, steps, tokens, update, 1, 0.75, spans)
         lanes += [(f"{title}, {lane}", [span for span in spans if span[0] == lane]) for lane in ("engine", "policy")]
@@ -181,9 +199,9 @@ def picture(steps: int = 40, shown: float = 420.0) -> str:
 
 def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
     """Return the lines of a table, and what missed its bar."""
-    synchronous = measured(costs, 0, steps, MOST, 0.0, 0)["seconds"]
+    synchronous = measured(costs, 0, steps, USUAL.most, 0.0, 0)["seconds"]
     update = UPDATE * synchronous / (1 - UPDATE)
-    base = measured(costs, 0, steps, MOST, update, 0)
+    base = measured(costs, 0, steps, USUAL.most, update, 0)
     lines = [
         "| k | tokens of a slice, slices of an update, prompts in flight | seconds a step | steps a second, of k = 0 | "
         "shared devices | "

@@ -1,7 +1,7 @@
 """Whether documents of packed sequences see each other: 10,000 packings for each mixer and backend. Writes
 results/leakage.md, and leakage.jsonl as it goes.
 
-    python benchmarks/leakage.py [--packings 10000] [--minutes 7]
+    python benchmarks/leakage.py [--packings 10000] [--minutes 7] [--models qwen3_next]
 
 In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is
 not made again, and after so many minutes no further one is begun. Ends with status 1 if anything crossed,
@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look  # noqa: E402
+from ptf.model.verify import TOLERANCE  # noqa: E402
+from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look, moved  # noqa: E402
 
 RESULTS = results_page("leakage.md")
 BATCH = 1000
@@ -34,17 +35,18 @@ FAULTY = 100  # sequences of each fault in a batch
 def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
     """Of one batch."""
     rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
-    documents = 0
+    documents = ties = 0
     for _ in range(BATCH // mixer.sequences):
         sequences = lengths(rng, mixer.sequences)
         found = look(mixer, batch_of(sequences, rng), rng)
         documents += sum(map(len, sequences))
         crossing, apart = max(crossing, float(found.crossing.max())), max(apart, float(found.apart.max()))
+        ties += found.ties
         leaking += int(((found.crossing > 0) | (found.apart > mixer.bound)).sum())
     caught = {}
-    for name, told in mixer.faults.items():
+    for name, fault in mixer.faults.items():
         sequences = [each for each in lengths(rng, 3 * FAULTY) if len(each) > 1][:FAULTY]
-        found = look(mixer, batch_of(sequences, rng), rng, told)
+        found = look(mixer, batch_of(sequences, rng), rng, fault)
         caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(sequences)]
     return {
         "mixer": mixer.name,
@@ -55,78 +57,135 @@ def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
         "leaking": leaking,
         "crossing": crossing,
         "apart": apart,
+        "ties": ties,
         "caught": caught,
         "cpu_s": round(time.process_time() - began, 1),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
     }
 
 
+def forward(mixer: Mixer, seed: int) -> dict[str, Any]:
+    """Of one batch, forward: other documents' tokens are changed."""
+    rng, largest, documents, began = np.random.default_rng(seed), 0.0, 0, time.process_time()
+    moving = 0
+    for _ in range(BATCH // mixer.sequences):
+        sequences = lengths(rng, mixer.sequences)
+        found = moved(mixer, batch_of(sequences, rng), rng)
+        documents += sum(map(len, sequences))
+        largest, moving = max(largest, float(found.max())), moving + int((found > 0).sum())
+    caught = {}
+    for name, fault in mixer.crossing_faults.items():
+        sequences = [each for each in lengths(rng, FAULTY) if len(each) > 1][: FAULTY // 4]
+        caught[name] = [int((moved(mixer, batch_of(sequences, rng), rng, fault) > 0).sum()), len(sequences)]
+    return {
+        "mixer": mixer.name,
+        "path": mixer.path,
+        "forward": True,
+        "seed": seed,
+        "packings": BATCH,
+        "documents": documents,
+        "leaking": moving,
+        "moved": largest,
+        "caught": caught,
+        "cpu_s": round(time.process_time() - began, 1),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def row(mixer: Mixer, found: Sequence[dict[str, Any]]) -> str:
+    """The row of a mixer; empty without a batch of it."""
+    both = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
+    if not both:
+        return ""
+    changed, mine = [b for b in both if "moved" in b], [b for b in both if "moved" not in b]
+    caught = "; ".join(
+        f"{name} {sum(b['caught'].get(name, [0, 0])[0] for b in both)} of "
+        f"{sum(b['caught'].get(name, [0, 0])[1] for b in both)}"
+        for name in mixer.faults
+    )
+    crossing = [max((b["crossing"] for b in mine), default=None)]
+    crossing = [max((b["moved"] for b in changed), default=None), *crossing] if mixer.gradients else [*crossing, None]
+    counts = [changed, mine] if mixer.gradients else [mine, []]
+    cells = [
+        mixer.name,
+        mixer.path,
+        str(mixer.dtype).removeprefix("torch."),
+        *(f"{sum(b['packings'] for b in each):,}" if each else "–" for each in counts),
+        f"{sum(b['documents'] for b in both):,}",
+        str(sum(b["leaking"] for b in both)),
+        *("–" if each is None else str(each) for each in crossing),
+        f"{max((b['apart'] for b in mine), default=float('nan')):.1e} (≤ {mixer.bound:g})",
+        caught,
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
 def page(found: Sequence[dict[str, Any]], command: str) -> str:
-    rows = ""
-    for mixer in MIXERS:
-        mine = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
-        if not mine:
-            continue
-        caught = "; ".join(
-            f"{name} {sum(b['caught'][name][0] for b in mine)} of {sum(b['caught'][name][1] for b in mine)}"
-            for name in mixer.faults
-        )
-        precision = str(mixer.dtype).removeprefix("torch.")
-        rows += (
-            f"| {mixer.name} | {mixer.path} | {precision} | {sum(b['packings'] for b in mine):,} | "
-            f"{sum(b['documents'] for b in mine):,} | "
-            f"{sum(b['leaking'] for b in mine)} | {max(b['crossing'] for b in mine):g} | "
-            f"{max(b['apart'] for b in mine):.1e} (≤ {mixer.bound:g}) | {caught} |\n"
-        )
+    when = dict.fromkeys(f"{b['date']}, commit {b['commit']}" for b in found)
+    rows = "".join(row(mixer, found) for mixer in MIXERS)
+    ties = sum(b.get("ties", 0) for b in found)
     return (
         "# Leakage between documents\n\n"
         f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; "
         f"{sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
+        f"Measured: {'; '.join(when)}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
         "A packing is a sequence of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
         "tiny random models. Of each batch of packings\n"
         "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) "
         "must be exactly zero at every other document's\n"
-        "embeddings. FlexAttention has no gradient on a CPU: there the other documents' tokens are changed, "
-        "and no bit may move; it runs uncompiled, so this\n"
-        "is of its mask, not of its kernel. Then every document is compared with itself alone, "
-        "in a batch of documents of its length without padding (in\n"
-        "FlexAttention's sequences: with SDPA's). Mixtures of experts run in fp32, "
-        "where torch multiplies groups of rows, "
-        "and transformers normalises in fp32.\n\n"
+        "embeddings. Forward, in other packings, every token of the documents that are not asked is changed, "
+        "and no bit may move. FlexAttention has no gradient on\n"
+        "a CPU; it runs uncompiled, so this is of its mask, not of its kernel. "
+        "With the gradients (FlexAttention: with the change), every\n"
+        "document is also compared with itself alone, in a batch of documents of its length without padding "
+        "(in FlexAttention's sequences: with SDPA's). Mixtures of experts\n"
+        "run in fp32, where torch multiplies groups of rows, and transformers normalises in fp32. "
+        "A document that differs and has a token whose experts are chosen by a margin\n"
+        f"of at most {TOLERANCE:g} is left out of the differences, not of what crosses: "
+        f"rounding chooses there. Such documents: {ties}.\n\n"
         "Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, "
         "positions that are not reset (transformers counts\n"
-        "itself, so it has none of these), sequences shifted against their documents. "
-        "Caught is a sequence where something crosses or differs beyond the bound.\n\n"
-        "| mixer | backend | precision | packings | documents | leak | largest crossing | largest difference from "
-        "alone (bound) | faults caught |\n"
-        f"|---|---|---|---|---|---|---|---|---|\n{rows}"
+        "itself, and linear attention refuses them, so they have none of these), "
+        "sequences shifted against their documents. Linear attention also: a state that\n"
+        "goes on from document to document, and a convolution that reads the tokens before a document, "
+        "each alone, beside softmax layers that separate the documents.\n"
+        "Caught is a sequence where something crosses or differs beyond the bound: of 1,000 with the gradients, "
+        "and forward, where wrong positions show nothing, of 250.\n\n"
+        "| mixer | backend | precision | packings: forward | backward | documents | leak | largest crossing: forward | "
+        "backward | largest difference from alone (bound) | faults caught |\n"
+        f"|---|---|---|---|---|---|---|---|---|---|---|\n{rows}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packings", type=int, default=10_000, help="of each mixer and backend")
+    parser.add_argument("--models", nargs="+", help="only mixers of these families (default: all)")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
     found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
-    done = {(b["mixer"], b["path"], b["seed"]) for b in found}
+    done = {(b["mixer"], b["path"], b["seed"], "moved" in b) for b in found}
     wanted = [
-        (mixer, seed)
+        (mixer, seed, ahead)
         for seed in range(-(-asked.packings // BATCH))
         for mixer in MIXERS
-        if (mixer.name, mixer.path, seed) not in done
+        for ahead in ((True, False) if mixer.gradients else (False,))
+        if (mixer.name, mixer.path, seed, ahead) not in done
+        and (asked.models is None or mixer.model_type in asked.models)
     ]
-    for mixer, seed in wanted:
+    for mixer, seed, ahead in wanted:
         if time.monotonic() > ends:
             break
-        found.append(measured(mixer, seed))
+        found.append((forward if ahead else measured)(mixer, seed))
         with ledger.open("a") as file:
             file.write(json.dumps(found[-1]) + "\n")
         print(json.dumps(found[-1]), flush=True)
     asked.results.write_text(page(found, f"python benchmarks/leakage.py --packings {asked.packings}"))
-    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} batches are missing")
+    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} of the batches asked for are missing")
     missed = any(seen < of for b in found for seen, of in b["caught"].values())
     sys.exit(1 if missed or any(b["leaking"] for b in found) else 0)
 

@@ -120,11 +120,11 @@ class TrainingPage:
             parts.append(Table(pairs(list(self.charts.values()))))
         if spans := json_lines(self.run / "timeline.jsonl", TIMELINE_BYTES)[-TIMELINE_STEPS:]:
             parts.append(VegaChart(timeline(spans)))
-        if answers := read_last(self.run / "samples.jsonl"):
+        if responses := read_last(self.run / "samples.jsonl"):
             rows: list[Any] = [
-                [short(last_message(row["row"])), short(row["response"]), worth(row)] for row in answers[:SAMPLES]
+                [short(last_message(row["row"])), short(row["response"]), worth(row)] for row in responses[:SAMPLES]
             ]
-            parts.append(Table(rows, headers=[f"prompt, step {answers[0]['step']}", "response", "reward"]))
+            parts.append(Table(rows, headers=[f"prompt, step {responses[0]['step']}", "response", "reward"]))
         parts.append(Markdown(self._checkpoints()))
         self.card.clear()
         self.card.extend([*parts, self.config])

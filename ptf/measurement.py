@@ -63,7 +63,7 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 
 def measure_model(job: Job, run: Path) -> dict[str, float]:
     """Return all metrics of the model in `run/model`, by name. Raises UserError if two have one name."""
-    metrics = measure_answers(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
+    metrics = measure_responses(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
     if not job.data.validation or registry.is_online(job):
         return metrics
     of_rows = measure_held_out_rows(job, run)
@@ -275,7 +275,7 @@ def _engine_here(job: Job, model: Path) -> str | Plugin:
     return engine
 
 
-def measure_answers(job: Job, run: Path) -> dict[str, float]:
+def measure_responses(job: Job, run: Path) -> dict[str, float]:
     """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
     `evaluate.measure_starting_model`, also those of the model that training started from.
 
@@ -322,7 +322,7 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
                         file = run / gate.RESPONSES / f"{prefix}{name}.jsonl"
-                        found = measure_answers_to(job, name, source_prompts, group, rewards, file)
+                        found = measure_responses_to(job, name, source_prompts, group, rewards, file)
                         metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in found.items()}
     finally:
         if rewards:
@@ -330,13 +330,13 @@ def measure_answers(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
-def measure_answers_to(
+def measure_responses_to(
     job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
 ) -> dict[str, float]:
     """Return the pass rates of a model's responses to the prompts of a source, and `evaluate.metrics` of its greedy
     responses, which are written to `file`."""
     evaluate_config = job.evaluate
-    metrics, answers = pass_rates(
+    metrics, responses = pass_rates(
         rollout,
         rewards,
         prompts,
@@ -347,8 +347,8 @@ def measure_answers_to(
         max_new_tokens=evaluate_config.max_new_tokens,
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,
     )
-    storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in answers))
-    own = {name: compute_own_metric(name, plugin, answers) for name, plugin in evaluate_config.metrics.items()}
+    storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in responses))
+    own = {name: compute_own_metric(name, plugin, responses) for name, plugin in evaluate_config.metrics.items()}
     return metrics | own
 
 
@@ -386,13 +386,13 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     return metrics
 
 
-def compute_own_metric(name: str, plugin: Plugin, answers: Sequence[Mapping[str, Any]]) -> float:
+def compute_own_metric(name: str, plugin: Plugin, responses: Sequence[Mapping[str, Any]]) -> float:
     """Return the value of a user's metric (`evaluate.metrics`), computed from all responses to the prompts of a source.
 
     Raises UserError if the function fails, or if its value is not finite.
     """
     try:
-        value = float(bind(plugin)(answers))
+        value = float(bind(plugin)(responses))
     except ConfigError:
         raise
     except Exception as error:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from ptf.errors import UserError
 
-Scores = Literal["answer", "group", "batch"]
-CALLED_WITH = {"answer": "(row, text, **args)", "group": "(row, texts, **args)", "batch": "(items, **args)"}
-EPISODES = {"answer": "episode", "group": "episodes", "batch": "episodes"}  # the parameter that asks for more
+Scores = Literal["response", "group", "batch"]
+CALLED_WITH = {"response": "(row, text, **args)", "group": "(row, texts, **args)", "batch": "(items, **args)"}
+EPISODES = {"response": "episode", "group": "episodes", "batch": "episodes"}  # the parameter that asks for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RewardSignature:
     @classmethod
     def of(cls, target: Any, args: Mapping[str, Any]) -> "RewardSignature":
         """Return the signature of a reward with these arguments of the config."""
-        scores: Scores = getattr(target, "scored_together", "answer")
+        scores: Scores = getattr(target, "scored_together", "response")
         asks: Callable[..., bool] | None = getattr(target, "sees_episodes", None)
         sees = asks(**args) if asks else EPISODES[scores] in parameters(called(target))
         most: int | Callable[..., int] = getattr(target, "max_size", 1)
@@ -71,21 +71,21 @@ def reward_fault(target: Any, use: str, args: Mapping[str, Any]) -> str | None:
         own, constructor = inspect.signature(called(target)), inspect.signature(target) if is_class else None
     except (TypeError, ValueError):  # a built-in function says nothing of its parameters
         return None
-    scores: Scores = getattr(target, "scored_together", "answer")
+    scores: Scores = getattr(target, "scored_together", "response")
     keyword = EPISODES[scores]
     if given := {"episode", "episodes"} & args.keys():
         return f"{use}: `{given.pop()}` is given by ptf, and is no argument of the config"
     for other in {"episode", "episodes"} - {keyword}:
         if other in own.parameters:
             return f"{use} has a parameter `{other}`; a reward {CALLED_WITH[scores]} is given `{keyword}`"
-    answers = [None] * (1 if scores == "batch" else 2) + [None] * is_class
+    positional = [None] * (1 if scores == "batch" else 2) + [None] * is_class
     episodes = {keyword: None} if keyword in own.parameters else {}
     try:
         if constructor:
             constructor.bind(**taken(constructor, args))
-            own.bind(*answers, **episodes)
+            own.bind(*positional, **episodes)
         else:
-            own.bind(*answers, **taken(own, args), **episodes)
+            own.bind(*positional, **taken(own, args), **episodes)
     except TypeError as error:
         return f"{use} cannot be called as a reward, {CALLED_WITH[scores]}: {error}"
     try:

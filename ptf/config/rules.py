@@ -56,10 +56,10 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def shares(job: Job) -> list[str]:
+def data_parallel_multiples(job: Job) -> list[str]:
     """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
     workers, mesh = job.compute.workers, job.compute.mesh
-    data_ranks, of = (
+    data_ranks, divisor = (
         (workers // mesh.tensor_parallel_size or 1),
         f"compute.workers ({workers})"
         + (
@@ -73,7 +73,7 @@ def shares(job: Job) -> list[str]:
         if job.rollout
         else {"data.partitions": job.data.partitions, "train.global_batch_sequences": job.train.global_batch_sequences}
     )
-    return [f"{key} ({value}) must be a multiple of {of}" for key, value in dealt.items() if value % data_ranks]
+    return [f"{key} ({value}) must be a multiple of {divisor}" for key, value in dealt.items() if value % data_ranks]
 
 
 def launch(job: Job) -> list[str]:
@@ -135,8 +135,8 @@ def schedule_of(job: Job) -> list[str]:
     train, errors = job.train, []
     parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
     steps = sum(part for part in parts if isinstance(part, int))
-    shares = sum(part for part in parts if isinstance(part, float))
-    if shares > 1 or (train.steps and steps + shares * train.steps > train.steps):
+    fraction = sum(part for part in parts if isinstance(part, float))  # of the run
+    if fraction > 1 or (train.steps and steps + fraction * train.steps > train.steps):
         errors.append(
             "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
             "number of steps"
@@ -281,9 +281,9 @@ def watched(job: Job) -> list[str]:
         errors.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
     watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
     errors += [
-        f"{key}: {of.metric} cannot be watched; only held-out losses can: {', '.join(known)}"
-        for key, of in watchers.items()
-        if of and known and of.metric not in known
+        f"{key}: {watcher.metric} cannot be watched; only held-out losses can: {', '.join(known)}"
+        for key, watcher in watchers.items()
+        if watcher and known and watcher.metric not in known
     ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
         errors.append(
@@ -302,8 +302,8 @@ def own_components(job: Job) -> list[str]:
         errors.append("model.tokens.vectors and model.tokens.init: vectors need each other")
     if tokens and tokens.init == "description" and not tokens.file:
         errors.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
-    shares = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
-    if job.data.share_prefixes and (model.replace or not shares):
+    can_share = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
+    if job.data.share_prefixes and (model.replace or not can_share):
         errors.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
     custom_head = model.head or "head" in model.replace
     if custom_head and job.rollout:
@@ -327,7 +327,7 @@ def own_components(job: Job) -> list[str]:
 
 
 RULES: tuple[Callable[[Job], list[str]], ...] = (
-    shares,
+    data_parallel_multiples,
     names,
     secrets,
     launch,

@@ -15,7 +15,7 @@ from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.event_loop import run_coroutine
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rewards.by_source import Rewards, score_groups, with_result
+from ptf.rl.rewards.by_source import Rewards, mark_without_result, score_groups
 from ptf.rl.sampler import Sampler, seed_of
 
 KEY = "try"  # of the seeds, so that they are those of no step
@@ -93,7 +93,7 @@ class Player:
         """Return an episode; one that the job should score, but that nothing scored, has no result."""
         if trajectory.outcome is not None or not (self.rewards or self.rollout.has_episodes):
             return trajectory
-        return with_result(trajectory)
+        return mark_without_result(trajectory)
 
     async def _play_together(
         self,

@@ -20,9 +20,9 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 
 def overlong_penalty(tokens: int, longest: int, margin: int) -> float:
-    """Return what is added to the reward of a response of that many tokens: 0 up to `margin` tokens before the longest
-    length, then linearly down to −1 (DAPO, Yu et al. 2025, eq. 13)."""
-    return max(-1.0, min(0.0, (longest - margin - tokens) / margin)) if margin else 0.0
+    """Return what is subtracted from the reward of a response of that many tokens: 0 up to `margin` tokens before the
+    longest length, then linearly up to 1 (DAPO, Yu et al. 2025, eq. 13)."""
+    return min(1.0, max(0.0, (tokens - longest + margin) / margin)) if margin else 0.0
 
 
 def generalised_advantages(

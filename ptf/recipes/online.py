@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-IMPORTANCE = {"fp32": None, "bf16": 2.0}  # what `tis_cap: auto` is; 2 as in Yao et al. 2025
-STALE = 2.0  # and with `rollout.max_staleness`
+DEFAULT_TIS_CAP = {"fp32": None, "bf16": 2.0}  # `tis_cap: auto`, by precision; 2 as in Yao et al. 2025
+DEFAULT_TIS_CAP_ASYNC = 2.0  # `tis_cap: auto` with `rollout.max_staleness`, in any precision
 
 
 class OnlineConfig(AlgoConfig):
@@ -26,8 +26,9 @@ class OnlineConfig(AlgoConfig):
     π_old is the trainer's policy before the update. null: no such factor. `auto`: 2 in bf16, where the two
     probabilities differ by rounding, and with `rollout.max_staleness`; otherwise null."""
     tis_level: Literal["token", "sequence"] = "token"
-    """The weights π_old / π_engine of `tis_cap`. `token`: each token's. `sequence`: their product over the
-    sampled tokens of one response (in an episode, of consecutive turns whose context only grew), for each of them."""
+    """How the importance weights of `tis_cap` are computed. `token`: each token has its own ratio π_old / π_engine.
+    `sequence`: each token of a response has the product of the ratios of all its sampled tokens (in an episode, of
+    consecutive turns whose context only grew)."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond `tis_cap`. `truncate`: they are `tis_cap`. `mask`: tokens whose weight is above
     `tis_cap` or below its inverse are not trained on."""
@@ -51,7 +52,9 @@ class OnlineConfig(AlgoConfig):
         if self.tis_cap != "auto":
             return self
         stale = job.rollout is not None and job.rollout.max_staleness
-        return self.model_copy(update={"tis_cap": STALE if stale else IMPORTANCE[job.train.precision]})
+        return self.model_copy(
+            update={"tis_cap": DEFAULT_TIS_CAP_ASYNC if stale else DEFAULT_TIS_CAP[job.train.precision]}
+        )
 
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys, among them those of `rollout.top_p` below 1: under another
@@ -84,8 +87,8 @@ class RewardedConfig(OnlineConfig):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, the model that training started from; 0 loads no reference."""
     overlong_buffer_tokens: Count = 0
-    """Length penalty (DAPO): a term is added to the reward that falls linearly from 0, this many tokens before
-    `rollout.max_new_tokens`, to -1 at it. 0: no penalty."""
+    """Length penalty (DAPO), which is subtracted from the reward: it rises linearly from 0, this many tokens before
+    `rollout.max_new_tokens`, to 1 at it. 0: no penalty."""
     overlong_filter: bool = False
     """Do not train on responses and episodes that were truncated at a limit (DAPO's overlong filtering). GRPO still
     counts their rewards in the baseline of their group."""

@@ -92,7 +92,7 @@ class ScoringRecipe(Recipe, Protocol):
         ...
 
 
-class Critic(Recipe, Protocol):
+class CriticRecipe(Recipe, Protocol):
     """The recipe that trains a critic."""
 
     @property
@@ -110,7 +110,7 @@ class OnlineRecipe(Recipe, Protocol):
     """A recipe that trains on rollouts."""
 
     @property
-    def critic(self) -> "Critic | None":
+    def critic(self) -> "CriticRecipe | None":
         """The recipe of the critic, a role of its own, or None. Its values are the column `values` of the trajectories
         that `compute_advantages` gets."""
         ...

@@ -126,6 +126,11 @@ def _raise_if_incomplete(made: Any, job: "Job") -> None:
     for old, new in RENAMED_METHODS.items():
         if hasattr(made, old):
             raise UserError(f"{name} has `{old}`, which is not read: rename it `{new}`")
+    if hasattr(made, "length_penalty"):
+        raise UserError(
+            f"{name} has `length_penalty`, which was added to the reward and is not read: define `overlong_penalty`, "
+            "which is subtracted from it"
+        )
     if not hasattr(made, "online"):
         raise UserError(f"{name} has no `online`: True if it trains on rollouts, else False")
     if job.rollout is not None and job.rollout.max_staleness and getattr(made, "tis_cap", None) is None:

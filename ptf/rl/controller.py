@@ -4,6 +4,7 @@ One process runs the loop and calls the role groups, which do the computation; i
 from role to role.
 """
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -40,7 +41,7 @@ from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.response_log import ResponseLog
-from ptf.rl.rewards.by_source import GroupScoring, Rewards, with_result
+from ptf.rl.rewards.by_source import GroupScoring, Rewards, mark_without_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.validate import pass_rates
@@ -153,7 +154,7 @@ class Controller:
         began = time.perf_counter()
         with GroupScoring(self.rewards) as scoring:
             groups = scoring.finish(groups)
-        groups = [tuple(map(with_result, group)) for group in groups]
+        groups = [tuple(map(mark_without_result, group)) for group in groups]
         reward_s = time.perf_counter() - began
         return groups, self.outcome_metrics(groups) | {"rewards_retried": self.take_retries()}, reward_s
 
@@ -184,7 +185,7 @@ class Controller:
                 with self.cluster.phase(self.reward_model.role, "reward_model"):
                     groups = self.reward_model.score(groups)
             else:
-                groups = [tuple(map(with_result, group)) for group in groups]
+                groups = [tuple(map(mark_without_result, group)) for group in groups]
             sampled += groups
             usable += (
                 groups
@@ -221,50 +222,51 @@ class Controller:
         return retried
 
     def outcome_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics over the rewards of all responses. Raises UserError if too many responses have no reward."""
-        answers = [t for group in groups for t in group]
-        values = np.array([t.outcome.value for t in answers if isinstance(t.outcome, Reward)])
-        reasons = [t.outcome.reason for t in answers if isinstance(t.outcome, NoResult)]
+        """Return metrics over the rewards of all responses. Raises UserError if too many responses have no result."""
+        trajectories = [t for group in groups for t in group]
+        values = np.array([t.outcome.value for t in trajectories if isinstance(t.outcome, Reward)])
+        reasons = [t.outcome.reason for t in trajectories if isinstance(t.outcome, NoResult)]
         first_reason = f"the first reason, from {self.reward_source()}: {reasons[0] if reasons else 'none is known'}"
         if reasons:
             print(
-                f"step {self.step + 1}: {len(reasons)} of {len(answers)} responses have no result; {first_reason}",
+                f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result; {first_reason}",
                 flush=True,
             )
-        if len(reasons) > self.rollout_config.max_no_result_share * len(answers) or not len(values):
+        if len(reasons) > self.rollout_config.max_no_result_share * len(trajectories) or not len(values):
             raise UserError(
-                f"step {self.step + 1}: {len(reasons)} of {len(answers)} responses have no reward "
-                f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}"
+                f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result "
+                f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}. Fix "
+                "its cause (ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share"
             )
-        versions = [generation.versions for t in answers for generation in t.generations]
+        versions = [generation.versions for t in trajectories for generation in t.generations]
         if not versions:
             raise UserError(f"step {self.step + 1}: policy.trajectory(calls=[…]) selected no response to train on")
         return {
             "reward": float(values.mean()),
             "reward_std": float(values.std()),
-            **self.reward_by_source(answers),
+            **self.reward_by_source(trajectories),
             "staleness": float((self.step - np.concatenate(versions)).mean()),
-            "no_result_share": len(reasons) / len(answers),
-            "response_length": float(np.mean([t.num_sampled_tokens for t in answers])),
-            "truncated_share": float(np.mean([not t.complete for t in answers if isinstance(t.outcome, Reward)])),
-            "sampled_tokens": float(sum(t.num_sampled_tokens for t in answers)),
+            "no_result_share": len(reasons) / len(trajectories),
+            "response_length": float(np.mean([t.num_sampled_tokens for t in trajectories])),
+            "truncated_share": float(np.mean([not t.complete for t in trajectories if isinstance(t.outcome, Reward)])),
+            "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
             **(
-                {"turns": float(np.mean([len(t.generations) for t in answers]))}
+                {"turns": float(np.mean([len(t.generations) for t in trajectories]))}
                 if self.rollout_config.has_episodes
                 else {}
             ),
-            **self.episode_counts(answers),
+            **self.episode_counts(trajectories),
             "zero_variance_share": 1 - sum(map(rewards_differ, groups)) / len(groups),
         }
 
     @staticmethod
-    def episode_counts(answers: Sequence[Trajectory]) -> dict[str, float]:
+    def episode_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the means of what episodes count, over those that count it."""
         values: dict[str, list[float]] = {}
-        for t in answers:
+        for t in trajectories:
             for name, value in t.counts.items():
                 values.setdefault(name, []).append(float(value))
-        return {f"episode/{name}": float(np.mean(of)) for name, of in sorted(values.items())}
+        return {f"episode/{name}": float(np.mean(counts)) for name, counts in sorted(values.items())}
 
     def reward_source(self) -> str:
         """Return the name of the reward function, model or environment, for messages."""
@@ -282,15 +284,15 @@ class Controller:
         names = (what.use for what in self.rollout_config.environments_by_source.values())
         return f"the environment {', '.join(names)}"
 
-    def reward_by_source(self, answers: Sequence[Trajectory]) -> dict[str, float]:
+    def reward_by_source(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the mean reward of each data source; empty if there is only one source."""
         if len(self.job.data.sources) < 2:
             return {}
         values: dict[str, list[float]] = {}
-        for t in answers:
+        for t in trajectories:
             if isinstance(t.outcome, Reward):
                 values.setdefault(t.prompt.source, []).append(t.outcome.value)
-        return {f"source_reward/{source}": float(np.mean(of)) for source, of in sorted(values.items())}
+        return {f"source_reward/{source}": float(np.mean(rewards)) for source, rewards in sorted(values.items())}
 
     def logprobs_and_values(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.
@@ -303,8 +305,9 @@ class Controller:
             with self.cluster.phase(self.policy, "logprobs"):
                 groups, differences = self.add_token_column(groups, self.policy, "old_logprobs")
             versions = np.concatenate([one.versions for g in groups for t in g for one in t.generations])
-            if len(of_these := differences[versions == self.step]):  # those of earlier weights differ by the updates
-                difference = LogprobDifference.of(of_these, self.limits.threshold)
+            # those of earlier weights differ by the updates
+            if len(newest := differences[versions == self.step]):
+                difference = LogprobDifference.of(newest, self.limits.threshold)
                 what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
                 difference.raise_if_beyond(self.limits, what)
                 metrics = difference.metrics()
@@ -336,9 +339,10 @@ class Controller:
         """Add a role's values per sampled token as the token column `name`; also return |role − engine| of each."""
         trajectories = [t for g in groups for t in g]
         samples = [samples_of(t) for t in trajectories]
-        values = iter(role.call(method, [sample for of in samples for sample in of]))
+        values = iter(role.call(method, list(itertools.chain(*samples))))
         token_columns = [
-            token_column(t, [next(values) for _ in of]) for t, of in zip(trajectories, samples, strict=True)
+            token_column(t, [next(values) for _ in its_samples])
+            for t, its_samples in zip(trajectories, samples, strict=True)
         ]
         rest = iter(token_columns)
         extended = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]

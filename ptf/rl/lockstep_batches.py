@@ -60,11 +60,13 @@ class LockstepBatches:
             task.add_done_callback(self.batches.discard)
 
     async def _answer(self, batch: list[Waiting]) -> None:
-        answers = await asyncio.gather(*(self.engine.generate(one.request) for one in batch), return_exceptions=True)
-        for one, answer in zip(batch, answers, strict=True):
+        generations = await asyncio.gather(
+            *(self.engine.generate(one.request) for one in batch), return_exceptions=True
+        )
+        for one, generation in zip(batch, generations, strict=True):
             if one.answer.done():
                 continue
-            if isinstance(answer, BaseException):
-                one.answer.set_exception(answer)
+            if isinstance(generation, BaseException):
+                one.answer.set_exception(generation)
             else:
-                one.answer.set_result(answer)
+                one.answer.set_result(generation)

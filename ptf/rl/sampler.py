@@ -102,12 +102,12 @@ class Sampler:
                 p, limits, self.tokenizer, seeds, self.rollout_functions.of(p.source), self.episode_timeout_s
             )
 
-        answers: list[dict[int, Trajectory]] = [{} for _ in prompts]
+        responses: list[dict[int, Trajectory]] = [{} for _ in prompts]
         for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
             which, i = divmod(number, n)
-            answers[which][i] = trajectory
-            if len(answers[which]) == n:
-                yield which, tuple(answers[which][i] for i in range(n))
+            responses[which][i] = trajectory
+            if len(responses[which]) == n:
+                yield which, tuple(responses[which][i] for i in range(n))
 
     @split_over_workers(cost=len, queued=True)
     def sample_parts(self, batches: list[list[Request]], version: int) -> Iterator[tuple[int, list[Generation]]]:

@@ -41,8 +41,8 @@ def pass_rates(
     failed = [t.outcome.reason for t in greedy if isinstance(t.outcome, NoResult)]
     if len(failed) > max_no_result_share * len(greedy) or not len(values):
         raise UserError(
-            f"{len(failed)} of {len(greedy)} held-out responses have no reward; the first reason: "
-            f"{failed[0] if failed else 'there are no prompts'}"
+            f"{len(failed)} of {len(greedy)} held-out responses have no result (permitted share: "
+            f"{max_no_result_share:g}); the first reason: {failed[0] if failed else 'there are no prompts'}"
         )
     rates = {
         "greedy_pass_rate": float((values >= 1).mean()),
@@ -55,5 +55,5 @@ def pass_rates(
             for g in answer(samples, temperature, "sampled")
         ]
         rates[f"pass@{samples}"] = float(np.mean([any(p) for p in passed if p]))
-    answers = [response_record(t) for t in greedy]
-    return rates, answers
+    responses = [response_record(t) for t in greedy]
+    return rates, responses

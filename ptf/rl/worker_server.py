@@ -33,7 +33,7 @@ from ptf.config.plugin_checks import environment_fault
 from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
 from ptf.rl.rewards import concurrent as overlapping
-from ptf.rl.rewards.calls import Answer, call_arguments, checked_rewards
+from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
 from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Gone
 
 COMPUTING = 2  # calls that compute: a further call in a thread would only make them slower
@@ -209,12 +209,12 @@ class RewardCalls:
         """Whether the process should end: it has a thread that never came back, and nothing else to do."""
         return bool(self.threads.stuck) and not self.threads.running
 
-    def answer(self, question: Sequence[Answer]) -> list[float | Fault] | Fault:
+    def answer(self, question: Sequence[Response]) -> list[float | Fault] | Fault:
         """Answer in this thread."""
         positional, keywords = call_arguments(self.signature, question)
         return checked_rewards(self.signature, self.function(*positional, **keywords), len(question))
 
-    async def answer_concurrently(self, question: Sequence[Answer], started: Callable[[], None]) -> Any:
+    async def answer_concurrently(self, question: Sequence[Response], started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
         if self.is_coroutine:
             positional, keywords = call_arguments(self.signature, question)

@@ -1,4 +1,5 @@
-"""The store behind a URI: a local disk or an object store. Only this module imports fsspec.
+"""The store behind a URI: a local disk or an object store. Only this module imports fsspec, when it is needed: commands
+that read no data start without it and its event loops.
 
 A remote store that fails is asked again for some minutes before the failure is an error.
 """
@@ -9,9 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from ptf.errors import UserError
 
@@ -40,14 +38,18 @@ class Corrupt(UserError):
 
 def store_of(uri: str) -> tuple[Any, str]:
     """Return the file system and the path. Listings are never cached: other processes write here."""
+    from fsspec.core import url_to_fs
+
     try:
-        return fsspec.core.url_to_fs(uri, use_listings_cache=False)
+        return url_to_fs(uri, use_listings_cache=False)
     except (ValueError, ImportError) as exc:  # no such protocol, or its package is not installed
         raise UserError(f"cannot open {uri}: {exc}") from exc
 
 
 def on_disk(files: Any) -> bool:
     """Return whether a file system is this machine's."""
+    from fsspec.implementations.local import LocalFileSystem
+
     return isinstance(files, LocalFileSystem)
 
 

@@ -3,14 +3,14 @@ comparison with each document alone.
 
 The tests take the gradient of some documents' outputs, in random directions, with respect to every token's embedding.
 It is exactly zero at the other documents unless something of them was read; a whole batch of packings is one forward
-and one backward pass. In fp64 a document of a packed sequence also equals the same document alone, to rounding, so
-wrong positions are found too. Three faults that are put in on purpose must be found in every sequence that can show
-them.
+and one backward pass. Forward, every token of the other documents is changed, and no bit may move. In fp64 a document
+of a packed sequence also equals the same document alone, to rounding, so wrong positions are found too. Faults that are
+put in on purpose must be found in every sequence that can show them.
 """
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,9 +24,11 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.model import attention, bridge, hf_backend
-from ptf.model.attention import Flex, PerDocument
+from ptf.model.attention import Flex, PackedDelta, PerDocument
+from ptf.model.delta_rule import Chunks
 from ptf.model.families import family_of
-from ptf.model.verify import random_reference
+from ptf.model.rounding import Margins
+from ptf.model.verify import TOLERANCE, random_reference
 from tests.model.foreign import foreign
 
 # families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
@@ -69,11 +71,18 @@ class Mixer:
         )
 
     @property
-    def faults(self) -> "dict[str, Told]":
+    def faults(self) -> "dict[str, Fault]":
         """The faults that this mixer can show; transformers counts positions itself, so wrong positions cannot be
-        given to it, and linear attention refuses documents that do not begin at position 0."""
-        without_positions = self.backend is None or self.model_type.startswith(("qwen3_5", "qwen3_next"))
-        return {name: told for name, told in FAULTS.items() if not without_positions or told is not positions_not_reset}
+        given to it, and linear attention refuses documents that do not begin at position 0. Linear attention has
+        faults of its state alone and of its convolution alone, beside softmax layers that separate the documents."""
+        linear = self.model_type.startswith(("qwen3_5", "qwen3_next"))
+        wrong = {POSITIONS_NOT_RESET} if self.backend is None or linear else set()
+        return {name: fault for name, fault in (FAULTS | (OF_LINEAR if linear else {})).items() if name not in wrong}
+
+    @property
+    def crossing_faults(self) -> "dict[str, Fault]":
+        """Those of the faults by which something of another document is read."""
+        return {name: fault for name, fault in self.faults.items() if name != POSITIONS_NOT_RESET}
 
 
 # Torch multiplies groups of rows in fp32 and bf16 only. 5e-6 is 40 roundings of fp32; the largest of 60,000 sequences
@@ -230,11 +239,29 @@ def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
     return found.view(*batch.tokens.shape, -1)
 
 
-Told = Callable[[Batch], tuple[Tensor, Tensor]]  # the segments and positions that a model is told
-
-
 def as_they_are(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.segments, batch.positions
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong: the segments and positions that a model is told of a batch, or what linear attention makes of
+    them."""
+
+    told: Callable[[Batch], tuple[Tensor, Tensor]] = as_they_are
+    delta: Callable[[Tensor, Tensor], PackedDelta] = PackedDelta
+
+    def backend(self, kind: Any) -> Any:
+        """Return the backend with this linear attention."""
+        if self.delta is PackedDelta:
+            return kind
+
+        def attend(segments: Tensor, positions: Tensor) -> Any:
+            found = kind(segments, positions)
+            found.packed_delta = cache(lambda: self.delta(segments, positions))
+            return found
+
+        return attend
 
 
 def mask_off_by_one(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -261,43 +288,124 @@ def _counted(segments: Tensor) -> Tensor:
     return at - torch.where(starts, at, 0).cummax(1).values
 
 
-FAULTS: dict[str, Told] = {f.__name__.replace("_", " "): f for f in (mask_off_by_one, positions_not_reset, row_shifted)}
+def state_kept(segments: Tensor, positions: Tensor) -> PackedDelta:
+    """Return linear attention whose state goes on from document to document."""
+    found = PackedDelta(segments, positions)
+    row = torch.arange(len(segments))[:, None].expand_as(segments)
+    found.chunks = Chunks.of(torch.where(segments >= 0, row, -1), found.chunks.size)
+    return found
+
+
+def convolution_across(segments: Tensor, positions: Tensor) -> PackedDelta:
+    """Return linear attention whose convolution reads the tokens before a document."""
+    found = PackedDelta(segments, positions)
+    found.positions = torch.arange(segments.shape[1]).expand_as(segments)
+    return found
+
+
+POSITIONS_NOT_RESET = "positions not reset"
+FAULTS = {
+    "mask off by one": Fault(mask_off_by_one),
+    POSITIONS_NOT_RESET: Fault(positions_not_reset),
+    "row shifted": Fault(row_shifted),
+}
+OF_LINEAR = {"state kept": Fault(delta=state_kept), "convolution across": Fault(delta=convolution_across)}
 
 
 @dataclass(frozen=True)
 class Found:
     """Measurements by sequence of the batch: the largest gradient (without gradients: the largest change of an output)
     that crosses from one document to another, and the largest difference from each document alone. Both are shares
-    of the largest value."""
+    of the largest value. `ties` documents are left out of the differences: rounding chose other experts for them."""
 
     crossing: Tensor
     apart: Tensor
+    ties: int
 
 
-def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, told: Told = as_they_are) -> Found:
+@dataclass(frozen=True)
+class _Question:
+    """What a model is told of a batch, and the tokens whose outputs are asked for."""
+
+    backend: Any
+    segments: Tensor
+    positions: Tensor
+    asked: Tensor  # [B, T]
+
+    @staticmethod
+    def drawn(
+        mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None, odd: bool = True
+    ) -> "_Question":
+        """Choose some documents at random; with a fault those of odd or of even number. A fault goes to the next
+        document, so the first of a sequence shows none."""
+        told, backend = (as_they_are, mixer.backend) if fault is None else (fault.told, fault.backend(mixer.backend))
+        real, number = batch.segments >= 0, batch.segments - batch.segments[:, :1]
+        odd = bool(rng.random() < 0.5) if fault is None else odd
+        asked = real & (number % 2 == int(odd))
+        if fault is None and rng.random() < 0.5:
+            asked = (
+                real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
+            )
+        return _Question(backend, *told(batch), asked)
+
+    def answer(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what `outputs` returns."""
+        return outputs(model, batch, self.backend, self.segments, self.positions)
+
+    def moved(self, model: Any, batch: Batch, said: Tensor) -> Tensor:
+        """Return for each sequence by how much the outputs that are asked for differ from `said` when every token of
+        the other documents is another one."""
+        other = replace(batch, tokens=torch.where(self.asked, batch.tokens, (batch.tokens + 1) % VOCAB))
+        change = (self.answer(model, other)[0] - said).abs().amax(-1)
+        return torch.where(self.asked, change, 0).amax(1) / said.abs().max()
+
+
+def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Found:
     """Measure the leaks of a batch: some of its documents are chosen, and no other document may affect their
     outputs."""
     model, real = model_of(mixer), batch.segments >= 0
-    segments, positions = told(batch)
-    # a fault goes to the next document: the first of a sequence is not asked
-    odd = bool(rng.random() < 0.5) if told is as_they_are else True
-    number = batch.segments - batch.segments[:, :1]
-    asked = real & (number % 2 == int(odd))
-    if told is as_they_are and rng.random() < 0.5:
-        asked = real & torch.from_numpy(rng.random(int(batch.segments.max()) + 1) < 0.5)[batch.segments.clamp(min=0)]
+    question = _Question.drawn(mixer, batch, rng, fault)
     with uncompiled(), torch.set_grad_enabled(mixer.gradients):
-        said, embedded = outputs(model, batch, mixer.backend, segments, positions)
+        said, embedded = question.answer(model, batch)
         if mixer.gradients:
-            upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * asked[..., None]
+            upstream = torch.from_numpy(rng.normal(size=tuple(said.shape))).to(said.dtype) * question.asked[..., None]
             (gradient,) = torch.autograd.grad((said * upstream).sum(), embedded)
-            gradient = at_tokens(model, batch, gradient, segments).abs().amax(-1)
-            crossing = torch.where(asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
+            gradient = at_tokens(model, batch, gradient, question.segments).abs().amax(-1)
+            crossing = torch.where(question.asked, 0, gradient).amax(1) / gradient.max().clamp(min=1e-300)
         else:
-            other = replace(batch, tokens=torch.where(asked, batch.tokens, (batch.tokens + 1) % VOCAB))
-            moved = (outputs(model, other, mixer.backend, segments, positions)[0] - said).detach().abs().amax(-1)
-            crossing = torch.where(asked, moved, 0).amax(1) / said.detach().abs().max()
+            crossing = question.moved(model, batch, said)
     with uncompiled(), torch.no_grad():
         # what FlexAttention finds in a sequence is what SDPA finds of a document
         one_by_one = alone(model, batch, mixer.backend and PerDocument)
-    apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0).amax(1) / one_by_one.abs().max()
-    return Found(crossing.detach(), apart)
+    apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0) / one_by_one.abs().max()
+    ties = 0
+    if fault is None and bool((apart > mixer.bound).any()):
+        with uncompiled(), torch.no_grad(), Margins() as margins:
+            question.answer(model, batch)
+        tied = with_ties(batch.segments, margins.seen)
+        ties = len(batch.segments[tied & (apart > mixer.bound)].unique())
+        apart = apart.masked_fill(tied, 0)
+    return Found(crossing.detach(), apart.amax(1), ties)
+
+
+def with_ties(segments: Tensor, choices: Sequence[Tensor]) -> Tensor:
+    """Return which tokens [B, T] are in a document that has a token whose experts are chosen by a margin within the
+    verifier's tolerance. `choices` are the margins of each choice, whose first dimension is that of all tokens."""
+    close = torch.zeros(segments.numel(), dtype=torch.bool)
+    for margins in choices:
+        if len(margins) == len(close):  # transformers computes the documents in another order
+            close |= margins.reshape(len(close), -1).amin(1) <= TOLERANCE
+    return (segments >= 0) & torch.isin(segments, segments[close.view_as(segments)])
+
+
+@torch.no_grad()
+def moved(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Tensor:
+    """Return for each sequence of a batch the largest change of a chosen document's outputs when every token of the
+    other documents changes, as a share of the largest output. Without a fault, no bit may change."""
+    model, found = model_of(mixer), torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for odd in (True,) if fault is None else (True, False):  # a fault may reach documents of one kind only
+        question = _Question.drawn(mixer, batch, rng, fault, odd)
+        with uncompiled():
+            change = question.moved(model, batch, question.answer(model, batch)[0])
+        found = torch.maximum(found, change.to(found.dtype))
+    return found

@@ -18,7 +18,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.verify import random_reference
 from tests.model import leakage
-from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look
+from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved, with_ties
 from tests.tiny import packed
 
 WIDTH = 48
@@ -52,10 +52,24 @@ def test_a_document_is_what_it_is_alone(mixer: Mixer) -> None:
     found = look(mixer, batch_of(lengths(rng, 12), rng), rng)
     assert found.crossing.max() == 0
     assert found.apart.max() <= mixer.bound
-    for name, told in mixer.faults.items():
+    assert moved(mixer, batch_of(lengths(rng, 12), rng), rng).max() == 0
+    for name, fault in mixer.crossing_faults.items():
         sequences = [each for each in lengths(rng, 12) if len(each) > 1]
-        found = look(mixer, batch_of(sequences, rng), rng, told)
+        assert bool((moved(mixer, batch_of(sequences, rng), rng, fault) > 0).all()), name
+    for name, fault in mixer.faults.items():
+        sequences = [each for each in lengths(rng, 12) if len(each) > 1]
+        found = look(mixer, batch_of(sequences, rng), rng, fault)
         assert bool(((found.crossing > 0) | (found.apart > mixer.bound)).all()), name
+
+
+def test_documents_with_a_tie_are_those_of_a_token_with_a_tie() -> None:
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 2, 3, 3, 3, 3]])
+    clear = torch.ones(12)
+    first, groups, padding = clear.clone(), torch.ones(12, 2), clear.clone()
+    first[1], groups[9, 1], padding[5] = 1e-7, 1e-7, 0
+    assert not with_ties(segments, [clear, padding]).any()
+    assert with_ties(segments, [clear, first]).tolist() == (segments == 0).tolist()
+    assert with_ties(segments, [first, groups]).tolist() == ((segments == 0) | (segments == 3)).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -10,7 +10,7 @@ from ptf.config import Job, loads
 from ptf.config.schema import online_recipes
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
-from ptf.recipes.ppo.recipe import Critic
+from ptf.recipes.ppo.recipe import CriticRecipe
 from ptf.recipes.registry import (
     RECIPES,
     RENAMED_METHODS,
@@ -41,7 +41,7 @@ def test_every_recipe_has_the_flag_of_its_config() -> None:
     for name in RECIPES:
         job = job_of(name)
         assert build(job).online == algo_config_of(name).online == is_online(job) == (name in ONLINE)
-    assert Critic.online
+    assert CriticRecipe.online
 
 
 def test_the_flag_of_a_built_in_recipe_is_read_without_torch() -> None:
@@ -105,6 +105,15 @@ def test_a_recipe_with_a_former_name_of_a_method_is_refused_with_the_new_one(old
     made = type("Mine", (), {old: 2, "denominator": None, "online": False})()
     job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
     with pytest.raises(UserError, match=f"Mine has `{old}`, which is not read: rename it `{RENAMED_METHODS[old]}`"):
+        _raise_if_incomplete(made, job)
+
+
+def test_a_recipe_with_a_length_penalty_of_the_other_sign_is_refused():
+    made = type("Mine", (), {"length_penalty": 2, "denominator": None, "online": False})()
+    job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
+    with pytest.raises(
+        UserError, match=r"Mine has `length_penalty`, .*: define `overlong_penalty`, which is subtracted"
+    ):
         _raise_if_incomplete(made, job)
 
 

@@ -93,7 +93,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.grpo.recipe import GRPO
     from ptf.recipes.kd.recipe import KD
     from ptf.recipes.opd.recipe import OPD
-    from ptf.recipes.ppo.recipe import PPO, Critic
+    from ptf.recipes.ppo.recipe import PPO, CriticRecipe
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
     from ptf.rl.cluster import LocalRoleGroup
@@ -122,7 +122,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
 
         setattr(owner, name, traced)
 
-    losses = [(of, "loss") for of in (SFT, DPO, RM, KD, GRPO, PPO, Critic, OPD) if "loss" in vars(of)]
+    losses = [(of, "loss") for of in (SFT, DPO, RM, KD, GRPO, PPO, CriticRecipe, OPD) if "loss" in vars(of)]
     for owner, name in (
         *losses,
         (Loader, "__next__"),

@@ -339,7 +339,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_or_dropped(raw, t
 
 def test_an_evaluation_most_of_whose_rewards_crash_is_no_evaluation(raw):
     raw["evaluate"]["reward"] = {"use": "tests.rl.plugs:often_crashes"}
-    with pytest.raises(UserError, match="held-out responses have no reward"):
+    with pytest.raises(UserError, match="held-out responses have no result"):
         train(raw)
 
 

@@ -229,10 +229,17 @@ def test_kl_may_be_taken_from_the_reward():
     assert found == pytest.approx([(costs[1] - costs[0]) / 2, (costs[0] - costs[1]) / 2], abs=1e-6)
 
 
-@pytest.mark.parametrize(("tokens", "lost"), [(1, 0.0), (80, 0.0), (90, -0.5), (100, -1.0)])
+@pytest.mark.parametrize(("tokens", "lost"), [(1, 0.0), (80, 0.0), (90, 0.5), (100, 1.0)])
 def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(lost)
     assert overlong_penalty(tokens, 100, 0) == 0
+
+
+def test_the_length_penalty_is_subtracted():
+    recipe = GRPO(scale_by_std=False, max_new_tokens=3, overlong_buffer_tokens=4)
+    episode = trajectory(0, Reward(0.1))
+    assert recipe.overlong_penalty(episode) > 0
+    assert recipe.reward(episode) == 0.1 - recipe.overlong_penalty(episode) == 0.1 + -recipe.overlong_penalty(episode)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.ppo.recipe import PPO, Critic
+from ptf.recipes.ppo.recipe import PPO, CriticRecipe
 from ptf.recipes.protocol import bootstraps_truncated
 from ptf.rl.forward_passes import per_document, per_token
 from ptf.train.trainer import load_model
@@ -84,7 +84,7 @@ def test_the_critics_loss_and_gradient_are_verls():
         def __call__(self, *given: object, **named: object) -> torch.Tensor:
             return values
 
-    critic = Critic(0.2)
+    critic = CriticRecipe(0.2)
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / critic.denominator(batch), values)
     new, returns, old, weights = (

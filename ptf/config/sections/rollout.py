@@ -62,7 +62,9 @@ class HarnessConfig(Section):
     """Columns of the row that `command` gets beside `messages`. List no columns with reference answers: the policy can
     read whatever the program gets."""
     env_vars: list[str] = []
-    """Names of environment variables that `command` and `python` get beside PATH, LANG and those above."""
+    """Names of further environment variables that `command` and `python` get. Both have PATH, LANG, LC_ALL, TZ and
+    VIRTUAL_ENV, if they are set, and HOME and TMPDIR, a directory of their own; `command` also has the three above; and
+    no others."""
     models: dict[str, Literal["policy", "policy:no_loss"]] = {}
     """Names of models that the agent asks for, and what serves them: `policy`, or `policy:no_loss`, which is the same
     current weights, but its responses have no loss."""
@@ -91,8 +93,8 @@ class RolloutConfig(Section):
     """In place of `environment`: an environment for each of several sources, by the source's name. Rows of other
     sources are answered once and scored by `reward` or `rewards`."""
     play: Plugin | None = None
-    """A rollout function, in place of `environment`: `async def f(prompt, policy, **args) -> Trajectory`
-    (ptf.rl.policy), which asks the policy as often as it likes. It gives the reward, or leaves that to `reward`."""
+    """The rollout function: `async def f(prompt, policy, **args) -> Trajectory` (ptf.rl.policy), which asks the policy
+    as often as it likes, in place of `environment`. It gives the reward, or leaves that to `reward`."""
     harness: HarnessConfig | None = None
     """For an agent in its own code, in place of `environment` and `play`; `reward` scores what it does."""
     episode_timeout_s: PositiveFloat | None = changeable(None)
@@ -124,12 +126,13 @@ class RolloutConfig(Section):
     gets at most this many tokens. Weights change only between slices. A response that continues in the next slice is
     prefilled again."""
     in_flight: Positive | None = None
-    """With `max_staleness`: the largest number of groups that are being generated or wait to be trained, from
-    `prompts_per_step` to `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
+    """The largest number of groups (prompts) in flight, with `max_staleness`: being generated, or waiting to be
+    trained. From `prompts_per_step` to `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
     generation_batches: Positive = 1
-    """With `max_staleness`: into how many fixed batches the responses of a slice are divided (group index modulo this);
-    at least `replicas`, which take them from a queue. It is fixed for a run, so that another number of replicas gives
-    the same bits."""
+    """With `max_staleness`: into how many batches the responses of a slice are divided (group index modulo this), which
+    the `replicas` take from a queue. Set it to the largest number of `replicas` that the run may have: it must be at
+    least `replicas` and cannot change on resume, and with one value any number of replicas gives the same bits. More
+    batches are smaller ones."""
     clock: Literal["virtual", "wall"] = "virtual"
     """With `max_staleness`. `virtual`: a slice waits for every environment whose reply is due, so that the run repeats
     to the bit, however fast engines and environments are. `wall`: a slice generates the responses that have been
@@ -140,8 +143,9 @@ class RolloutConfig(Section):
     parallel if the engines have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a
     pool of their own, otherwise 0. The metric `update_slices_suggested` is the number with which neither side waits."""
     environment_slices: Count = 0
-    """With `max_staleness`: how many slices an environment may take for a reply, while the other responses go on. The
-    reply is used that many slices later also if it is there earlier. 0: engines wait for each reply."""
+    """With `max_staleness`: the slices that an environment has for a reply, while the other responses go on. The reply
+    is used after exactly this many slices, even if it is there earlier, and the engines wait if it is not there by
+    then. 0: it is used in the next slice, and the engines wait for each reply."""
     engine: Literal["vllm", "native"] | Plugin = "vllm"
     """`vllm`; `native`, which is ptf's own decoder, or with `model.backend: hf` transformers' model (slower; where its
     cache cannot be used, each token costs a whole forward pass), and needs no further package; or `use: pkg.mod:Engine`
@@ -167,8 +171,8 @@ class RolloutConfig(Section):
     `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` and `algo.critic_warmup` are 0; with recipe
     `opd` and with `compute.mesh.tensor_parallel_size` above 1 they are always refused."""
     constrained_decoding: ConstrainedDecodingConfig | None = None
-    """Restrict responses to these, in training and in evaluation; log-probs are computed among the tokens that may
-    follow."""
+    """Restrict responses to the lines of a file, in training and in evaluation; log-probs are computed among the tokens
+    that may follow."""
     replicas: Positive = changeable(1)
     """Number of rollout engines; each uses `tensor_parallel_size` devices. Other devices of their pool are idle while
     responses are generated, so on GPUs that the policy shares give `compute.workers` / `tensor_parallel_size`."""
@@ -199,10 +203,11 @@ class RolloutConfig(Section):
     before the update if the share is above it by more than three standard deviations of that count, which allows more
     for few tokens. Default: 0 in fp32 (0.01 for models with experts), 0.05 in bf16."""
     max_no_result_share: Fraction = 0.1
-    """Largest permitted share of responses without a reward in a step; above it the run stops."""
+    """Largest permitted share of responses without a result (a reward) in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
-    """Share of a GPU's memory that one vLLM engine uses for weights and cache. With `transport: ipc` its weights must
-    fit beside the policy's, which is not offloaded then."""
+    """Share of a GPU's memory that one vLLM engine uses for weights and cache while it generates. During a sync with
+    `transport: ipc`, the weights of the engine and those of the policy must fit on the GPU together (without the
+    cache)."""
     cpu_kv_cache_gib: PositiveFloat = changeable(0.25)
     """Key-value cache of one vLLM engine on a CPU, in GiB. On a GPU vLLM determines its own, from
     `gpu_memory_utilization`."""

@@ -22,7 +22,8 @@ class GRPOConfig(RewardedConfig):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Which ratio to the old policy is clipped. `token`: each token's. `sequence` (GSPO): the geometric
     mean of the ratios of the tokens of one response; in an episode, of consecutive turns whose context only grew: a
-    context that is encoded again begins a new one. `train.global_batch_sequences` counts packed sequences instead."""
+    context that is encoded again begins a new one. "Sequence" here means one response, not a packed sequence as in
+    `train.global_batch_sequences`."""
     loss_aggregation: Literal["token_mean", "episode_mean", "constant_length"] = "token_mean"
     """How the losses of tokens become one. `token_mean`: the mean over all tokens of an optimizer step.
     `episode_mean`: the mean within each episode, which is one response or all its turns, then the mean over episodes.

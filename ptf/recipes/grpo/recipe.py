@@ -49,7 +49,7 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.documents import document_weights, episode_shares, sums
 from ptf.recipes.grpo.config import GRPOConfig
-from ptf.recipes.protocol import Critic, FrozenModelSpec, Metrics
+from ptf.recipes.protocol import CriticRecipe, FrozenModelSpec, Metrics
 from ptf.recipes.turns import leave_one_out_by_turn, rewards_of_turns, rewards_to_go, turn_ends
 
 
@@ -86,7 +86,7 @@ class GRPO:
     head: ClassVar[Literal["lm", "scalar"]] = "lm"
 
     @property
-    def critic(self) -> Critic | None:
+    def critic(self) -> CriticRecipe | None:
         """The recipe that trains the critic; GRPO has none."""
         return None
 
@@ -136,7 +136,7 @@ class GRPO:
     def reward(self, trajectory: Trajectory) -> float:
         """Return the reward, less the penalties for the response's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
-        value = trajectory.outcome.value + self.length_penalty(trajectory)
+        value = trajectory.outcome.value - self.overlong_penalty(trajectory)
         if self.kl_coef and self.kl_in == "reward":
             value -= self.kl_coef * float(self.kl_of_tokens(trajectory).sum())
         return value
@@ -147,11 +147,12 @@ class GRPO:
         if self.kl_coef and self.kl_in == "reward":
             kl = np.cumsum(self.kl_of_tokens(trajectory).numpy(), dtype=np.float64)[turn_ends(trajectory)]
             rewards -= self.kl_coef * np.diff(kl, prepend=0.0)
-        rewards[-1:] += self.length_penalty(trajectory)
+        rewards[-1:] -= self.overlong_penalty(trajectory)
         return rewards
 
-    def length_penalty(self, trajectory: Trajectory) -> float:
-        """Return what is added to the reward of an episode for its length; 0 without `overlong_buffer_tokens`."""
+    def overlong_penalty(self, trajectory: Trajectory) -> float:
+        """Return what is subtracted from the reward of an episode for its length; 0 without
+        `overlong_buffer_tokens`."""
         return overlong_penalty(trajectory.num_sampled_tokens, self.max_new_tokens, self.overlong_buffer_tokens)
 
     def kl_of_tokens(self, trajectory: Trajectory) -> Tensor:

@@ -31,7 +31,7 @@ from ptf.recipes.turns import rewards_of_turns, turn_ends
 
 
 @dataclass(frozen=True)
-class Critic:
+class CriticRecipe:
     """The recipe of the critic: regress the value of each state to the return. The loss is a mean over tokens."""
 
     value_clip: float = 0.2
@@ -89,9 +89,9 @@ class PPO(GRPO):
     bootstrap_truncated: bool = False
 
     @property
-    def critic(self) -> Critic:
+    def critic(self) -> CriticRecipe:
         """The recipe of the critic."""
-        return Critic(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_truncated)
+        return CriticRecipe(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_truncated)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return the responses that have a result, with generalised advantages and returns.
@@ -126,7 +126,7 @@ class PPO(GRPO):
             rewards -= self.kl_coef * self.kl_of_tokens(trajectory).numpy()
         if self.credit_level == "turn":
             rewards[turn_ends(trajectory)] += rewards_of_turns(trajectory)
-            rewards[-1:] += self.length_penalty(trajectory)
+            rewards[-1:] -= self.overlong_penalty(trajectory)
         else:
-            rewards[-1] += trajectory.outcome.value + self.length_penalty(trajectory)
+            rewards[-1] += trajectory.outcome.value - self.overlong_penalty(trajectory)
         return rewards

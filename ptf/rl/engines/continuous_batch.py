@@ -1,7 +1,7 @@
 """Responses that are generated together by ptf's own Decoder, each from its own beginning to its own end.
 
 Requests enter between two steps, and leave when they end, so none waits for another. What a response's batch holds
-depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.answer` repeats to the bit.
+depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.response` repeats to the bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ptf.rl.engines.slot_cache import SlotCache
 
 
 @dataclass(eq=False)
-class Answer:
+class ResponseInProgress:
     """One response that is being generated."""
 
     number: int
@@ -73,8 +73,8 @@ class ContinuousBatch:
     ) -> None:
         self.config, self.device, self.dtype, self.most = config, device, dtype, most
         self.prefill, self.decode = prefill, decode
-        self.waiting: list[Answer] = []
-        self.answers: list[Answer] = []  # by slot
+        self.waiting: list[ResponseInProgress] = []
+        self.responses: list[ResponseInProgress] = []  # by slot
         self._empty()
 
     def _empty(self) -> None:
@@ -82,54 +82,54 @@ class ContinuousBatch:
         self.logits: Tensor | None = None  # of each response's next token, [responses, V]
         self._arrange()
 
-    def add(self, answer: Answer) -> None:
+    def add(self, response: ResponseInProgress) -> None:
         """Begin a response with the next step."""
-        self.waiting.append(answer)
+        self.waiting.append(response)
 
     def abort(self, numbers: Sequence[int]) -> None:
         """Drop responses."""
-        self.waiting = [answer for answer in self.waiting if answer.number not in numbers]
-        self._free([slot for slot, answer in enumerate(self.answers) if answer.number in numbers])
+        self.waiting = [response for response in self.waiting if response.number not in numbers]
+        self._free([slot for slot, response in enumerate(self.responses) if response.number in numbers])
 
     def step(self, version: int) -> list[Progress]:
         """Sample one token of each response; return those of streamed responses, and the responses that end."""
         self._admit()
         if self.logits is None:
             return []
-        rows = np.arange(len(self.answers))
-        numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.answers])).to(self.device)
+        rows = np.arange(len(self.responses))
+        numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.responses])).to(self.device)
         tokens, chosen = draw(self.allowed.restrict(self.logits, rows), self.temperature, self.top_p, numbers)
         self.allowed.follow(rows, tokens)
-        for answer, token, logprob in zip(self.answers, tokens.tolist(), chosen.tolist(), strict=True):
-            answer.sampled.append(token)
-            answer.logprobs.append(logprob)
-        news = [self._progress(answer, version) for answer in self.answers if answer.streamed or answer.ended]
-        self._free([slot for slot, answer in enumerate(self.answers) if answer.ended])
-        if self.answers:
-            last = torch.tensor([answer.sampled[-1] for answer in self.answers], device=self.device)
+        for response, token, logprob in zip(self.responses, tokens.tolist(), chosen.tolist(), strict=True):
+            response.sampled.append(token)
+            response.logprobs.append(logprob)
+        news = [self._progress(response, version) for response in self.responses if response.streamed or response.ended]
+        self._free([slot for slot, response in enumerate(self.responses) if response.ended])
+        if self.responses:
+            last = torch.tensor([response.sampled[-1] for response in self.responses], device=self.device)
             positions = torch.from_numpy(self.cache.lengths).to(self.device)
             self.logits = self.decode(last[:, None], positions[:, None], self.cache.step())
         return news
 
     @staticmethod
-    def _progress(answer: Answer, version: int) -> Progress:
+    def _progress(response: ResponseInProgress, version: int) -> Progress:
         return Progress(
-            answer.number,
-            np.array(answer.sampled[-1:], np.int32),
-            np.array(answer.logprobs[-1:], np.float32),
-            answer.generation(version) if answer.ended else None,
+            response.number,
+            np.array(response.sampled[-1:], np.int32),
+            np.array(response.logprobs[-1:], np.float32),
+            response.generation(version) if response.ended else None,
         )
 
     def _admit(self) -> None:
         """Compute the contexts of waiting requests; equal ones are computed once."""
-        admitted = self.waiting[: self.most - len(self.answers)]
+        admitted = self.waiting[: self.most - len(self.responses)]
         if not admitted:
             return
         self.waiting = self.waiting[len(admitted) :]
         longest = max(len(a.request.context) + a.request.sampling.max_new_tokens for a in admitted)
-        self.cache.reserve(len(self.answers) + len(admitted), longest)
+        self.cache.reserve(len(self.responses) + len(admitted), longest)
         first = self.cache.append([len(a.request.context) for a in admitted])
-        keys = [answer.request.context.tobytes() for answer in admitted]
+        keys = [response.request.context.tobytes() for response in admitted]
         slot_of: dict[bytes, int] = {}
         for slot, key in enumerate(keys, first):
             slot_of.setdefault(key, slot)
@@ -143,27 +143,27 @@ class ContinuousBatch:
                 self.cache.copy(source, slot)
         logits = logits[torch.tensor(which, device=self.device)]
         self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
-        self.answers += admitted
+        self.responses += admitted
         self._arrange()
 
     def _free(self, slots: Sequence[int]) -> None:
         """End the responses in these slots; the last responses take their places."""
-        rows = list(range(len(self.answers)))
+        rows = list(range(len(self.responses)))
         for slot in sorted(slots, reverse=True):
             self.cache.free(slot)
             rows[slot] = rows[-1]
             rows.pop()
-        self.answers = [self.answers[row] for row in rows]
+        self.responses = [self.responses[row] for row in rows]
         if slots and self.logits is not None:
             self.logits = self.logits[rows]
-            if self.answers:
+            if self.responses:
                 self._arrange()
             else:
                 self._empty()
 
     def _arrange(self) -> None:
         """Set the tensors that say how each response is sampled."""
-        requests = [answer.request for answer in self.answers]
+        requests = [response.request for response in self.responses]
         self.temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
         self.top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
-        self.allowed = TrieStates(requests, self.device, [answer.sampled for answer in self.answers])
+        self.allowed = TrieStates(requests, self.device, [response.sampled for response in self.responses])

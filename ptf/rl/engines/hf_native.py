@@ -100,11 +100,11 @@ class HFNativeEngine(NativeEngine):
         by_length: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_length.setdefault(len(request.context), []).append(i)
-        answers: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         for rows in by_length.values():
             group = [requests[i] for i in rows]
-            answers |= zip(rows, self._answer_equally_long(group), strict=True)
-        return [answers[i] for i in range(len(requests))]
+            generations |= zip(rows, self._answer_equally_long(group), strict=True)
+        return [generations[i] for i in range(len(requests))]
 
     def _answer_equally_long(self, requests: Sequence[Request]) -> list[Generation]:
         ids = torch.from_numpy(np.stack([r.context for r in requests])).long().to(self.device)

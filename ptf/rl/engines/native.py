@@ -32,7 +32,7 @@ from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import format_of
 from ptf.model.sampling import restrict
-from ptf.rl.engines.continuous_batch import Answer, ContinuousBatch
+from ptf.rl.engines.continuous_batch import ContinuousBatch, ResponseInProgress
 from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
@@ -138,7 +138,7 @@ class NativeEngine:
         numbers = [next(self.numbers) for _ in requests]
         if self.continuous:
             for number, request in zip(numbers, requests, strict=True):
-                self.continuous.add(Answer(number, request, streamed))
+                self.continuous.add(ResponseInProgress(number, request, streamed))
         else:
             self.batches.append((numbers, requests))
         return numbers

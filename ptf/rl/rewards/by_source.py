@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory
-from ptf.rl.rewards.scoring import RewardWorkers, Scoring, answers_to
+from ptf.rl.rewards.scoring import RewardWorkers, Scoring, responses_left_to
 
 
 class Rewards:
@@ -62,13 +62,13 @@ class GroupScoring:
         if source not in self.by_source:
             return
         workers, _ = self.by_source[source]
-        answers = answers_to(workers, group)
+        responses = responses_left_to(workers, group)
         with self.lock:
             if number in self.places:  # a replica that was replaced gave it before
                 return
             scoring = self.scorings.setdefault(source, Scoring(workers))
             self.places[number] = (source, len(scoring.groups))
-            scoring.add(answers)
+            scoring.add(responses)
 
     def finish(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with their outcomes."""
@@ -78,9 +78,9 @@ class GroupScoring:
         scored = list(groups)
         for number, (source, place) in self.places.items():
             _, weight = self.by_source[source]
-            of = iter(outcomes[source][place])
+            rest = iter(outcomes[source][place])  # of the responses that have no outcome from their rollout function
             scored[number] = tuple(
-                t if t.outcome is not None else _with_outcome(t, next(of), weight) for t in groups[number]
+                t if t.outcome is not None else _with_outcome(t, next(rest), weight) for t in groups[number]
             )
         return scored
 
@@ -97,8 +97,8 @@ def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group
         return scoring.finish(groups)
 
 
-def with_result(t: Trajectory) -> Trajectory:
-    """Return an episode that nothing has scored as one without a result."""
+def mark_without_result(t: Trajectory) -> Trajectory:
+    """Return the episode; one that nothing has scored gets the outcome NoResult."""
     if t.outcome is not None:
         return t
     reason = "nothing scored the episode: its agent or rollout function gave no reward, and there is no rollout.reward"

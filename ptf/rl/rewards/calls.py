@@ -11,24 +11,24 @@ from ptf.rl.worker_messages import Fault
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A response that is scored."""
+class Response:
+    """A response that is to be scored."""
 
     row: Mapping[str, Any]  # the data row of its prompt
     text: str
     episode: EpisodeView | None = None  # only for a reward that asks for it
 
 
-def call_arguments(signature: RewardSignature, answers: Sequence[Answer]) -> tuple[list[Any], dict[str, Any]]:
+def call_arguments(signature: RewardSignature, responses: Sequence[Response]) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and the keyword arguments of a call about these responses."""
-    episodes = [answer.episode for answer in answers]
-    if signature.scores == "answer":
-        (answer,) = answers
-        positional, value = [answer.row, answer.text], episodes[0]
+    episodes = [response.episode for response in responses]
+    if signature.scores == "response":
+        (response,) = responses
+        positional, value = [response.row, response.text], episodes[0]
     elif signature.scores == "group":
-        positional, value = [answers[0].row, [answer.text for answer in answers]], episodes
+        positional, value = [responses[0].row, [response.text for response in responses]], episodes
     else:
-        positional, value = [[(answer.row, answer.text) for answer in answers]], episodes
+        positional, value = [[(response.row, response.text) for response in responses]], episodes
     return positional, {EPISODES[signature.scores]: value} if signature.sees_episodes else {}
 
 
@@ -37,7 +37,7 @@ def checked_rewards(signature: RewardSignature, value: Any, count: int) -> list[
 
     Each response of a batch has its own Fault. A group has one: no response has a result if one of them has none.
     """
-    if signature.scores == "answer":
+    if signature.scores == "response":
         return [checked_reward(value)]
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         return Fault(f"the reward returned {type(value).__name__} {str(value)[:60]!r}, not a list of {count} numbers")

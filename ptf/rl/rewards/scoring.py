@@ -16,7 +16,7 @@ from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.data.trajectory import Group, NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.calls import Answer
+from ptf.rl.rewards.calls import Response
 from ptf.rl.rewards.concurrent import first_lines
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
@@ -45,30 +45,27 @@ class RewardWorkers:
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
         """Return the outcomes of responses to different prompts, each a row and a text, in order."""
-        return [outcome for (outcome,) in self.score_groups([[Answer(dict(row), text)] for row, text in items])]
+        return [outcome for (outcome,) in self.score_groups([[Response(dict(row), text)] for row, text in items])]
 
-    def score_groups(self, groups: Sequence[Sequence[Answer]]) -> list[list[Outcome]]:
+    def score_groups(self, groups: Sequence[Sequence[Response]]) -> list[list[Outcome]]:
         """Return the outcomes of the responses of each group, in order."""
         with Scoring(self) as scoring:
             for group in groups:
                 scoring.add(group)
             return scoring.finish()
 
-    def calls_again(self, failed: list[int]) -> list[list[int]]:
-        """Return the numbers of the responses of the calls with which those of one call are scored again."""
+    def retry_calls(self, failed: list[int]) -> list[list[int]]:
+        """Return the calls that score the failed responses of one call again, each as the numbers of its responses: one
+        call for a whole group, otherwise one for each response."""
         if self.signature.scores == "group":
             return [failed] if failed else []
         return [[i] for i in failed]
 
-    def is_tried_again(self, outcome: Outcome, attempts: int) -> bool:
-        """Return whether a response is scored once more, after so many further attempts; also report and count it."""
-        if isinstance(outcome, Reward):
-            return False
-        self._report(outcome.reason)
-        self.retried += attempts < self.retries
-        return attempts < self.retries
+    def may_retry(self, outcome: Outcome, retries: int) -> bool:
+        """Return whether a response with this outcome, which was retried so often, is scored once more."""
+        return isinstance(outcome, NoResult) and retries < self.retries
 
-    def _report(self, reason: str) -> None:
+    def report(self, reason: str) -> None:
         """Print the first fault when it happens, because each later one may take the whole time limit."""
         if not self.reported:
             self.reported = True
@@ -97,7 +94,7 @@ class Scoring:
     def __init__(self, workers: RewardWorkers) -> None:
         self.workers, self.lock = workers, threading.Lock()
         self.groups: list[list[int]] = []  # the numbers of the responses of each group
-        self.answers: list[Answer] = []
+        self.responses: list[Response] = []
         self.batch: list[int] = []  # that waits for further responses
         self.ended = SimpleQueue[Future[Any]]()
         self.waiting: dict[Future[Any], list[int]] = {}
@@ -110,11 +107,11 @@ class Scoring:
         for future in list(self.waiting):
             future.cancel()
 
-    def add(self, group: Sequence[Answer]) -> None:
+    def add(self, group: Sequence[Response]) -> None:
         """Begin to score the responses of a group."""
         with self.lock:
-            numbers = list(range(len(self.answers), len(self.answers) + len(group)))
-            self.answers += group
+            numbers = list(range(len(self.responses), len(self.responses) + len(group)))
+            self.responses += group
             self.groups.append(numbers)
             if self.workers.signature.scores == "group":
                 if numbers:
@@ -126,7 +123,7 @@ class Scoring:
                 self.batch = self.batch[most:]
 
     def _ask(self, numbers: list[int]) -> None:
-        call = Call(tuple(self.answers[i] for i in numbers))
+        call = Call(tuple(self.responses[i] for i in numbers))
         self.waiting[call.future] = numbers
         call.future.add_done_callback(self.ended.put)
         self.workers.calls.put(call)
@@ -137,19 +134,22 @@ class Scoring:
         if self.batch:
             self._ask(self.batch)
         late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
-        outcomes: list[Outcome] = [late] * len(self.answers)
-        attempts = [0] * len(self.answers)
+        outcomes: list[Outcome] = [late] * len(self.responses)
+        retries = [0] * len(self.responses)
         with contextlib.suppress(Empty):  # no more time
             while self.waiting:
                 future = self.ended.get(timeout=max(0.0, until - time.monotonic()))
                 numbers = self.waiting.pop(future)
                 for i, outcome in zip(numbers, outcomes_of(future.result(), len(numbers)), strict=True):
                     outcomes[i] = outcome
-                failed = [i for i in numbers if self.workers.is_tried_again(outcomes[i], attempts[i])]
-                for again in self.workers.calls_again(failed):
-                    for i in again:
-                        attempts[i] += 1
-                    self._ask(again)
+                    if isinstance(outcome, NoResult):
+                        self.workers.report(outcome.reason)
+                failed = [i for i in numbers if self.workers.may_retry(outcomes[i], retries[i])]
+                for call in self.workers.retry_calls(failed):
+                    self.workers.retried += len(call)
+                    for i in call:
+                        retries[i] += 1
+                    self._ask(call)
         return [[outcomes[i] for i in numbers] for numbers in self.groups]
 
 
@@ -160,8 +160,8 @@ def outcomes_of(reply: Any, count: int) -> list[Outcome]:
     return [NoResult(one.reason) if isinstance(one, Fault) else Reward(one) for one in reply]
 
 
-def answers_to(workers: RewardWorkers, group: Group) -> list[Answer]:
+def responses_left_to(workers: RewardWorkers, group: Group) -> list[Response]:
     """Return the responses of a group that its rollout function left to the reward."""
     row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
     sees_episodes = workers.signature.sees_episodes
-    return [Answer(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]
+    return [Response(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]

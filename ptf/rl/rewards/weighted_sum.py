@@ -109,7 +109,7 @@ class WeightedSum:
                 raise UserError(f"{where}.use: {what.use} is not callable: it is of type {type(target).__name__}")
             if fault := reward_fault(target, what.use, what.args):
                 raise UserError(f"{where}: {fault}")
-            if RewardSignature.of(target, what.args).scores != "answer":
+            if RewardSignature.of(target, what.args).scores != "response":
                 raise UserError(
                     f"{where}.use: {what.use} scores several responses at once, and this sum scores one at a time; "
                     "call the parts in a reward of your own that is declared with `scores_groups` or `batched`"

@@ -43,12 +43,12 @@ def sync_traffic(
     Weights are sent in the precision of the engine. For an adapter, give the number of its weights. With `machines`
     above 1, the engines are on other machines than the policy, which `ipc` does not reach.
     """
-    rates, of = rates or Rates(), TRANSPORTS[transport]
+    rates, chosen = rates or Rates(), TRANSPORTS[transport]
     sent = parameters * WIDTH[precision]
     seconds = [
         times * sent / getattr(rates, link)
-        for link, times in of.link_crossings.items()
+        for link, times in chosen.link_crossings.items()
         if link != "network" or machines > 1
     ]
     # an engine that reads only when everything is stored overlaps with nothing: then the times of both halves add
-    return SyncTraffic(sent, 0 if of.streams else sent, max(seconds) if of.streams else sum(seconds))
+    return SyncTraffic(sent, 0 if chosen.streams else sent, max(seconds) if chosen.streams else sum(seconds))

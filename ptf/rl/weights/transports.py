@@ -138,7 +138,7 @@ TRANSPORTS = {
 }
 
 
-MOST_RANK = 128  # of an adapter that `auto` sends alone; vLLM serves four times as much
+MAX_LORA_RANK = 128  # of an adapter that `auto` sends alone; vLLM serves four times as much
 
 
 def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
@@ -150,11 +150,16 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     rollout, model, lora = job.rollout, job.model, job.model.lora
     if rollout.lora_sync != "auto":
         return job
-    alone = lora is not None and lora.rank <= MOST_RANK and model.quantization != "nf4" and not experts
-    dense = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
-    served = gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
-    sent = rollout.transport == "auto" or not TRANSPORTS[rollout.transport].streams
-    value = "adapter" if alone and dense and served and sent else "merged"
+    adapter_is_servable = (
+        lora is not None and lora.rank <= MAX_LORA_RANK and model.quantization != "nf4" and not experts
+    )
+    only_adapters_train = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
+    engine_applies_adapters = (
+        gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
+    )
+    transport_sends_adapters = rollout.transport == "auto" or not TRANSPORTS[rollout.transport].streams
+    adapter = adapter_is_servable and only_adapters_train and engine_applies_adapters and transport_sends_adapters
+    value = "adapter" if adapter else "merged"
     return job.model_copy(update={"rollout": rollout.model_copy(update={"lora_sync": value})})
 
 

@@ -1,4 +1,4 @@
-"""What a reward is called with: one answer, a group, or a batch, with the episodes if it asks for them."""
+"""What a reward is called with: one response, a group, or a batch, with the episodes if it asks for them."""
 
 import contextlib
 import pickle
@@ -16,9 +16,9 @@ from ptf.data.trajectory import Generation, Group, NoResult, Prompt, Reward, Tra
 from ptf.errors import UserError
 from ptf.rl.rewards import batched, scores_groups
 from ptf.rl.rewards.by_source import Rewards, score_groups
-from ptf.rl.rewards.calls import Answer, call_arguments, checked_rewards
+from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
 from ptf.rl.rewards.concurrent import COROUTINES, max_concurrent_calls
-from ptf.rl.rewards.scoring import RewardWorkers, answers_to
+from ptf.rl.rewards.scoring import RewardWorkers, responses_left_to
 from ptf.rl.worker_messages import Fault
 from tests.rl.rewards import shapes
 from tests.rl.rewards.shapes import Sizes, lengths
@@ -45,13 +45,13 @@ def group(prompt: str, texts: Sequence[str], **row: Any) -> Group:
     """Answers to one prompt, one token for each character; those with "…" at the end were cut off."""
     made = Prompt(np.arange(len(prompt), dtype=np.int32), {"prompt": prompt, **row}, "a", 0)
 
-    def answer(text: str) -> Trajectory:
+    def response(text: str) -> Trajectory:
         n = len(text)
         ids, numbers = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
         generation = Generation(made.tokens, ids, np.full(n, -1, np.float32), numbers, not text.endswith("…"))
         return Trajectory(made, (generation,), text, complete=generation.finished)
 
-    return tuple(map(answer, texts))
+    return tuple(map(response, texts))
 
 
 def values(groups: Sequence[Group]) -> list[list[Any]]:
@@ -66,7 +66,7 @@ def test_a_reward_that_asks_for_the_episode_gets_it() -> None:
         assert values(score_with(rewards, groups)) == [[0.0, 1.0], [0.0]]
 
 
-def test_a_reward_of_groups_is_called_once_with_all_answers_to_a_prompt() -> None:
+def test_a_reward_of_groups_is_called_once_with_all_responses_to_a_prompt() -> None:
     groups = [group("1+1?", ["a", "bb", "ccc", "bb"]), group("?", ["a"]), group("1+1?", ["aa", "b"])]
     with scored_by("rank", args={"scale": 4.0}) as rewards:
         assert values(score_with(rewards, groups)) == [[0.0, 1.0, 3.0, 1.0], [0.0], [2.0, 0.0]]
@@ -80,7 +80,7 @@ def test_a_fault_in_a_group_takes_the_result_from_all_of_it_and_from_no_other() 
     groups = [group("1+1?", ["a", "bb"]), group("?", ["raise", "b"]), group("?", ["die", "b"]), group("?", ["hang"])]
     with scored_by("rank", timeout_s=0.5, retries=1) as rewards:
         found = values(score_with(rewards, groups))
-        assert rewards.take_retries() == 5, "answers that were scored once more"
+        assert rewards.take_retries() == 5, "responses that were scored once more"
     assert found[0] == [0.0, 0.5]
     assert found[1] == [NoResult("KeyError: 'gold'")] * 2
     assert found[2] == [NoResult("the reward's process died")] * 2
@@ -98,7 +98,7 @@ def test_a_list_of_another_length_is_no_result_of_a_group() -> None:
     assert all(len(set(outcomes)) == 1 and isinstance(outcomes[0], NoResult) for outcomes in found.values())
 
 
-def test_a_reward_of_batches_gets_as_many_answers_as_it_takes_whatever_their_prompts() -> None:
+def test_a_reward_of_batches_gets_as_many_responses_as_it_takes_whatever_their_prompts() -> None:
     groups = [group("1", ["a", "b", "c"]), group("2", ["d"]), group("3", ["e", "f"])]
     with scored_by("Sizes", args={"add": 0.5}) as rewards:
         assert values(score_with(rewards, groups)) == [[4.5] * 3, [4.5], [2.5] * 2]
@@ -109,11 +109,11 @@ def test_a_reward_of_batches_gets_as_many_answers_as_it_takes_whatever_their_pro
         assert found == [[len(text) for text in of] for of in texts]
 
 
-def test_of_a_batch_that_fails_the_answer_at_fault_alone_has_no_result() -> None:
+def test_of_a_batch_that_fails_the_response_at_fault_alone_has_no_result() -> None:
     texts = ["a", "raise", "b", "c", "d", "nan", "e", "f", "die", "g"]
     with scored_by("Sizes", retries=1) as rewards:
         outcomes = rewards.score([({}, text) for text in texts])
-        assert rewards.take_retries() == 4 + 1 + 2, "a whole batch, the answer without a number, a whole batch"
+        assert rewards.take_retries() == 4 + 1 + 2, "a whole batch, the response without a number, a whole batch"
     found = dict(zip(texts, outcomes, strict=True))
     assert found.pop("raise") == NoResult("KeyError: 'gold'")
     assert "nan" in found.pop("nan").reason  # type: ignore[union-attr]
@@ -144,31 +144,31 @@ def test_an_object_is_constructed_once_in_a_process() -> None:
         ("fault", {}, "too many positional arguments"),
     ],
 )
-def test_what_is_no_reward_is_refused_before_any_answer(name: str, args: dict[str, Any], message: str | None) -> None:
+def test_what_is_no_reward_is_refused_before_any_response(name: str, args: dict[str, Any], message: str | None) -> None:
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         RewardWorkers(Plugin(use=f"{HERE}:{name}", args=args)).close()
 
 
-ANSWERS = st.lists(st.text(max_size=3).map(lambda text: Answer({"prompt": "p"}, text)), min_size=1, max_size=6)
+RESPONSES = st.lists(st.text(max_size=3).map(lambda text: Response({"prompt": "p"}, text)), min_size=1, max_size=6)
 
 
-@given(ANSWERS, st.booleans())
-def test_arguments_are_those_of_the_answers_in_order(answers: list[Answer], sees: bool) -> None:
-    row, texts = answers[0].row, [answer.text for answer in answers]
+@given(RESPONSES, st.booleans())
+def test_arguments_are_those_of_the_responses_in_order(responses: list[Response], sees: bool) -> None:
+    row, texts = responses[0].row, [response.text for response in responses]
     for scores, positional, keyword in (
         ("group", [row, texts], "episodes"),
         ("batch", [[(row, text) for text in texts]], "episodes"),
     ):
-        found = call_arguments(RewardSignature(scores, sees, 6), answers)
+        found = call_arguments(RewardSignature(scores, sees, 6), responses)
         assert found == (positional, {keyword: [None] * len(texts)} if sees else {})
-    assert call_arguments(RewardSignature("answer", sees), answers[:1]) == (
+    assert call_arguments(RewardSignature("response", sees), responses[:1]) == (
         [row, texts[0]],
         {"episode": None} if sees else {},
     )
 
 
 @given(st.lists(st.floats() | st.none() | st.text(max_size=2), max_size=5), st.integers(1, 5))
-def test_a_result_is_a_number_or_a_fault_for_each_answer(found: list[Any], count: int) -> None:
+def test_a_result_is_a_number_or_a_fault_for_each_response(found: list[Any], count: int) -> None:
     of_batch, of_group = (checked_rewards(RewardSignature(s, False, 5), found, count) for s in ("batch", "group"))
     if len(found) != count:
         assert isinstance(of_batch, Fault)
@@ -182,12 +182,12 @@ def test_a_result_is_a_number_or_a_fault_for_each_answer(found: list[Any], count
 @pytest.mark.parametrize(("name", "asks"), [("rank", False), ("has_episode", False), ("cut_off", True)])
 def test_the_row_of_a_group_is_sent_once_and_the_episode_only_if_it_is_asked_for(name: str, asks: bool) -> None:
     row = {"prompt": "p", "long": "x" * 10_000}
-    one, eight = (len(pickle.dumps(tuple(Answer(row, "t") for _ in range(n)))) for n in (1, 8))
+    one, eight = (len(pickle.dumps(tuple(Response(row, "t") for _ in range(n)))) for n in (1, 8))
     assert eight < one + 1000, "a long row does not grow the question with the size of the group"
     with scored_by(name) as rewards:
-        sent = answers_to(rewards, group("p", ["a", "b", "c"]))
-    assert len({id(answer.row) for answer in sent}) == 1
-    assert [answer.episode is not None for answer in sent] == [asks] * 3
+        sent = responses_left_to(rewards, group("p", ["a", "b", "c"]))
+    assert len({id(response.row) for response in sent}) == 1
+    assert [response.episode is not None for response in sent] == [asks] * 3
 
 
 @pytest.mark.parametrize("name", ["OldName", "old_name"])

@@ -1,0 +1,149 @@
+"""Rounding does not decide whether a family passes, and what is no rounding still fails."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptf.model.families import MODULES, family_of
+from ptf.model.rounding import Double, Margins
+from ptf.model.verify import ROUNDING, TOLERANCE, Case, _Probe, compare, quiet, random_reference, reference
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "margin"),
+    [
+        ([3.0, 2.0, 2.0, 1.0], 2, 0.0),  # the second or the third
+        ([3.0, 2.0, 2.0, 1.0], 1, 1 / 3),
+        ([3.0, 2.0, 2.0, 1.0], 3, 1 / 3),  # both
+        ([3.0, 2.0, 2.0, 1.0], 4, float("inf")),  # all
+        ([-4.0, -1.0, -1.5, float("-inf")], 1, 0.5 / 4),
+        ([1.0, 1.0, float("-inf"), float("-inf")], 2, float("inf")),
+    ],
+)
+def test_the_margin_of_a_choice(scores: list[float], k: int, margin: float) -> None:
+    with Margins() as margins:
+        torch.topk(torch.tensor([[9.0, 5.0, 1.0, -3.0], scores]), k, dim=-1, sorted=False)
+    assert margins.smallest == pytest.approx(min(margin, 4 / 9 if k < 4 else float("inf")))
+
+
+def test_the_smallest_margin_counts() -> None:
+    with Margins() as margins:
+        torch.tensor([1.0, 0.5, 0.0]).topk(1)
+        torch.tensor([1.0, 0.75, 0.0]).topk(1)
+        torch.tensor([1.0, 0.25, 0.0]).topk(1)
+    assert margins.smallest == 0.25
+
+
+def tied(draw: int) -> Any:
+    """Return a reference in which the last token of this draw has two experts with the same score, one of which is
+    chosen: the bias of one is set so."""
+    config = family_of({"model_type": "glm4_moe"}).random_config(random.Random("tied"))
+    config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = random_reference(config | {"n_group": 1, "topk_group": 1}, 0)
+    gate: Any = model.model.layers[0].mlp.gate
+    seen: list[Tensor] = []
+    hook = gate.register_forward_hook(lambda module, args, out: seen.append(out.sigmoid().flatten(0, -2)[-1]))
+    with torch.no_grad():
+        model.eval()(input_ids=_Probe.drawn(config["vocab_size"], draw).documents[-1][None])
+    hook.remove()
+    bias = gate.e_score_correction_bias
+    second, third = (seen[0] + bias).argsort(descending=True)[1:3].tolist()
+    bias[third] += (seen[0] + bias)[second] - (seen[0] + bias)[third]
+    return model
+
+
+def compared(model: Any, directory: Path, change: Any = None) -> Case:
+    quiet()
+    model.save_pretrained(directory)
+    return compare(directory, model, change)
+
+
+def test_tokens_with_a_tie_are_drawn_again(tmp_path: Path) -> None:
+    case = compared(tied(draw=0), tmp_path)
+    assert case.passed
+    assert case.redrawn == 1
+
+
+def test_a_tie_in_another_draw_is_not_looked_at(tmp_path: Path) -> None:
+    case = compared(tied(draw=1), tmp_path)
+    assert case.passed
+    assert case.redrawn == 0
+
+
+@pytest.mark.parametrize("draw", [0, 1])
+def test_a_wrong_router_is_not_drawn_away(draw: int, tmp_path: Path) -> None:
+    """In ours, two experts of every token change places; and in a second model the choice is made without the bias."""
+
+    def swap(ours: Any) -> None:
+        weight = ours.layers[0].moe.router.weight.data
+        weight[:2] = weight[:2].flip(0)
+
+    def drop(ours: Any) -> None:
+        ours.layers[0].moe.correction_bias.data.zero_()
+
+    for change in (swap, drop):
+        case = compared(tied(draw), tmp_path, change)
+        assert not case.passed
+        assert case.redrawn == (draw == 0)
+        assert case.logits > ROUNDING
+
+
+def inexact(error: float) -> Any:
+    """Return a reference whose logits are wrong by this in fp32, and right in fp64 (which is read from its files)."""
+    model = random_reference(family_of({"model_type": "llama"}).random_config(random.Random("inexact")), 0)
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: out * (1 + error))
+    return model
+
+
+def scaled(error: float) -> Any:
+    """Return a change that makes our logits wrong by this."""
+
+    def change(ours: Any) -> None:
+        ours.norm.weight.data *= 1 + error
+
+    return change
+
+
+def test_fp64_is_the_reference_where_fp32_is_not_exact_enough(tmp_path: Path) -> None:
+    case = compared(inexact(1.5e-5), tmp_path)
+    assert case.passed
+    assert case.beside_fp32 is not None
+    assert TOLERANCE < case.beside_fp32 <= ROUNDING
+    assert compared(inexact(5e-6), tmp_path).beside_fp32 is None
+
+
+def test_what_is_no_rounding_fails_beside_fp64_too(tmp_path: Path) -> None:
+    """An error of ours of 1.5 tolerances; one of both, by as much; and one that no rounding explains."""
+    for theirs, ours in ((0.0, 1.5e-5), (3e-5, 1.5e-5), (3e-5, 0.0)):
+        case = compared(inexact(theirs), tmp_path, scaled(ours))
+        assert not case.passed
+        assert case.beside_fp32 is None
+        assert case.largest > TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", MODULES)
+def test_every_family_is_computed_in_fp64(model_type: str, tmp_path: Path) -> None:
+    quiet()
+    model = random_reference(family_of({"model_type": model_type}).random_config(random.Random("double")), 0).eval()
+    model.save_pretrained(tmp_path)
+    double = reference(tmp_path).double().eval()
+    double.set_experts_implementation("eager")
+    types: set[torch.dtype] = set()
+
+    def seen(module: Any, args: Any, out: Any) -> None:
+        types.update(t.dtype for t in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(t))
+
+    for module in double.modules():
+        module.register_forward_hook(seen)
+    tokens = _Probe.drawn(model.config.get_text_config().vocab_size, 0).documents[3][None]
+    with torch.no_grad(), Double():
+        exact = double(input_ids=tokens).logits
+    with torch.no_grad():
+        error = (model(input_ids=tokens).logits - exact).abs().max() / exact.abs().max()
+    assert {t for t in types if t.is_floating_point} == {torch.float64}
+    assert 0 < error <= TOLERANCE
