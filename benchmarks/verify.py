@@ -1,10 +1,14 @@
 """The logit verifier over every family: the largest and the median error of 50 random configs each, the largest of two
 configs on two ranks, and how many seeded porting mistakes it catches. Writes benchmarks/results/verify.md.
 
-    python benchmarks/verify.py [--configs 50] [--seed 1]
+    python benchmarks/verify.py [--configs 50] [--seed 1] [--only NAME ...]
+
+With --only, the rows of these families are measured and put into the page, whose other lines stay as they are; a line
+after the table says when and at which commit.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections import Counter
@@ -81,7 +85,10 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=1, help="other configs than those that the mistakes are sought in (0)"
     )
+    parser.add_argument("--only", nargs="+", choices=[*MODULES], metavar="NAME", help="families to measure")
     options = parser.parse_args()
+    if options.only:
+        return measure_only(options)
     began = time.perf_counter()
     missed: list[Mistake] = []
     for mistake in MISTAKES:
@@ -153,6 +160,45 @@ Mistakes: the {len(MISTAKES)} of `tests/model/mistakes.py`, each a wrong config 
 wrong names or a wrong computation that one would make in porting the
 family; caught: {len(MISTAKES) - len(missed)} of {len(MISTAKES)}, each within 12 configs of seed 0.{lost}
 """
+
+
+def measure_only(options: argparse.Namespace) -> int:
+    """Measure some families and put their rows into the page."""
+    rows, passed = {}, True
+    for model_type in options.only:
+        mistakes = [mistake for mistake in MISTAKES if mistake.model_type == model_type]
+        missed = [mistake for mistake in mistakes if not caught(mistake)]
+        report = verify(model_type, options.configs, options.seed)
+        report.parallel = verify_parallel(model_type, 2, options.seed)
+        rows[model_type] = row(model_type, report, len(mistakes) - len(missed), len(mistakes))
+        print(rows[model_type], *(f"MISSED  {model_type}: {mistake.name}" for mistake in missed), sep="\n", flush=True)
+        passed = passed and report.passed and not missed
+    note = f"{date.today()}, commit {commit()}, --configs {options.configs} --seed {options.seed}"
+    PAGE.write_text(with_rows(PAGE.read_text(), rows, note))
+    print(f"wrote {PAGE.relative_to(ROOT)}" + ("" if passed else "; say there what did not pass, and why"))
+    return 0 if passed else 1
+
+
+SINCE = "Measured since, each by itself: "
+
+
+def with_rows(text: str, rows: dict[str, str], note: str) -> str:
+    """Return the page with these rows in place of the families' former ones, or after the last, and with what is said
+    of when they were measured. The number of mistakes is that of all rows; everything else stays."""
+    lines = text.split("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("| family |")) + 2
+    end = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+    table = {line.split("|")[1].strip(): line for line in lines[first:end]} | rows
+    after = next((i for i in range(end, len(lines)) if lines[i].startswith(SINCE)), None)
+    said = lines.pop(after).removeprefix(SINCE).removesuffix(".").split("; ") if after is not None else []
+    told = dict(one.removesuffix(")").split(" (", 1) for one in said) | dict.fromkeys(rows, note)
+    since = SINCE + "; ".join(f"{name} ({when})" for name, when in told.items()) + "."
+    rest = lines[end:] if after is None else lines[end + 1 :]
+    text = "\n".join([*lines[:first], *table.values(), "", since, *rest])
+    counts = [line.split("|")[-2].split("/") for line in table.values() if "/" in line.split("|")[-2]]
+    found, total = (sum(int(count[i]) for count in counts) for i in (0, 1))
+    text = re.sub(r"the \d+ of `tests/model/mistakes.py`", f"the {total} of `tests/model/mistakes.py`", text)
+    return re.sub(r"caught: \d+ of \d+", f"caught: {found} of {total}", text)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ SIZES: dict[str, Any] = {
     "topk_group": 1,
 }
 SCALED = {"original_max_position_embeddings": 32, "factor": 8.0}  # vLLM derives its longest context of them
-# settings of published checkpoints, where the members that `ptf verify` draws have others
+# settings of published checkpoints, where the members that `ptf check-model` draws have others
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},  # the drawn one is 1: a token then sees itself alone
     "qwen2": {"use_sliding_window": False, "layer_types": None},

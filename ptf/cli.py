@@ -296,28 +296,33 @@ def _print_report(report: "Report") -> None:
 
 def scaffold(options: argparse.Namespace) -> int:
     """Write the file of a model family, say what is missing in it, and verify it."""
-    from ptf.model.scaffold.draft import check as check_text
-    from ptf.model.scaffold.draft import checked, write_draft
+    from ptf.model.scaffold.check import check as check_text
+    from ptf.model.scaffold.check import checked
+    from ptf.model.scaffold.draft import write_draft
+    from ptf.model.scaffold.report import next_steps
     from ptf.model.verify import as_json
 
     draft = write_draft(options.model, options.output, options.force)
-    name, found = draft.model_type, draft.findings
+    name, found = draft.reference.model_type, draft.findings
     if found.registered:
-        report = checked(name, options.configs)
+        report = checked(draft.reference, options.configs)
         if options.parallel and report.passed:
             from ptf.model.parallel_parity import verify_parallel
 
             report.parallel = verify_parallel(name, min(options.configs, PARALLEL_CONFIGS))
     else:  # it is no module of this ptf: processes of their own could not import it
-        report = check_text(name, draft.text, options.configs)
+        report = check_text(draft.reference, draft.text, options.configs)
     if options.json:
         sys.stdout.write(json.dumps(found.as_dict() | {"check": json.loads(as_json(report))}) + "\n")
     else:
         for line in found.lines():
             print(line)
         _print_report(report)
+        if draft.reference.given:
+            print(f"config {options.configs}: the config.json of {options.model}, with small sizes")
         if not found.registered:
             print(f'as a family: move {found.file} into ptf/model/families/ and add "{name}" to its MODULES')
+        print("next (docs/add_a_model.md, Checklist):", *next_steps(name, found.file), sep="\n  ")
     return 0 if report.passed else 1
 
 

@@ -12,7 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Mixer:
     backend: Any
     bound: float = 1e-12
     dtype: torch.dtype = torch.float64
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = field(default=(), hash=False)  # values may be lists: `layer_types`
     sequences: int = 500
 
     @property

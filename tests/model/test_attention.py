@@ -17,6 +17,7 @@ from ptf.model.attention import Flex, PerDocument, band, bucket
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.verify import random_reference
+from tests.model import leakage
 from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved, with_ties
 from tests.tiny import packed
 
@@ -180,6 +181,17 @@ def test_sinks_take_attention_from_every_key() -> None:
     share = torch.cat((logits, layer.sinks[None, :, None, None].expand(1, heads, 9, 1)), -1).softmax(-1)[..., :-1]
     for mask in (None, seen):
         assert (attention.sdpa(layer, q, k, v, mask) - share @ values).abs().max() <= 1e-6
+
+
+def test_settings_of_a_mixer_may_be_lists() -> None:
+    def mixer(*types: str) -> Mixer:
+        kinds = [f"{kind}_attention" for kind in types]
+        return Mixer("windows", "gemma2", PerDocument, settings=(("num_hidden_layers", 2), ("layer_types", kinds)))
+
+    one, other = leakage.model_of(mixer("full", "sliding")), leakage.model_of(mixer("sliding", "full"))
+    assert [layer.window is None for layer in one.config.layers] == [True, False]
+    assert [layer.window is None for layer in other.config.layers] == [False, True]
+    assert leakage.model_of(mixer("full", "sliding")) is one
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

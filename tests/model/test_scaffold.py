@@ -1,7 +1,9 @@
 """ptf scaffold: its first version of a family passes the verifier, or says why it does not."""
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -11,10 +13,13 @@ from ptf.errors import UserError
 from ptf.model import families
 from ptf.model.families import family_of
 from ptf.model.scaffold import draft as drafts
-from ptf.model.scaffold import registration
+from ptf.model.scaffold import nearest, registration
+from ptf.model.scaffold.check import check
+from ptf.model.scaffold.effects import LOGITS, NONE, effect, of_the_rule
 from ptf.model.scaffold.reference import reference_of
 from ptf.model.scaffold.structure import measure
 from ptf.model.scaffold.tensors import tensor_plan
+from tests.model.published_configs import PUBLISHED
 
 
 def drafted(name: str) -> drafts.Draft:
@@ -28,7 +33,7 @@ def drafted(name: str) -> drafts.Draft:
 def test_a_draft_from_transformers_alone_passes(name):
     before = list(families.MODULES.items())
     draft = drafted(name)
-    report = drafts.check(name, draft.text, 3)
+    report = check(draft.reference, draft.text, 3)
     assert report.passed, [(c.logits, c.gradients, c.problems) for c in report.cases]
     assert before == list(families.MODULES.items()), "a draft is a family only while it is compared"
     assert draft.findings.nearest != name
@@ -90,20 +95,115 @@ def test_a_wrong_name_is_status_2(name, message, capsys):
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
+def directory_of(place: Path, config: dict[str, Any]) -> str:
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
 def test_a_directory_is_read_for_its_settings(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "attention_dropout": 0.1}))
-    reference = reference_of(str(tmp_path))
+    reference = reference_of(directory_of(tmp_path, {"model_type": "llama", "attention_dropout": 0.1}))
     assert reference.model_type == "llama"
     assert reference.default("attention_dropout") == 0.1
     assert reference.default("hidden_act") == "silu"
     draft = drafts.draft(reference)
-    assert drafts.check("llama", draft.text, 1).passed
+    report = check(reference, draft.text, 1)
+    assert report.passed
+    assert report.cases[-1].config["attention_dropout"] == 0.1, "the directory's own settings"
     with registration.provisional("llama", draft.text):
         family = family_of({"model_type": "llama"})
         c = {k: v for k, v in AutoConfig.for_model("llama").to_dict().items() if k != "attention_dropout"}
         family.config({**c, "attention_dropout": 0.1})
-        with pytest.raises(UserError, match=r"attention_dropout: 0\.0"):
+        family.config(c)  # with what transformers has without the key, the logits are the same
+        with pytest.raises(UserError, match=r"attention_dropout: 0\.2"):
+            family.config({**c, "attention_dropout": 0.2})
+
+
+def test_a_setting_that_matters_is_refused_where_the_directory_has_another_value(tmp_path):
+    draft = drafted(directory_of(tmp_path, {"model_type": "olmoe", "clip_qkv": 0.5}))
+    with registration.provisional("olmoe", draft.text):
+        family = family_of({"model_type": "olmoe"})
+        c = {k: v for k, v in AutoConfig.for_model("olmoe").to_dict().items() if k != "clip_qkv"}
+        family.config({**c, "clip_qkv": 0.5})
+        with pytest.raises(UserError, match="clip_qkv: None"):
             family.config(c)  # what transformers has without the key is another model
+    assert "without the key it is None, which is refused" in draft.findings.unread["clip_qkv"]
+
+
+@pytest.mark.parametrize("name", ["EXAONE-4.0-1.2B", "EXAONE-4.0-32B"])
+@pytest.mark.parametrize("of_a_directory", [False, True])
+def test_what_counts_only_without_layer_types_is_accepted_with_them(name, of_a_directory, tmp_path):
+    published = PUBLISHED[name][0]
+    draft = drafted(directory_of(tmp_path, published) if of_a_directory else "exaone4")
+    assert "counts only without layer_types" in draft.findings.unread["sliding_window_pattern"]
+    with registration.provisional("exaone4", draft.text):
+        family = family_of({"model_type": "exaone4"})
+        family.config(published)
+        family.config(AutoConfig.for_model(**published).to_dict())  # as transformers saves it again
+        rest = {k: v for k, v in PUBLISHED["EXAONE-4.0-32B"][0].items() if k != "layer_types"}
+        family.config({**rest, "sliding_window_pattern": 4})
+        with pytest.raises(UserError, match="sliding_window_pattern: 2"):
+            family.config({**rest, "sliding_window_pattern": 2})
+        drawn = [family.random_config(random.Random(number)) for number in range(50)]
+    if of_a_directory:
+        report = check(draft.reference, draft.text, 2)
+        assert report.passed, [c.problems for c in report.cases]
+        assert report.cases[-1].config["layer_types"] == published["layer_types"][:4]
+        assert published["sliding_window_pattern"] in [c.get("sliding_window_pattern", 4) for c in drawn]
+    assert None in [c["sliding_window"] for c in drawn]
+    assert {"head_dim" in c for c in drawn} == {True, False}
+    assert not [key for c in drawn for key in c if key.endswith("_token_id")]
+
+
+@pytest.mark.parametrize("name", ["exaone4", "qwen2"])
+def test_with_layer_types_the_rule_of_them_changes_no_logit(name):
+    """The negative control is that without them it does."""
+    reference = reference_of(name)
+    key = {"exaone4": "sliding_window_pattern", "qwen2": "max_window_layers"}[name]
+    ((found, switch),) = of_the_rule(reference, [key])
+    assert (found, switch) == (key, {"exaone4": "", "qwen2": "use_sliding_window"}[name])
+    on = {switch: True} if switch else {}
+    types = ["sliding_attention", "full_attention"] * 2
+    assert effect(reference, {**on, key: 4}, {**on, key: 2}) == LOGITS
+    assert effect(reference, {**on, key: 4, "layer_types": types}, {**on, key: 2, "layer_types": types}) == NONE
+    assert not list(of_the_rule(reference, ["attention_dropout", "rms_norm_eps"]))
+
+
+def test_what_a_refused_switch_alone_makes_count_is_not_refused():
+    """Published Qwen2 models have other values of max_window_layers, and no window."""
+    draft = drafted("qwen2")
+    with registration.provisional("qwen2", draft.text):
+        family = family_of({"model_type": "qwen2"})
+        c = {k: v for k, v in AutoConfig.for_model("qwen2").to_dict().items() if k != "layer_types"}
+        family.config({**c, "max_window_layers": 21})
+        with pytest.raises(UserError, match="layer_types"):
+            family.config({**c, "max_window_layers": 21, "use_sliding_window": True})
+
+
+@pytest.mark.parametrize(("name", "family"), [("exaone4", "olmo2"), ("qwen3_moe", "qwen2_moe"), ("flex_olmo", "olmo2")])
+def test_the_nearest_family_is_one_from_whose_classes_transformers_derives(name, family):
+    reference = reference_of(name)
+    plan = tensor_plan(reference, measure(reference))
+    assert nearest.nearest_family(reference, {ours for _, names, _ in plan.found for ours in names}) == family
+
+
+def test_an_error_says_whose_it_is():
+    draft = drafted("exaone4")
+    wrong = draft.text.replace("    table = rope(c)\n", '    table = rope(c, theta="x")\n    1 + "a"\n')
+    assert wrong != draft.text
+    (case,) = check(draft.reference, wrong, 1).cases
+    assert case.problems[0].startswith("TypeError: unsupported operand type(s)")
+    line = wrong[: wrong.index('1 + "a"')].count("\n") + 1
+    assert case.problems[0].endswith(f"(raised in the family's config(), line {line})")
+    wrong = draft.text.replace(
+        '"exaone4",\n        sliding', '"exaone4",\n        sliding_window_pattern="LG",\n        sliding'
+    )
+    assert wrong != draft.text
+    (case,) = [c for c in check(draft.reference, wrong, 12).cases if not c.passed]
+    assert "(raised in transformers, models/exaone4/configuration_exaone4.py line" in case.problems[0]
+    wrong = draft.text.replace("rope(c)", 'rope(c, {"rope_theta": "wide"})')
+    (case,) = check(draft.reference, wrong, 1).cases
+    assert "(raised in ptf, model/families/__init__.py line" in case.problems[0]
+    assert ", from the family's config(), line" in case.problems[0]
 
 
 def test_registering_twice_changes_nothing(tmp_path, monkeypatch):

@@ -4,24 +4,26 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 
 from ptf.model.scaffold import nearest, registration
+from ptf.model.scaffold.check import check
+from ptf.model.scaffold.effects import effects
 from ptf.model.scaffold.reference import Reference, pattern, patterns, reference_of
 from ptf.model.scaffold.report import Findings, Unmapped
-from ptf.model.scaffold.settings import Settings, effects, settings_of
+from ptf.model.scaffold.settings import Settings, settings_of
 from ptf.model.scaffold.skeleton import Skeleton
 from ptf.model.scaffold.structure import Structure, measure
 from ptf.model.scaffold.tensors import TensorPlan, mapping_lines, optional_tensors, tensor_plan
-from ptf.model.verify import Case, Report, verify
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """The text of a family's file, and the report about it."""
 
-    model_type: str
+    reference: Reference
     text: str
     findings: Findings
 
@@ -37,7 +39,7 @@ def draft(reference: Reference, file: Path | None = None) -> Draft:
     more = {theirs: ours for found in optional.values() for theirs, ours in found.items() if ours}
     mappings, names = mapping_lines(plan, more)
     skeleton = Skeleton(reference, settings, tuple(mappings), frozenset(names), family, transformers.__version__)
-    chosen = _chosen(reference.model_type, skeleton, settings)
+    chosen = _chosen(reference, skeleton, settings)
     if chosen.get("scores") == '"sigmoid"' and nearest.has(reference, "load_balancing_loss_func"):
         settings.reasons.append(
             "experts scored by a sigmoid with transformers' load-balancing loss of softmax probabilities; ptf's "
@@ -56,7 +58,7 @@ def draft(reference: Reference, file: Path | None = None) -> Draft:
         chosen=chosen,
         differences=list(nearest.differences(reference, family)),
     )
-    return Draft(reference.model_type, skeleton.text(chosen), findings)
+    return Draft(reference, skeleton.text(chosen), findings)
 
 
 def write_draft(name_or_directory: str, output: str | None = None, force: bool = False) -> Draft:
@@ -120,34 +122,37 @@ def _unmapped(reference: Reference, plan: TensorPlan, optional: dict[str, dict[s
 
 
 def _unread(reference: Reference, settings: Settings) -> dict[str, str]:
-    found = effects(reference, settings)
-    values = {key: repr(value) for key, value in settings.unread.items()}
-    values |= {key: "one kind of layer only" for key in found if key not in values}
-    return {key: f"{value} (another: {found.get(key, 'not tried')})" for key, value in values.items()}
+    """Return for each setting that is not read the values that are accepted, and what others do."""
+    listed = [key for key in settings.refused if key in reference.defaults and key not in settings.read]
+    found = effects(reference, (*settings.unread, *listed))
+    told = {}
+    for key, what in found.items():
+        values = settings.unread.get(key)
+        accepted = _listed(values) if values else "one kind of layer only"
+        told[key] = f"{accepted} (another: {what}{_absent(reference, key, values)})"
+    for key, values in settings.rule.items():
+        told[key] = f"{_listed(values)} (counts only without layer_types{_absent(reference, key, values)})"
+    return told
 
 
-def _chosen(model_type: str, skeleton: Skeleton, settings: Settings) -> dict[str, str]:
+def _listed(values: list[Any]) -> str:
+    return " or ".join(map(repr, values))
+
+
+def _absent(reference: Reference, key: str, values: list[Any] | None) -> str:
+    """Return what a config.json without the key has, if that is refused."""
+    default = reference.defaults[key]
+    return "" if values is None or default in values else f"; without the key it is {default!r}, which is refused"
+
+
+def _chosen(reference: Reference, skeleton: Skeleton, settings: Settings) -> dict[str, str]:
     """Return the first combination of what can only be tried with which the model agrees, or the first one."""
     names = list(settings.choices)
     combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*settings.choices.values())]
     if not names:
         return {}
+    count = 8 if settings.null_window else 3  # of 8, some have no window
     for chosen in combinations:
-        if check(model_type, skeleton.text(chosen), 3, until_failure=True).passed:
+        if check(reference, skeleton.text(chosen), count, until_failure=True).passed:
             return chosen
     return combinations[0]
-
-
-def check(model_type: str, text: str, configs: int, seed: int = 0, until_failure: bool = False) -> Report:
-    """Verify a text as the family of its name; what the verifier cannot run is a problem of the report."""
-    with registration.provisional(model_type, text):
-        return checked(model_type, configs, seed, until_failure)
-
-
-def checked(model_type: str, configs: int, seed: int = 0, until_failure: bool = False) -> Report:
-    """Verify a family; what the verifier cannot run is a problem of the report."""
-    cases: list[Case] = []
-    try:
-        return verify(model_type, configs, seed, until_failure=until_failure, progress=cases.append)
-    except Exception as error:  # a draft may be wrong in any way
-        return Report(model_type, [*cases, Case({}, problems=(f"{type(error).__name__}: {str(error).strip()}",))])

@@ -5,8 +5,9 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ptf.model.families import MODULES, family_of
 from ptf.model.scaffold.reference import Reference
 
 FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward")
+DERIVED = ("DecoderLayer", "Attention", "MLP", "SparseMoeBlock", "MoE")
 SHOWN = 6  # lines of a difference
 
 
@@ -28,8 +30,9 @@ class Difference:
 
 
 def nearest_family(reference: Reference, mapped: Set[str]) -> str:
-    """Return the family of ptf that has most of the parameters that were mapped (ptf's names) and whose settings are
-    most alike, and among the best of them the one whose source is most alike."""
+    """Return the family that has most of the parameters that were mapped (ptf's names) and whose settings are most
+    alike: of those from whose classes transformers derives this model's (modular_NAME.py), if there are any; else, of
+    the four best, the one whose source is most alike."""
     keys, scores = set(reference.defaults), []
     for name in MODULES:
         names = {ours for mapping in family_of({"model_type": name}).mappings for ours in mapping.ours}
@@ -37,8 +40,46 @@ def nearest_family(reference: Reference, mapped: Set[str]) -> str:
             continue
         alike = len(mapped & names) / max(1, len(mapped)), len(keys & defaults) / len(keys | defaults)
         scores.append((sum(alike), name))
+    classes = {_prefix_of(name): name for _, name in scores}
+    module = type(reference.model).__module__
+    derived = {_derived_from(module, role, classes) for role in DERIVED} - {""}
+    if derived:
+        return max((score, name) for score, name in scores if name in derived)[1]
     best = [name for _, name in sorted(scores, reverse=True)[:4]]
     return max(best, key=lambda name: _alike(reference, name))
+
+
+def _prefix_of(name: str) -> str:
+    """Return with what the names of a family's classes begin."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
+    return kind.__name__.removesuffix("ForCausalLM")
+
+
+def _derived_from(module_name: str, role: str, families: Mapping[str, str]) -> str:
+    """Return the family from whose class of this role a file's class is derived, at whatever distance; "" if none is
+    known."""
+    tree = _modular(module_name)
+    if tree is None:
+        return ""
+    package = module_name.rpartition(".")[0]
+    imported = {
+        alias.name: resolve_name("." * node.level + (node.module or ""), package)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or not node.name.endswith(role):
+            continue
+        for base in map(ast.unparse, node.bases):
+            if base not in imported or not base.endswith(role):
+                continue
+            found = families.get(base.removesuffix(role)) or _derived_from(imported[base], role, families)
+            if found:
+                return found
+    return ""
 
 
 def _defaults(name: str) -> set[str] | None:
@@ -117,15 +158,19 @@ def _meaning(line: str) -> str:
 
 def _inherits(module_name: str) -> dict[str, str]:
     """Return the base classes in modular_NAME.py, from which transformers writes its file."""
-    file = Path(inspect.getsourcefile(importlib.import_module(module_name)) or "")
-    modular = file.with_name(file.name.replace("modeling_", "modular_"))
-    if not modular.is_file() or modular == file:
-        return {}
+    tree = _modular(module_name)
     return {
         node.name: ", ".join(map(ast.unparse, node.bases))
-        for node in ast.parse(modular.read_text()).body
+        for node in (tree.body if tree else ())
         if isinstance(node, ast.ClassDef) and node.bases
     }
+
+
+def _modular(module_name: str) -> ast.Module | None:
+    """Return the modular_NAME.py from which transformers writes a file, None for one that is written by hand."""
+    file = Path(inspect.getsourcefile(importlib.import_module(module_name)) or "")
+    modular = file.with_name(file.name.replace("modeling_", "modular_"))
+    return ast.parse(modular.read_text()) if modular.is_file() and modular != file else None
 
 
 def rotates_pairs(reference: Reference) -> bool:

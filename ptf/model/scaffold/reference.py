@@ -55,6 +55,15 @@ SMALL: Mapping[str, Any] = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 22,
 }
+FACTORS = {  # those of them that are no sizes
+    "query_pre_attn_scalar",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+}
+TOKENS = ("_token_id", "_token_ids")
+NOT_OF_THE_MODEL = {"auto_map", "quantization_config", "torch_dtype", "max_position_embeddings"}
 DENSE: Mapping[str, Any] = {  # with which some layers of a mixture have an MLP
     "mlp_only_layers": [0],
     "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
@@ -75,10 +84,27 @@ class Reference:
     shapes: dict[str, tuple[int, ...]]  # of the tensors in a checkpoint, of all variants
     own_head_dim: bool  # transformers' class gives `head_dim` a value that does not follow from the width
     square: bool  # only heads of hidden_size / num_attention_heads dimensions work
+    optional_head_dim: bool  # transformers' class has no `head_dim`, and the model reads one that a config.json has
 
     def default(self, key: str) -> Any:
         """Return what a setting is where nothing else is said: in the config.json, or in transformers' class."""
         return self.given.get(key, self.defaults.get(key))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Return the directory's config.json with small sizes, {} without a directory."""
+        if not self.given:
+            return {}
+        sizes = set(SMALL) - FACTORS | {"num_hidden_layers"}
+        settings = {
+            key: value
+            for key, value in _shortened(self.given).items()
+            if key not in self.general | NOT_OF_THE_MODEL
+            and not key.endswith(TOKENS)
+            and (key not in sizes or value is None)
+        }
+        size = {"head_dim": SMALL["head_dim"]} if self.given.get("head_dim") and self.optional_head_dim else {}
+        return {**self.small, **settings, **size, "model_type": self.model_type}
 
     def built(self, **changes: Any) -> Any:
         """Return a small model with other settings and, where the shapes are the same, the same weights."""
@@ -116,12 +142,7 @@ def reference_of(name_or_directory: str) -> Reference:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"transformers has no causal language model of {name}")
     defaults = kind().to_dict()
-    count = given.get("num_hidden_layers")
-    kept = {
-        key: value[:LAYERS] if isinstance(value, list) and len(value) == count else value
-        for key, value in given.items()
-        if key in defaults and key != "model_type"
-    }
+    kept = {key: value for key, value in _shortened(given).items() if key in defaults and key != "model_type"}
     small = {**kept, **{key: value for key, value in SMALL.items() if key in defaults}}
     if "kv_lora_rank" in defaults:  # whose heads have other sizes, and keys of their own
         small |= {"num_key_value_heads": SMALL["num_attention_heads"]}
@@ -134,12 +155,29 @@ def reference_of(name_or_directory: str) -> Reference:
         small["head_dim"] = small["hidden_size"] // small["num_attention_heads"]
         model = build({**small, "model_type": name})
     shapes = stored_shapes(model)
+    optional = "head_dim" not in defaults and "kv_lora_rank" not in defaults and _reads_head_dim(name, small, shapes)
     for key, value in DENSE.items():
         if key in defaults:
             shapes = stored_shapes(build({**small, key: value, "model_type": name})) | shapes
     general = frozenset(PreTrainedConfig().to_dict()) - {"tie_word_embeddings"}
     own = has_own_head_dim(name)
-    return Reference(name, defaults, general, given, small, model.config.to_dict(), model, shapes, own, square)
+    settings = model.config.to_dict()
+    return Reference(name, defaults, general, given, small, settings, model, shapes, own, square, optional)
+
+
+def _shortened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose lists of one entry per layer have those of the first layers."""
+    count = given.get("num_hidden_layers")
+    return {k: v[:LAYERS] if isinstance(v, list) and len(v) == count else v for k, v in given.items()}
+
+
+def _reads_head_dim(name: str, small: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the small model runs with a `head_dim`, and has other shapes."""
+    try:
+        model = build({**small, "head_dim": SMALL["head_dim"], "model_type": name})
+        return stored_shapes(model) != shapes and runs(model)
+    except UserError:
+        return False
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -187,11 +225,11 @@ def patterns(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
     return {pattern(name): shape for name, shape in shapes.items()}
 
 
-def default_types(model_type: str, layers: int) -> list[str]:
+def default_types(model_type: str, layers: int, **settings: Any) -> list[str]:
     """Return the `layer_types` of a model with so many layers whose config.json has none."""
     from transformers import AutoConfig
 
-    return list(AutoConfig.for_model(model_type, num_hidden_layers=layers).layer_types)
+    return list(AutoConfig.for_model(model_type, num_hidden_layers=layers, **settings).layer_types)
 
 
 def has_own_head_dim(model_type: str) -> bool:

@@ -12,6 +12,7 @@ from ptf.errors import UserError
 from ptf.model import families
 
 HERE = Path(families.__file__).parent
+PROVISIONAL = "scaffold_"
 
 
 def place_of(model_type: str) -> Path:
@@ -47,10 +48,15 @@ def register(model_type: str, file: Path, registry: Path = HERE / "__init__.py")
     return True
 
 
+def is_provisional(file: str) -> bool:
+    """Whether this is what a provisional family's text is called in a traceback."""
+    return file.startswith(PROVISIONAL)
+
+
 @contextmanager
 def provisional(model_type: str, text: str) -> Iterator[None]:
     """Let a family's text be the family of its name, in this process and for a while."""
-    name = "scaffold_" + re.sub(r"\W", "_", model_type)
+    name = PROVISIONAL + re.sub(r"\W", "_", model_type)
     spec = util.spec_from_loader(f"ptf.model.families.{name}", None)
     assert spec is not None
     module = util.module_from_spec(spec)

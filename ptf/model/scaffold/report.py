@@ -62,6 +62,27 @@ class Findings:
         )
 
 
+def next_steps(model_type: str, file: str) -> Iterator[str]:
+    """Yield what is left to do (docs/add_a_model.md explains each): the file or the page, and the command for it."""
+    yield f"{file}: complete the docstring, map what published models set; ptf check-model {model_type} --configs 50"
+    yield "ptf/model/families/__init__.py: a line in MODULES, which the scaffold writes"
+    yield (
+        "tests/model/mistakes.py: the likely mistakes; "
+        f'pytest tests/model/test_verify.py -m "long or not long" -k {model_type}'
+    )
+    yield "tests/model/leakage.py: a Mixer in MIXERS; pytest tests/model/test_attention.py"
+    yield (
+        "tests/model/published_configs.py: settings and size of published models; "
+        "pytest tests/model/test_published_configs.py"
+    )
+    yield (
+        "benchmarks/results/vllm_families.jsonl, with vLLM: published settings in PUBLISHED of "
+        f"benchmarks/vllm_families.py; python benchmarks/vllm_families.py --types {model_type}"
+    )
+    yield f"benchmarks/results/verify.md: a row; python benchmarks/verify.py --only {model_type}"
+    yield "README.md, CHANGELOG.md: the family's name"
+
+
 def _part(title: str, lines: Iterable[str]) -> Iterator[str]:
     """Yield a title and its lines; nothing without lines."""
     for at, line in enumerate(lines):

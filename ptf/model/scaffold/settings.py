@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.scaffold.reference import LAYERS, Reference, default_types, pattern, runs
+from ptf.model.scaffold.effects import NONE as NO_EFFECT
+from ptf.model.scaffold.effects import effect, of_the_rule
+from ptf.model.scaffold.reference import LAYERS, TOKENS, Reference, default_types, pattern, runs
 from ptf.model.scaffold.structure import Structure
 from ptf.model.scaffold.tensors import EXPERTS, TensorPlan
 
@@ -41,10 +43,11 @@ class Settings:
     switched: bool = False  # by use_sliding_window
     rope: str = "rope(c)"
     scaling: Mapping[str, Any] = field(default_factory=dict)  # rope_parameters of transformers' class
-    nope: bool = False  # layers with full attention have no positions
+    null_window: bool = False  # a window of None, with which no layer has one
     epsilon: str = "rms_norm_eps"
     refused: dict[str, str] = field(default_factory=dict)  # setting → expression that is true if it is refused
-    unread: dict[str, Any] = field(default_factory=dict)  # setting → the only value that is accepted
+    unread: dict[str, list[Any]] = field(default_factory=dict)  # setting → the values that are accepted
+    rule: dict[str, list[Any]] = field(default_factory=dict)  # the same, of those that count only without layer_types
     read: set[str] = field(default_factory=set)
     derived: list[str] = field(default_factory=list)  # settings that others determine
     varied: dict[str, str] = field(default_factory=dict)  # of random_config
@@ -85,6 +88,7 @@ def settings_of(
     if plan.has("moe.router.weight"):
         _experts(s, reference, plan)
     _refuse_the_rest(s, reference)
+    _accept(s, reference)
     return s
 
 
@@ -235,25 +239,50 @@ def _layers(s: Settings, reference: Reference) -> None:
         if others:
             s.reasons.append(f"layers of the kinds {', '.join(others)}")
         s.read_key("layer_types")
-        s.types = _pattern(reference)
+        s.switched = "use_sliding_window" in keys
         if "sliding_window" in keys:
-            s.read_key("sliding_window", "r.choice([3, 8, 20])")
+            s.null_window = not s.switched and _runs_without_a_window(reference)
+            s.read_key("sliding_window", "r.choice([3, 8, 20, None])" if s.null_window else "r.choice([3, 8, 20])")
             if not s.by_kind:
-                s.choices["nope"] = ["", "1"]
-        if "use_sliding_window" in keys:
-            s.switched = True
+                s.choices["nope"] = ["", *(["with a window"] if s.null_window else []), "always"]
+        if s.switched:
             s.refused["layer_types (none, with use_sliding_window)"] = (
                 f'{s.read_key("use_sliding_window", FLAG)} and not c.get("layer_types")'
             )
+        _rule(s, reference)
     elif "sliding_window" in keys:
         s.window = s.read_key("sliding_window", "r.choice([None, 5, 16])")
         if "use_sliding_window" in keys:
             s.window += f" if {s.read_key('use_sliding_window', FLAG)} else None"
 
 
-def _pattern(reference: Reference) -> list[str]:
+def _runs_without_a_window(reference: Reference) -> bool:
+    """Whether transformers' model runs with a window of None."""
+    try:
+        return runs(reference.built(sliding_window=None, layer_types=["full_attention"] * LAYERS))
+    except UserError:
+        return False
+
+
+def _rule(s: Settings, reference: Reference) -> None:
+    """Find the list that `layer_types` are where a config.json has none, and the settings that count only there."""
+    inert = {k for k in reference.defaults if is_inert(k)} | reference.general | s.read | set(COMMON)
+    for key, switch in of_the_rule(reference, [k for k in reference.defaults if k not in inert]):
+        if switch == "":
+            s.rule[key] = [reference.default(key)]
+        elif s.switched and switch == "use_sliding_window":
+            s.derived.append(f"{key} (counts only with use_sliding_window without layer_types, which is refused)")
+            s.read.add(key)
+    try:
+        s.types = _pattern(reference, {key: values[0] for key, values in s.rule.items()})
+    except Exception:  # with the directory's settings, transformers cannot make the list
+        s.rule = {key: [reference.defaults[key]] for key in s.rule}
+        s.types = _pattern(reference, {})
+
+
+def _pattern(reference: Reference, settings: Mapping[str, Any]) -> list[str]:
     """Return the shortest list that `layer_types` repeat where a config.json has none, [] if they do not."""
-    lists = [default_types(reference.model_type, count) for count in (5, 8, 13)]
+    lists = [default_types(reference.model_type, count, **settings) for count in (5, 8, 13)]
     for period in range(1, 9):
         rule = lists[-1][:period]
         if all(types == (rule * 13)[: len(types)] for types in lists):
@@ -330,11 +359,15 @@ def _sparse(s: Settings, reference: Reference) -> None:
         s.sparse = f"i in {sorted(routers)}"
 
 
+def is_inert(key: str) -> bool:
+    """Whether a setting changes no logit and no gradient, by its name."""
+    return key in INERT or key.endswith(TOKENS) or "initializer" in key
+
+
 def _refuse_the_rest(s: Settings, reference: Reference) -> None:
     """Refuse other values of every setting that is not read."""
     for key, default in reference.defaults.items():
-        inert = key in INERT or key.endswith(("_token_id", "_token_ids")) or "initializer" in key
-        if key in s.read or key in reference.general or inert:
+        if key in s.read or key in s.rule or key in reference.general or is_inert(key):
             continue
         value = reference.default(key)
         if isinstance(default, list):
@@ -344,34 +377,17 @@ def _refuse_the_rest(s: Settings, reference: Reference) -> None:
         elif key not in reference.small and reference.settings.get(key) != default and key not in reference.given:
             s.derived.append(key)
         else:
-            s.unread[key] = value
+            s.unread[key] = [value]
 
 
-def effects(reference: Reference, s: Settings) -> dict[str, str]:
-    """Return what another value of each setting that is not read does to the small model."""
-    import torch
-
-    def logits(model: Any) -> Any:
-        with torch.no_grad():
-            return model(input_ids=torch.arange(1, 14)[None], use_cache=False).logits
-
-    before, found = logits(reference.model), {}
-    names = {n: p.shape for n, p in reference.model.state_dict().items()}
-    for key in (*s.unread, *(k for k in s.refused if k in reference.defaults and k not in s.read)):
-        value = reference.settings.get(key)
-        options: list[Any] = [3, 0.5, True]
-        if isinstance(value, int | float):
-            options = [not value] if isinstance(value, bool) else [value * 2 or 1, 0.5]
-        found[key] = "cannot be changed in a small model"
-        for other in options:
-            try:
-                model = reference.built(**{key: other})
-                if {n: p.shape for n, p in model.state_dict().items()} != names:
-                    found[key] = "changes the parameters"
-                else:
-                    same = torch.equal(logits(model), before)
-                    found[key] = "no effect found on the logits" if same else "changes the logits"
-                break
-            except Exception:  # a value that this setting cannot have: transformers raises a dozen kinds
-                continue
-    return found
+def _accept(s: Settings, reference: Reference) -> None:
+    """Accept, beside a directory's value of a setting that is not read, what transformers makes of it when it saves
+    the config.json again, and transformers' own value if the small model is the same with it."""
+    for key, values in s.unread.items():
+        if key not in reference.given:
+            continue
+        default = reference.defaults[key]
+        if effect(reference, {}, {key: default}) == NO_EFFECT:
+            values.append(default)
+        values.append(reference.settings.get(key))
+        s.unread[key] = [value for at, value in enumerate(values) if value not in values[:at]]

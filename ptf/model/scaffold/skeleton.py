@@ -10,6 +10,7 @@ from ptf.model.scaffold.reference import Reference
 from ptf.model.scaffold.settings import Settings
 
 WIDTH = 120
+SMALLEST_VOCABULARY = 61  # that random_dense_config draws
 DENSE_FIRST = '["dense"] * dense + ["sparse"] * (c["num_hidden_layers"] - dense)'
 FUNCTIONS = (
     "alternating",
@@ -73,20 +74,27 @@ class Skeleton:
         if not r.own_head_dim:
             leave.add("head_dim")
         # those that a directory's config.json sets otherwise: without them another config.json has the class's value
-        other = {k for k, value in s.unread.items() if value != r.defaults[k]}
+        other = {k for k, values in (s.unread | s.rule).items() if r.defaults[k] not in values}
         keys = [k for k in r.defaults if k in s.read | other | {"max_position_embeddings"} and k not in leave]
         return _table("DEFAULTS", {k: r.defaults[k] for k in keys}, "the reference's where a config.json has none")
 
     def _unread(self) -> str:
         s = self.settings
-        return _table("UNREAD", s.unread, "settings that this file does not read → the only value that it accepts")
+        unread = _table("UNREAD", s.unread, "settings that this file does not read → the values that it accepts")
+        return unread + _table("RULE", s.rule, "the same, of those that count only without layer_types")
 
     def _config(self, chosen: Mapping[str, str]) -> str:
         s, name = self.settings, self.reference.model_type
         refused = [*(f'"{key}": {expression},' for key, expression in s.refused.items())]
-        if s.unread:
-            refused.append("**{k: repr(c[k]) for k, only in UNREAD.items() if c.get(k, only) != only},")
+        unread = "UNREAD" if s.unread else "{}"
+        if s.unread or s.rule:
+            refused.append("**{k: repr(c[k]) for k, values in unread.items() if c.get(k, values[0]) not in values},")
         lines = ["c = {**DEFAULTS, **c}"]
+        if s.rule:
+            whole = "{**UNREAD, **RULE}" if s.unread else "RULE"
+            lines.append(f'unread = {unread} if c.get("layer_types") else {whole}')
+        elif s.unread:
+            refused[-1] = refused[-1].replace("in unread", "in UNREAD")
         if refused:
             lines += [
                 "raise_if_unsupported(",
@@ -148,7 +156,8 @@ class Skeleton:
             lines.append('types = c["layer_types"]')
         full = "replace(table, partial=0.0)" if chosen.get("nope") else "table"
         if full != "table":
-            lines.append(f'full = {full} if c.get("sliding_window") is not None else table  # no positions')
+            when = ' if c.get("sliding_window") is not None else table' if chosen["nope"] == "with a window" else ""
+            lines.append(f"full = {full}{when}  # no positions")
             full = "full"
         ropes = "tables" if s.by_kind else f'{{"full_attention": {full}, "sliding_attention": table}}'
         given = "c"
@@ -161,26 +170,51 @@ class Skeleton:
         return lines
 
     def _random_config(self) -> str:
-        s, r = self.settings, self.reference
-        other = [k for k in r.given if k in r.defaults and r.given[k] != r.defaults[k]]
-        arguments = {k: literal(r.given[k]) for k in other if k in s.unread}
-        for key in r.defaults:
-            if key.endswith("_token_id") and isinstance(r.defaults[key], int):
-                arguments[key] = "0"  # the default may be outside the vocabulary
-        arguments |= s.varied
-        arguments |= {
-            k: literal(r.given[k]) for k in other if k in s.refused and not isinstance(r.given[k], list | tuple)
-        }
+        s = self.settings
         lines = [
             *s.drawn,
             "c = random_dense_config(",
             "    r,",
-            f'    "{r.model_type}",',
-            *(f"    {k}={v}," for k, v in arguments.items()),
+            f'    "{self.reference.model_type}",',
+            *(f"    {k}={v}," for k, v in self._arguments().items()),
             ")",
+            *self._sizes(),
         ]
+        if s.mlp_types is not None:
+            kinds = '[r.choice(["dense", "sparse"]) for _ in range(c["num_hidden_layers"] - 1)]'
+            lines.append(f'c["mlp_layer_types"] = [*{kinds}, "sparse"]')
+        if s.partial is not None and not s.latent and not s.by_kind:
+            share = 'r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])'
+            lines.append(f'c["rope_parameters"] |= {share}')
+        lines += self._random_types()
+        head = "def random_config(r: random.Random) -> dict[str, Any]:\n"
+        return head + '    """Return a small random config.json for the verifier."""\n' + _indented(lines)
+
+    def _arguments(self) -> dict[str, str]:
+        """Return what is passed to random_dense_config."""
+        s, r = self.settings, self.reference
+        other = [k for k in r.given if k in r.defaults and r.given[k] != r.defaults[k]]
+        ours = {k: values for k, values in (s.unread | s.rule).items() if k in other and r.given[k] in values}
+        arguments = {k: _one_of(values) for k, values in ours.items()}
+        for key, default in r.defaults.items():
+            # transformers' embedding refuses a padding id outside the small vocabulary; other ids change nothing
+            if key == "pad_token_id" and isinstance(default, int) and default >= SMALLEST_VOCABULARY:
+                arguments[key] = "0"
+        arguments |= s.varied
+        return arguments | {
+            k: literal(r.given[k]) for k in other if k in s.refused and not isinstance(r.given[k], list | tuple)
+        }
+
+    def _sizes(self) -> list[str]:
+        """Return the lines that make the sizes such as transformers' class can have."""
+        s, r, lines = self.settings, self.reference, []
         if s.latent:
             lines += ['del c["head_dim"]', 'c["num_key_value_heads"] = c["num_attention_heads"]']
+        elif r.optional_head_dim and s.partial is None:
+            lines += [
+                "if r.random() < 0.3:  # a head has hidden_size / num_attention_heads dimensions",
+                '    del c["head_dim"]',
+            ]
         elif "head_dim" not in r.defaults or r.square:
             size = 'r.choice([8, 16] if c["num_attention_heads"] > 3 else [32])'
             if r.square:
@@ -190,29 +224,35 @@ class Skeleton:
                 lines += ['del c["head_dim"]', f'c["hidden_size"] = c["num_attention_heads"] * {size}']
         if "num_key_value_heads" not in r.defaults:
             lines.append('c["num_key_value_heads"] = c["num_attention_heads"]')
-        if s.mlp_types is not None:
-            kinds = '[r.choice(["dense", "sparse"]) for _ in range(c["num_hidden_layers"] - 1)]'
-            lines.append(f'c["mlp_layer_types"] = [*{kinds}, "sparse"]')
-        if s.partial is not None and not s.latent and not s.by_kind:
-            share = 'r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])'
-            lines.append(f'c["rope_parameters"] |= {share}')
-        if s.types is not None and "sliding_window" in s.read:
-            full = '{"layer_types": ["full_attention"] * c["num_hidden_layers"]}'
-            lines.append('types = random_types(r, c["num_hidden_layers"])')
-            if s.switched:
-                lines += ['if not types or not c["use_sliding_window"]:', f"    types = {full}"]
-            elif not s.types:
-                lines.append(f"types = types or {full}")
-            lines.append("return c | types")
-        else:
-            lines.append("return c")
-        head = "def random_config(r: random.Random) -> dict[str, Any]:\n"
-        return head + '    """Return a small random config.json for the verifier."""\n' + _indented(lines)
+        return lines
+
+    def _random_types(self) -> list[str]:
+        """Return the last lines, which draw the kinds of the layers."""
+        s, r = self.settings, self.reference
+        if s.types is None or "sliding_window" not in s.read:
+            return ["return c"]
+        full = '{"layer_types": ["full_attention"] * c["num_hidden_layers"]}'
+        lines = ['types = random_types(r, c["num_hidden_layers"])']
+        if s.switched:
+            lines += ['if not types or not c["use_sliding_window"]:', f"    types = {full}"]
+        elif s.null_window:
+            more = "" if s.types else "not types or "
+            lines += [f'if {more}c["sliding_window"] is None:  # then no layer has one', f"    types = {full}"]
+        elif not s.types:
+            lines.append(f"types = types or {full}")
+        listed = {k: r.given[k] for k, values in s.rule.items() if k in r.given and r.given[k] not in values}
+        if listed:
+            lines += ["if types:  # with which these change nothing", f"    types |= {literal(listed)}"]
+        return [*lines, "return c | types"]
 
     def _families(self) -> str:
         name = self.reference.model_type
         fp32_suffixes = ', fp32_suffixes=("e_score_correction_bias",)' if "Bits" in self.names else ""
         return f'FAMILIES = {{"{name}": Family("{name}", config, MAPPINGS, random_config{fp32_suffixes})}}'
+
+
+def _one_of(values: list[Any]) -> str:
+    return literal(values[0]) if len(values) == 1 else f"r.choice({literal(values)})"
 
 
 def c_or(s: Settings, key: str, otherwise: str) -> str:
