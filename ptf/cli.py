@@ -789,6 +789,21 @@ def _add_chat(commands: Commands) -> None:
     command.set_defaults(run=chat)
 
 
+def _add_ranking(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--catalogue",
+        metavar="FILE",
+        help="catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's "
+        "evaluate.ranking)",
+    )
+    command.add_argument(
+        "--beam",
+        type=_positive,
+        metavar="N",
+        help="beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)",
+    )
+
+
 def _add_serve(commands: Commands) -> None:
     command = commands.add_parser(
         "serve", help="serve a model at an address with OpenAI's API: responses, or scores or rankings, by its head"
@@ -837,18 +852,7 @@ def _add_serve(commands: Commands) -> None:
         metavar="N",
         help="responses that the native engine samples at a time; others wait (default: 128)",
     )
-    command.add_argument(
-        "--catalogue",
-        metavar="FILE",
-        help="catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's "
-        "evaluate.ranking)",
-    )
-    command.add_argument(
-        "--beam",
-        type=_positive,
-        metavar="N",
-        help="beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)",
-    )
+    _add_ranking(command)
     command.set_defaults(run=serve)
 
 

@@ -157,15 +157,20 @@ def measure_on_rank(text: str, directory: str) -> None:
             }
             if with_losses:
                 write_sequence_losses(before, recipe, sets, job, world, beside, run / gate.LOSSES / "start")
-        for name, sequences in sets.items():
-            units = [unit for sequence in sequences for unit in sequence]
-            if all(len(unit) == 2 for unit in units):
-                longer = np.array(
-                    [np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units]
-                )
-                metrics[f"length_baseline_accuracy/{name}"] = float((longer + 1).mean() / 2)  # equal lengths count half
+        metrics |= _length_baselines(sets)
         if world.leads:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
+
+
+def _length_baselines(sets: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return, of each set of pairs, the accuracy of preferring the longer response; equal lengths count half."""
+    found = dict[str, float]()
+    for name, sequences in sets.items():
+        units = [unit for sequence in sequences for unit in sequence]
+        if all(len(unit) == 2 for unit in units):
+            longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units])
+            found[f"length_baseline_accuracy/{name}"] = float((longer + 1).mean() / 2)
+    return found
 
 
 def measure_sequences(

@@ -124,9 +124,9 @@ def _lets_in_gcs(address: str, token: str | None) -> bool:
         try:
             NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), metadata=metadata, timeout=ANSWER_S)
         except grpc.RpcError as error:
-            code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+            code = error.code()
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                details = error.details()  # pyright: ignore[reportAttributeAccessIssue]
+                details = error.details()
                 raise ConnectionError(f"{code.name.lower()}: {details}") from None
             return (
                 code != grpc.StatusCode.UNAUTHENTICATED

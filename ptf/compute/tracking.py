@@ -138,7 +138,7 @@ class WandB:
 
     def __init__(self, directory: Path, project: str) -> None:
         try:
-            import wandb  # pyright: ignore[reportMissingImports]
+            import wandb
         except ImportError:
             raise UserError("track.wandb_project: the package wandb is not installed (pip install wandb)") from None
         self._run = wandb.init(

@@ -187,7 +187,7 @@ def joined(
     if size > 1:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
     else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
         world = World(rank, size, where, make_mesh(where.type, size, replicate, tensor))

@@ -33,7 +33,8 @@ def inherited_config(recipe: object) -> type[AlgoConfig]:
     first = next(i for i, name in enumerate(names) if name)
     config = algo_config_of(names[first] or "")
     declared = {name for base in bases[:first] for name in (*vars(base), *inspect.get_annotations(base))}
-    defaults = {name: parameter.default for name, parameter in inspect.signature(recipe).parameters.items()}  # type: ignore[arg-type]
+    signature = inspect.signature(recipe)  # type: ignore[arg-type]
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     own: dict[str, Any] = {
         name: (Any, ... if defaults[name] is inspect.Parameter.empty else defaults[name])
         for name in config.model_fields

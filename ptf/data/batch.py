@@ -137,11 +137,7 @@ def lay_out(
     arrays = _arrays(sequences, seq_len, memory or Memory())
     _fill_tokens(arrays, documents, pads, ends[before].tolist(), starts + lengths - 1)
 
-    token_columns = (
-        _spread_columns(documents.token_columns, starts.tolist(), (sequences, seq_len))
-        if documents.token_columns
-        else {}
-    )
+    token_columns = _spread_columns(documents.token_columns, starts.tolist(), (sequences, seq_len))
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, sequences), micro_batch_sequences)  # the first sequence of each batch
     in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
@@ -271,8 +267,11 @@ def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> n
 def _spread_columns(
     carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Return each column for all sequences, with zeros for documents that do not carry it."""
+    """Return each column for all sequences, with zeros for documents that do not carry it; an empty dict if no document
+    carries any (`carried` is empty)."""
     result: dict[str, np.ndarray] = {}
+    if not carried:
+        return result
     for at, token_columns in zip(starts, carried, strict=True):
         for name, values in token_columns.items():
             if name not in result:

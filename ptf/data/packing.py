@@ -29,7 +29,7 @@ class Packer(Generic[T]):
         units: Stream[T] | Iterator[T],
         seq_len: int,
         lookahead: int = 64,
-        size: Callable[[T], int] = length,  # type: ignore[assignment]
+        size: Callable[[T], int] = length,
         dump: Callable[[Sequence[T]], Any] = tuple,
         load: Callable[[Any], Sequence[T]] = tuple,
     ):

@@ -85,7 +85,7 @@ def use(model: Decoder, packages: Mapping[str, str]) -> None:
             if isinstance(module, GatedDeltaNet):
                 module.rule = fla_rule  # type: ignore[method-assign]
     if "flash_attn" in packages and obstacle(model.config) is None:
-        model.attention = Flash  # type: ignore[assignment]
+        model.attention = Flash
 
 
 def obstacle(c: DecoderConfig) -> str | None:
@@ -149,7 +149,7 @@ class Flash:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         if self.flex is not None:
             return self.flex(layer, q, k, v)
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+        from flash_attn import flash_attn_varlen_func
 
         out = flash_attn_varlen_func(
             *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
@@ -175,7 +175,7 @@ def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk
 
     The padding of a sequence is one more document, whose result is nobody's.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, states = chunk_gated_delta_rule(
         q[None],
@@ -192,9 +192,9 @@ def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk
 
 def _use_liger(model: nn.Module) -> None:
     """Compute norms and gates with Liger's functions, in place of compiled ones."""
-    from liger_kernel.ops.geglu import LigerGELUMulFunction  # type: ignore[import-not-found]
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         # not in place: a norm before a residual connection shares its gradient with it

@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the module's own output, with the adapter's part unless adapters are off."""
-        y = super().forward(input, *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(input, *args, **kwargs)
         if not self.adapted:
             return y
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)

@@ -2,6 +2,7 @@
 trained."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,19 +38,15 @@ def check(model: "HFDecoder") -> None:
     model that attends to later tokens, computes logits in another way than ptf or changes its weights while it computes
     (RWKV), and for an adapter without effect.
     """
-    name, c = model.hf.config.model_type, model.text_config
+    name = model.hf.config.model_type
     raise_if_without_values(model)
     device = next(model.parameters()).device
-    if c.model_type in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
-        raise UserError(
-            f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes {name} wrongly "
-            "beyond one chunk: what it computes of a token depends on the tokens after it"
-        )
+    _raise_if_wrong_chunks(model, device)
     part, whole = probe_lengths(model)
     tokens = _probe(model, whole).to(device)
     called: set[str] = set()
     hooks = [
-        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))
         for path, module in model.hf.named_modules()
         if getattr(module, "adapters", None)
     ]
@@ -67,10 +64,7 @@ def check(model: "HFDecoder") -> None:
 
     factor = model.scale
     computed: set[int] = set()
-    hooks += [
-        layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i))  # type: ignore[misc]
-        for i, layer in enumerate(model.layers)
-    ]
+    hooks += [layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i)) for i, layer in enumerate(model.layers)]
     before = [_version(p) for p in model.parameters()]
     positions = torch.arange(tokens.shape[1], device=device)[None]
     moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
@@ -78,6 +72,11 @@ def check(model: "HFDecoder") -> None:
         hook.remove()
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
+    if kinds := uncalled_kinds(model, called):
+        raise UserError(
+            f"model.lora.targets: {', '.join(kinds)}: transformers' {name} computes with these weights directly, so an "
+            "adapter beside them would have no effect; give targets without them"
+        )
     if [_version(p) for p in model.parameters()] != before:
         raise UserError(f"model.backend: hf: {name} changes its weights in a forward pass; ptf cannot train it")
     if not moved <= ROUNDING[dtype]:
@@ -90,17 +89,27 @@ def check(model: "HFDecoder") -> None:
             f"model.backend: hf: the logits of {name} are not its head applied to its hidden states; "
             "ptf cannot train it"
         )
-    idle = [i for i, layer in enumerate(model.layers) if i not in computed]
+    _raise_if_idle_layers_train(model, [i for i in range(len(model.layers)) if i not in computed])
+
+
+def _raise_if_wrong_chunks(model: "HFDecoder", device: torch.device) -> None:
+    """Raise UserError for a model that transformers computes wrongly on this device."""
+    if model.text_config.model_type in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
+        raise UserError(
+            f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes "
+            f"{model.hf.config.model_type} wrongly beyond one chunk: what it computes of a token depends on the tokens "
+            "after it"
+        )
+
+
+def _raise_if_idle_layers_train(model: "HFDecoder", idle: Sequence[int]) -> None:
+    """Raise UserError if one of the layers that take no part in a forward pass of text would be trained."""
+    name = model.hf.config.model_type
     if any(p.requires_grad for i in idle for p in model.layers[i].parameters()):
         raise UserError(
             f"model.backend: hf: layers {', '.join(map(str, idle))} of {name} take no part in what is computed of "
             "text, and weight decay alone would change them; name what trains in model.trainable "
             "(or model.lora.targets), without them"
-        )
-    if kinds := uncalled_kinds(model, called):
-        raise UserError(
-            f"model.lora.targets: {', '.join(kinds)}: transformers' {name} computes with these weights directly, so an "
-            "adapter beside them would have no effect; give targets without them"
         )
 
 

@@ -122,12 +122,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
         made_with["packages"] |= policy.call("kernels")
-        engine = rollout_config.engine.use if isinstance(rollout_config.engine, Plugin) else rollout_config.engine
-        print(
-            f"rollout: engine={engine} replicas={rollout_config.replicas} "
-            f"tensor_parallel_size={rollout_config.tensor_parallel_size} {', '.join(rollout.where())}",
-            flush=True,
-        )
+        _print_engine(rollout_config, rollout)
         controller = Controller(
             job,
             cast("OnlineRecipe", recipe),
@@ -150,8 +145,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         )
         sent = f" lora_sync={rollout_config.lora_sync}" if job.model.lora else ""
         print(f"weights: transport={controller.transport} dtype={job.train.precision}{sent}", flush=True)
-        for line in advice(job, cluster.gpu):
-            print(line, flush=True)
+        print("".join(f"{line}\n" for line in advice(job, cluster.gpu)), end="", flush=True)
         try:
             controller.run()
             with cluster.phase(policy, "export"):
@@ -160,6 +154,15 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
                 policy.call("export", str(run / "model"))
         finally:
             controller.close()
+
+
+def _print_engine(config: RolloutConfig, rollout: RoleGroup) -> None:
+    engine = config.engine.use if isinstance(config.engine, Plugin) else config.engine
+    print(
+        f"rollout: engine={engine} replicas={config.replicas} tensor_parallel_size={config.tensor_parallel_size} "
+        f"{', '.join(rollout.where())}",
+        flush=True,
+    )
 
 
 def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, list[Prompt]]:

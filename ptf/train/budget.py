@@ -278,10 +278,7 @@ def budget(
     `recipe` and `beside`, the frozen models on the same GPUs, are by default the job's; an online job has a budget for
     each role (`ptf.rl.online_budget`). Raises UserError for an unknown GPU, or a model that cannot be sharded so.
     """
-    if gpu not in PEAKS:
-        raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
-    if job.model.backend == "hf":
-        raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
+    _raise_if_unknown(job, gpu)
     tensor, precision = job.compute.mesh.tensor_parallel_size, job.train.precision
     data = gpus // tensor
     in_step = _sequences_of_step(job, data)
@@ -301,13 +298,12 @@ def budget(
         sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
         frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
     sequences = min(job.train.micro_batch_sequences, -(-in_step // data))
-    held = frozen_dtype(directory, precision, exported=True).itemsize
     run = _Run(
         job.train.activation_checkpointing,
         sequences,
         job.data.seq_len,
         dtype.itemsize,
-        held,
+        frozen_dtype(directory, precision, exported=True).itemsize,
         frozen_models,
         gathered,
         softcapped=model.config.softcap is not None,
@@ -320,13 +316,19 @@ def budget(
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     dim, room = model.config.dim, room_gib * GIB
     memory, forward_alone = run.memory(sizes, layers, dim), run.forward(sizes, layers, dim)
-    peak = PEAKS[gpu][precision == "fp32"] * 1e12
     replicate = job.compute.mesh.replicate
     shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
-    seconds = work / (gpus * peak * mfu)
+    seconds = work / (gpus * PEAKS[gpu][precision == "fp32"] * 1e12 * mfu)
     copied = 4.0 * sizes.trained + sizes.moments
     cost = memory, forward_alone, sequences, work, tokens, seconds, room, run.host(sizes, layers), copied
     return Budget(str(directory), gpus, shape, *counts, *cost)
+
+
+def _raise_if_unknown(job: Job, gpu: str) -> None:
+    if gpu not in PEAKS:
+        raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
+    if job.model.backend == "hf":
+        raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
 
 
 def _sequences_of_step(job: Job, ranks: int) -> int:

@@ -41,7 +41,7 @@ class Gymnasium:
         instruction: str = "",
         penalty: float = 0.1,
     ) -> None:
-        import gymnasium  # pyright: ignore[reportMissingImports]
+        import gymnasium
         from gymnasium.envs.registration import load_env_creator, spec
 
         entry = spec(id).entry_point

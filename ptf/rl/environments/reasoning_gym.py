@@ -37,7 +37,7 @@ def prepare(
     asks for the answer between `<answer>` and `</answer>`, where `score` reads it. Tasks whose scores run responses as
     code need `allow_unsandboxed_eval`.
     """
-    from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if train < 1 or test < 0:
         raise UserError(f"`train` must be at least 1 and `test` at least 0, not {train} and {test}")
@@ -72,7 +72,7 @@ def rows(task: str, options: dict[str, Any], seed: int, size: int, first: list[d
 @functools.cache
 def dataset(task: str, options: str, seed: int = 0, size: int = 1) -> Any:
     """Return a data set of the library; `options` is JSON. Raises UserError for a task or options that it lacks."""
-    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum, create_dataset  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum, create_dataset
 
     if task not in DATASETS:
         raise UserError(f"reasoning-gym has no task {task!r}; it has {', '.join(sorted(DATASETS))}")
@@ -92,7 +92,7 @@ def dataset(task: str, options: str, seed: int = 0, size: int = 1) -> Any:
 def score(row: Mapping[str, Any], text: str, *, tag: str | None = "answer") -> float:
     """Return the library's score of a response, 0 to 1: of what stands between `<answer>` and `</answer>`, the last
     such part of the text, or with `tag: null` of the whole text. A text without the tags has the score 0."""
-    from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.utils import extract_answer
 
     answer = text.strip() if tag is None else extract_answer(text, tag)
     return (

@@ -54,7 +54,7 @@ class TextArena:
 
     def reset(self) -> Sequence[Message]:
         """Return the game's first messages; opponents who move first have moved."""
-        import textarena  # pyright: ignore[reportMissingImports]
+        import textarena
 
         with self.randomness.in_place():
             self.game = self.core = textarena.make(self.id, **self.make)

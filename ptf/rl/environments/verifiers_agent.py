@@ -44,9 +44,9 @@ def prepare(directory: str, *, python: str, env: Mapping[str, Any], train: int =
 
 def environment(configuration: str) -> Any:
     """Return the environment of a configuration."""
-    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-    from verifiers.v1.utils.generic import concrete_type  # pyright: ignore[reportMissingImports]
-    from verifiers.v1.utils.loaders import environment_class  # pyright: ignore[reportMissingImports]
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.generic import concrete_type
+    from verifiers.v1.utils.loaders import environment_class
 
     values = json.loads(configuration)
     kind = environment_class(values["taskset"]["id"], values.get("id", ""))
@@ -77,7 +77,7 @@ def served(configuration: str) -> "asyncio.Task[tuple[Any, Callable[[int], Any]]
 
 async def play(row: Mapping[str, Any], base_url: str, api_key: str, seed: int, *, env: Mapping[str, Any]) -> float:
     """Play the row's task; return the sum of its agents' rewards. Raises RuntimeError for an episode that failed."""
-    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+    import verifiers.v1 as vf
 
     made, task = await asyncio.shield(served(json.dumps(env)))  # which others wait for, too
     name = f"PTF_API_KEY_{next(NUMBERS)}"  # verifiers keeps such variables from the agents' processes

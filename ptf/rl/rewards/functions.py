@@ -38,7 +38,7 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     With `after` (`####` in GSM8K), the reference answer is the column's text after the last such mark; the response is
     not split. A row without a readable expression is an error, hence a response without a result.
     """
-    from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra: pip install math-verify
+    from math_verify import parse, verify
 
     # it warns that its own time limits, which need a main thread, are off; the worker process has a limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -138,7 +138,7 @@ def _library(of: Callable, module: str, name: str, arguments: list) -> Any:
 
 
 def _array(of: Callable, dtype: str, shape: list, items: list) -> Any:
-    import numpy  # pyright: ignore[reportMissingImports]
+    import numpy
 
     made = numpy.dtype(dtype)
     if made.kind not in "biufc":
