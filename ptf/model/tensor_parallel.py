@@ -23,6 +23,7 @@ from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, reduce_scatter, sum_over
+from ptf.varlen import Varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +204,26 @@ def _of_sequence_parallel(inner: Callable[..., Tensor], group: ProcessGroup, x: 
 
 
 def _fill_up(model: Decoder, group: ProcessGroup) -> None:
-    """Pad sequences whose length the group does not divide; the loss does not get the padding."""
+    """Pad sequences whose length the group does not divide; the loss does not get the padding.
+
+    The batch's `varlen` is of sequences without it: where some is added, a fused attention finds the documents itself.
+    """
     own = model.forward
 
     def forward(
-        tokens: Tensor, positions: Tensor, segments: Tensor, head_fn: Callable[..., Any], attend: Any = None
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        head_fn: Callable[..., Any],
+        attend: Any = None,
+        varlen: Varlen | None = None,
     ) -> Any:
         length = tokens.shape[1]
         assert attend is None, "generation is not tensor-parallel"
-        return own(*fill_up(tokens, positions, segments, group.size()), lambda x, head: head_fn(x[:, :length], head))
+        return own(
+            *fill_up(tokens, positions, segments, group.size()),
+            lambda x, head: head_fn(x[:, :length], head),
+            varlen=varlen if length % group.size() == 0 else None,
+        )
 
     model.forward = forward  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ def numbers(directory: Path) -> np.ndarray:
     return np.array([[row.get(name, 0.0) for name in NUMBERS] for row in read_metrics(directory / "metrics.jsonl")])
 
 
-@pytest.mark.cluster
+@pytest.mark.long
 def test_two_workers_hold_one_model_together(tmp_path) -> None:
     raw = arithmetic(tmp_path)
     alone = run(loads(yaml.safe_dump(raw)), "alone")
