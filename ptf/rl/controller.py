@@ -213,7 +213,7 @@ class Controller:
         print(message, flush=True)  # no error later: it also happens when the policy has learned its task
 
     def take_retries(self) -> float:
-        """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
+        """Return how many rewards, and how many requests to environments, were retried since the last call."""
         retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
         if self.functions:  # then the environments of training are here, and the engines may be sampling
             return retried + self.functions.take_retries()
