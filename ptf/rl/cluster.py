@@ -110,7 +110,8 @@ class Role(Protocol):
         ...
 
     def peak_memory_gib(self) -> float:
-        """Return the peak GPU memory of this role since the last call; without a GPU, the resident memory now."""
+        """Return the peak GPU memory of this role since the last call; without a GPU, the peak of the process's
+        resident memory."""
         ...
 
 

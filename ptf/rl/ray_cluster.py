@@ -85,7 +85,7 @@ class VerlRoleGroup:
         )
 
     def where(self) -> list[str]:
-        """Describe each worker, with the memory that it uses."""
+        """Describe each worker, with its peak memory."""
         return [
             f"{self.spec.name} {member} {gib:.2f} GiB"
             for member, gib in zip(self.gang.members, self.memory(), strict=True)

@@ -122,7 +122,7 @@ class Replicas:
         )
 
     def where(self) -> list[str]:
-        """Describe each worker, with the memory that it uses."""
+        """Describe each worker, with its peak memory."""
         return [f"{self._name(i)} {self._gang(i).members[0]} {gib:.2f} GiB" for i, gib in enumerate(self.memory())]
 
     def close(self) -> None:
