@@ -264,7 +264,8 @@ def deterministic(job: Job) -> list[str]:
         "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": on_cpu,
         "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None
         or job.rollout.engine != "vllm",
-        "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
+        "train.deterministic needs compute.threads: 1 in online recipes": job.rollout is None
+        or job.compute.threads == 1,
         "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
     }
     return [error for error, kept in rules.items() if not kept]

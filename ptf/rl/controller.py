@@ -163,8 +163,8 @@ class Controller:
 
         Returns the groups to train on, metrics over the rewards of all responses, and the seconds that scoring took
         after the last response was there. With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO),
-        prompts are drawn until `rollout.prompts_per_step` groups have different rewards, at most
-        `rollout.max_resampling_rounds` times.
+        prompts are drawn until the rewards differ within each of `rollout.prompts_per_step` groups, in at most
+        `rollout.max_resampling_rounds` rounds.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
@@ -202,7 +202,7 @@ class Controller:
         return usable or groups, metrics, reward_s
 
     def _report_equal_rewards(self, groups: int, reward: float) -> None:
-        """Print that no group has different rewards. Raises UserError in the first step."""
+        """Print that the rewards differ within no group. Raises UserError in the first step."""
         message = (
             f"step {self.step + 1}: in each of {groups} groups all responses have the same reward, "
             f"in {self.rollout_config.max_resampling_rounds} rounds (rollout.max_resampling_rounds): "
