@@ -43,6 +43,6 @@ class Artifact:
             }
         self.__dict__.update(state)
 
-    def but(self, **changes: Any) -> "Artifact":
+    def with_changes(self, **changes: Any) -> "Artifact":
         """Return a copy with these fields changed."""
         return replace(self, **changes)

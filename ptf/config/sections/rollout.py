@@ -215,7 +215,7 @@ class RolloutConfig(Section):
     `gpu_memory_utilization`."""
 
     @property
-    def has_episodes(self) -> bool:
+    def is_multi_turn(self) -> bool:
         """Return whether a response may have several turns."""
         return bool(self.environment or self.environments or self.play or self.harness)
 

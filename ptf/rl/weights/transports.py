@@ -139,7 +139,7 @@ TRANSPORTS = {
 }
 
 
-MAX_LORA_RANK = 128  # of an adapter that `auto` sends alone; vLLM serves four times as much
+MAX_RANK_FOR_AUTO_ADAPTER_SYNC = 128  # vLLM serves four times as much
 
 
 def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
@@ -152,7 +152,7 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     if rollout.lora_sync != "auto":
         return job
     adapter_is_servable = (
-        lora is not None and lora.rank <= MAX_LORA_RANK and model.quantization != "nf4" and not experts
+        lora is not None and lora.rank <= MAX_RANK_FOR_AUTO_ADAPTER_SYNC and model.quantization != "nf4" and not experts
     )
     only_adapters_train = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
     engine_applies_adapters = (
