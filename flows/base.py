@@ -213,7 +213,7 @@ class PostTrainFlow(FlowSpec):
         `spin` repeats a step of a finished run and must not change its checkpoints, so it gets a different name.
         """
         spinning = argv.command(sys.argv) == "spin-step"
-        return self.artifact.but(run_name=f"{self.artifact.run_name}-spin") if spinning else self.artifact
+        return self.artifact.with_changes(run_name=f"{self.artifact.run_name}-spin") if spinning else self.artifact
 
     def _command_line(self) -> None:
         """Run Metaflow's command line: first translate the options for the config; if the run fails, print the command

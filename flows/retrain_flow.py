@@ -46,8 +46,14 @@ class RetrainFlow(PostTrainFlow):
         if self.artifact.published:
             print(f"run name   {self._known_as()}\npublished  {self.artifact.published}")
         else:
-            no_data, no_gain = "there are no new data", "the new model is not better than the published version"
-            print(f"nothing published: {no_data if self.found == 'nothing' else no_gain}")
+            from steps import retrain
+
+            why = (
+                "there are no new data"
+                if self.found == "nothing"
+                else f"the new model {retrain.refusal(self._job(), self.artifact)}"
+            )
+            print(f"nothing published: {why}")
 
     def _job(self) -> Job:
         from steps import retrain

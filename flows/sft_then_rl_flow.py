@@ -101,7 +101,7 @@ class SFTThenRLFlow(PostTrainFlow):
         from steps.prepare import prepare
 
         self._stage(prepare)
-        self.artifact = self.artifact.but(
+        self.artifact = self.artifact.with_changes(
             models={**self.artifact.models, self._job().model.path: str(self.published_first)}
         )
         self.next(self.tokenize)

@@ -55,7 +55,7 @@ class SweepFlow(PostTrainFlow):
             Artifact(run_name=f"{self._known_as()}-{self.index}"),
         )
         self._stage(prepare)
-        self.artifact = self.artifact.but(models={**self.artifact.models, **self.models})
+        self.artifact = self.artifact.with_changes(models={**self.artifact.models, **self.models})
         self.next(self.tokenize)
 
     @card(type="blank", id="evaluate")
@@ -91,7 +91,7 @@ class SweepFlow(PostTrainFlow):
                 sys.exit(str(ended))
             except UserError as error:
                 print(f"trial {self.number}: {error}", file=sys.stderr)
-                self.failed, self.artifact = str(error), self.artifact.but(metrics={})
+                self.failed, self.artifact = str(error), self.artifact.with_changes(metrics={})
 
     def _run_directories(self, run_name: str) -> list[Path]:
         job = super()._job()

@@ -22,7 +22,7 @@ class Artifact:
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
     run: str | None = None  # directory of the training run: metrics, checkpoints, model
     model: str | None = None  # Hugging Face directory that training exported
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of training and evaluation, by dotted name
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of training and evaluation: `train/loss`, `loss/NAME`
     published: str | None = None  # URI of the published version
 
     def resolve(self, job: Job) -> Job:
@@ -43,6 +43,6 @@ class Artifact:
             }
         self.__dict__.update(state)
 
-    def but(self, **changes: Any) -> "Artifact":
+    def with_changes(self, **changes: Any) -> "Artifact":
         """Return a copy with these fields changed."""
         return replace(self, **changes)

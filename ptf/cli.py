@@ -384,11 +384,11 @@ def check_engine(options: argparse.Namespace) -> int:
             make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision
         ).findings():
             wrong += finding.wrong is not None
-            mark = "[red]WRONG[/]" if finding.wrong else "[yellow]no   [/]" if finding.refused else "[green]ok   [/]"
+            mark = "[red]WRONG[/]" if finding.wrong else "[yellow]skip [/]" if finding.refused else "[green]ok   [/]"
             more = (
                 f": {finding.wrong}"
                 if finding.wrong
-                else ": not supported, and refused as it should be"
+                else ": not supported by this engine, which refuses it, as it should"
                 if finding.refused
                 else ""
             )

@@ -25,14 +25,16 @@ COARSE_NS = 2_000_000_000  # the same, for file systems that store times in whol
 WAIT_S = 600.0  # longest wait for another process that is hashing the same directory
 
 
-def verify(directory: str, up_to: float = float("inf"), mend: str = "", without: Sequence[str] = ()) -> dict[str, Any]:
+def verify(
+    directory: str, up_to: float = float("inf"), advice: str = "", without: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the manifest of a committed directory or URI after comparing the files there with it.
 
     If more than `up_to` bytes would have to be hashed, only sizes are compared, and a line on the console reports it.
     Files whose names match a pattern in `without` may be missing. Raise Corrupt, which names the file that is missing,
-    has changed or is not in the manifest, and ends with `mend` as the advice; raise Missing if nothing is there.
+    has changed or is not in the manifest, and ends with `advice`; raise Missing if nothing is there.
     """
-    with _advised(mend):
+    with _advised(advice):
         manifest = storage.manifest_of(directory)
         compare(directory, {name: entry for name, entry in manifest["files"].items() if not _any(name, without)}, up_to)
     return manifest
@@ -76,16 +78,16 @@ def of_run(directory: Path) -> dict[str, Any]:
     return {"lineage": directory.parent.name, "directory": directory.name}
 
 
-def raise_if_different(directory: str, expected: Mapping[str, Any], up_to: float, mend: str) -> None:
+def raise_if_different(directory: str, expected: Mapping[str, Any], up_to: float, advice: str) -> None:
     """Raise Corrupt if a committed directory has changed, or if its manifest does not contain the entries `expected`.
 
-    `mend` is the advice at the end of the message.
+    The message ends with `advice`.
     """
-    manifest = verify(directory, up_to, mend)
+    manifest = verify(directory, up_to, advice)
     for key, value in expected.items():
         if manifest.get(key) != value:
             what = storage.WORDS.get(key, key)
-            raise Corrupt(f"{directory} was made for a different {what}, {manifest.get(key)}; {mend}")
+            raise Corrupt(f"{directory} was made for a different {what}, {manifest.get(key)}; {advice}")
 
 
 def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:
@@ -95,13 +97,13 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
     """
     local = storage.localize(uri, into, without)
     if not storage.is_local(uri):
-        mend = f"remove {local}: it is copied again"
+        advice = f"remove {local}: it is copied again"
         entries = storage.read_record(
             f"{local}{storage.COPIED}",
             f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again",
             {"copy": Path(local).name},
         )
-        with _advised(mend):
+        with _advised(advice):
             compare(local, entries["files"], up_to, manifest=False)
     return local
 
@@ -216,11 +218,11 @@ def _wait(handle: int) -> None:
 
 
 @contextlib.contextmanager
-def _advised(mend: str) -> Iterator[None]:
+def _advised(advice: str) -> Iterator[None]:
     try:
         yield
     except Corrupt as error:
-        raise Corrupt(f"{error}; {mend}" if mend else str(error)) from None
+        raise Corrupt(f"{error}; {advice}" if advice else str(error)) from None
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ from ptf.config.renames import RESPONSES, current_record, responses_of
 from ptf.errors import UserError
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
-RANKED = "ranked"  # written by ptf.measurement: one line per prompt, one line per user
+RANKED = "ranked"  # directory in the run's: the ranking metrics of each user, written by ptf.measurement
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # with fewer rows there is no interval
 LEVEL = 0.975  # quantile at each end of a 95 % interval

@@ -288,7 +288,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     """
     evaluate_config = job.evaluate
     rewards = evaluation_rewards(job)
-    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.has_episodes)):
+    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
         return {}
     starting = StartingModel.of(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
@@ -304,7 +304,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
         + evaluate_config.max_new_tokens
     )
-    if job.rollout and job.rollout.has_episodes:
+    if job.rollout and job.rollout.is_multi_turn:
         length = max(length, job.data.seq_len)
     try:
         pool = Pool("rollout", frozenset({"rollout"}), (len(models),))
@@ -318,8 +318,8 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
                     tokenizer_path,
                     run,
                     engine=engine,
-                    version=0,
-                    workers=1,
+                    for_training=False,
+                    engines=1,
                     length=length,
                     trie=trie,
                 )

@@ -30,7 +30,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     Worse if the model is worse than the one that training started from or than the published one; RunInUse if a
     different process is writing to the run.
     """
-    artifact = artifact.but(metrics=with_current_names(job, artifact.metrics))
+    artifact = artifact.with_changes(metrics=with_current_names(job, artifact.metrics))
     assert artifact.run is not None
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, Path(artifact.run)) as lease:
         return _publish(job, artifact, lease)
@@ -76,7 +76,7 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     if job.publish.hub:
         push(staged, job.publish.hub, artifact.run_name)
     shutil.rmtree(staged)
-    return artifact.but(published=f"{root}/{artifact.run_name}")
+    return artifact.with_changes(published=f"{root}/{artifact.run_name}")
 
 
 def _loaded_difference(job: Job, run: Path, model: Path) -> float:

@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
-    parser.add_argument("--run-name", help="continue this run from its newest checkpoint")
+    parser.add_argument("--run-name", help="name of the run; continues a run of this name, otherwise begins one")
     parser.add_argument("--lease", help=argparse.SUPPRESS)  # held by the process that started torchrun
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))

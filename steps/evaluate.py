@@ -12,4 +12,4 @@ def evaluate(job: Job, artifact: Artifact) -> Artifact:
 
     assert artifact.run is not None
     metrics = evaluate_run(artifact.resolve(job), Path(artifact.run))
-    return artifact.but(metrics={**artifact.metrics, **metrics})
+    return artifact.with_changes(metrics={**artifact.metrics, **metrics})

@@ -29,17 +29,17 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     published_versions.manifest(job.versions)  # raises if the published version cannot be read
     storage.require_bucket(job.versions)
     remove_leftovers(job, artifact.run_name)
-    artifact = artifact.but(prepared=prepared_directory(job))
+    artifact = artifact.with_changes(prepared=prepared_directory(job))
     for _ in model_paths(job):  # repeated, because a job may need the model of a job before it
         if not (waiting := list(unpublished(job, published_models(job)).values())):
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.run_name}-{Path(waiting[0]).stem}")
-    artifact = artifact.but(
+    artifact = artifact.with_changes(
         models=published_models(job) | recorded_models(job, artifact.run_name),
         commits=dataset_commits(job, artifact.run_name),
     )
-    return artifact.but(data=stamps(specs(artifact.resolve(job).data.sources)))
+    return artifact.with_changes(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 
 def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:

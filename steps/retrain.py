@@ -94,26 +94,54 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or,
     where that is 0, the same; record the outcome beside the pointer."""
     from ptf import storage
-    from ptf.evaluation_check import with_current_names
     from ptf.measurement import Worse
     from steps.publish import publish as published
 
-    metric = str(job.publish.metric)
-    metrics = with_current_names(job, artifact.metrics)
-    now, before = metrics.get(metric), metrics.get(f"starting_model/{metric}")
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
+    before, now = _before_and_now(job, artifact)
     try:
         if begun and now is not None and now == before and not job.publish.max_regression:
-            raise Worse(f"not published: {metric} is {now:.4g} as before")
-        artifact, outcome = published(job, artifact), "was published"
+            raise Worse(f"not published: {job.publish.metric} is {now:.4g} as before")
+        artifact = published(job, artifact)
+        outcome = f"was published: {_change(job, before, now)}"
     except Worse as worse:
         print(f"retrain: {worse}", flush=True)
-        outcome = "was not better"
-    outcome += f": {metric} {'' if before is None else f'{before:.4g} → '}{now:.4g}"
+        outcome = refusal(job, artifact)
     storage.write_record(
         f"{job.versions}/{LAST}", _inputs(job, artifact, begun) | {"lineage": artifact.run_name, "how": outcome}
     )
     return artifact
+
+
+def refusal(job: Job, artifact: Artifact) -> str:
+    """Return what is said of a model that was not published: how `publish.metric` changed, and whether it was
+    by more than `publish.max_regression` allows."""
+    before, now = _before_and_now(job, artifact)
+    metric, allowed = job.publish.metric, job.publish.max_regression
+    if before is None or now is None:
+        return f"was not published: {_change(job, before, now)}"
+    regression = now - before if job.publish.metric_direction == "min" else before - now
+    if allowed and regression > allowed:
+        moved = "fell" if now < before else "rose"
+        return (
+            f"was not published: {metric} {moved} from {before:.4g} to {now:.4g}, more than publish.max_regression "
+            f"({allowed:g}) allows"
+        )
+    reason = "was not better" if regression >= 0 and not allowed else "was not published"
+    return f"{reason}: {_change(job, before, now)}"
+
+
+def _before_and_now(job: Job, artifact: Artifact) -> tuple[float | None, float | None]:
+    """Return `publish.metric` of the model that training started from, and of the trained one."""
+    from ptf.evaluation_check import with_current_names
+
+    metrics = with_current_names(job, artifact.metrics)
+    return metrics.get(f"starting_model/{job.publish.metric}"), metrics.get(str(job.publish.metric))
+
+
+def _change(job: Job, before: float | None, now: float | None) -> str:
+    values = [f"{value:.4g}" for value in (before, now) if value is not None]
+    return f"{job.publish.metric} {' → '.join(values)}"
 
 
 def _on_published(job: Job) -> Job:

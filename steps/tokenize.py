@@ -32,4 +32,4 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
     )
     tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.run_name)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
-    return artifact.but(tokenized=made)
+    return artifact.with_changes(tokenized=made)

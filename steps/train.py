@@ -12,4 +12,4 @@ def train(job: Job, artifact: Artifact) -> Artifact:
 
     directory = run(artifact.resolve(job), artifact.run_name)
     record_data(directory, artifact.data)
-    return artifact.but(run=str(directory), model=str(directory / "model"), metrics=last_metrics(directory))
+    return artifact.with_changes(run=str(directory), model=str(directory / "model"), metrics=last_metrics(directory))

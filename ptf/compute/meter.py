@@ -1,9 +1,10 @@
 """The peak FLOP/s of a device, by which MFU divides, and the peak memory of a process."""
 
-import os
+import contextlib
 import re
 import time
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -56,11 +57,29 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak of the GPU memory that this process allocated since the last call; without a GPU, its
-    resident memory now."""
+    """Return the peak of the GPU memory that this process has allocated since the last call; without a GPU, the peak of
+    its resident memory."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    else:
+        peak = _status_kib("VmHWM") / 2**20
+    reset_peak_memory(device)
+    return peak
+
+
+def reset_peak_memory(device: torch.device | None = None) -> None:
+    """Let the peaks begin anew with the memory that is in use now: that of GPU memory, and that of resident memory.
+
+    Where the system does not let a process reset the latter (proc(5), `clear_refs`), it is of the time since the
+    process started.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats(None if device is None or device.type == "cpu" else device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status_kib(key: str) -> int:
+    """Return a value of /proc/self/status, in KiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{key}:"))

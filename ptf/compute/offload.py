@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ptf.compute.meter import reset_peak_memory
+
 Waiting = list[tuple[torch.UntypedStorage, int, Tensor | None]]
 SLAB_BYTES = 256 << 20  # a power of two: torch rounds up each allocation of page-locked memory to one
 
@@ -168,9 +170,9 @@ def release_freed_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # the earlier peak was of memory that is now freed
     with contextlib.suppress(OSError, AttributeError):  # some C libraries lack it, and return memory by their own rules
         ctypes.CDLL(None).malloc_trim(0)
+    reset_peak_memory()  # the earlier peak was of memory that is now freed
 
 
 def own_file(directory: str | None, rank: int) -> Path | None:

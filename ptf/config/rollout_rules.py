@@ -3,12 +3,12 @@
 from ptf.config.schema import Job
 
 
-def rollouts(job: Job) -> list[str]:
+def rollout_errors(job: Job) -> list[str]:
     """Return the problems of `rollout` and of what does not go with it."""
     rollout_config = job.rollout
     if rollout_config is None:
         return []
-    errors = rewarded(job) + asynchronous(job)
+    errors = reward_errors(job) + asynchronous_errors(job)
     if rollout_config.environment and job.evaluate.reward:
         errors.append(
             "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
@@ -38,7 +38,7 @@ def rollouts(job: Job) -> list[str]:
         errors.append("rollout.lora_sync: adapter is for the engines native and vllm; give merged")
     if rollout_config.tensor_parallel_size > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
         errors.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-    errors += transport(job)
+    errors += transport_errors(job)
     if job.compute.launcher == "local" and rollout_config.replicas > 1:
         errors.append("rollout.replicas must be 1 with compute.launcher: local; use compute.launcher: ray for more")
     if job.compute.launcher == "torchrun":
@@ -59,7 +59,7 @@ def rollouts(job: Job) -> list[str]:
     return errors
 
 
-def asynchronous(job: Job) -> list[str]:
+def asynchronous_errors(job: Job) -> list[str]:
     """Return the problems of `rollout.max_staleness` and its keys with the rest of the job."""
     config = job.rollout
     assert config is not None
@@ -102,7 +102,7 @@ def asynchronous(job: Job) -> list[str]:
     return [problem for problem, present in problems.items() if present]
 
 
-def rewarded(job: Job) -> list[str]:
+def reward_errors(job: Job) -> list[str]:
     """Return the problems of the rewards: responses get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
@@ -130,7 +130,7 @@ def rewarded(job: Job) -> list[str]:
         ]
     if rollout_config.reward and rollout_config.rewards:
         return ["rollout.rewards: rollout.reward scores the responses of all sources; give one, not both"]
-    if errors := _of_unknown_sources(job) + _of_sources_without(job):
+    if errors := _unknown_source_errors(job) + _unrewarded_source_errors(job):
         return errors
     if of_answers and rollout_config.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
@@ -145,7 +145,7 @@ def rewarded(job: Job) -> list[str]:
     return []
 
 
-def _of_unknown_sources(job: Job) -> list[str]:
+def _unknown_source_errors(job: Job) -> list[str]:
     """Return the rewards and environments of sources that the job does not have."""
     assert job.rollout is not None
     known = {*job.data.sources, *job.evaluate.sources}
@@ -157,7 +157,7 @@ def _of_unknown_sources(job: Job) -> list[str]:
     ]
 
 
-def _of_sources_without(job: Job) -> list[str]:
+def _unrewarded_source_errors(job: Job) -> list[str]:
     """Return the sources whose responses get no reward, where rewards or environments are given by source."""
     config = job.rollout
     assert config is not None
@@ -172,14 +172,14 @@ def _of_sources_without(job: Job) -> list[str]:
     ]
 
 
-def transport(job: Job) -> list[str]:
+def transport_errors(job: Job) -> list[str]:
     """Return the problems of the transport of the weights with the rest of the job."""
     from ptf.rl.weights.transports import config_errors
 
     return config_errors(job)
 
 
-def prompts(job: Job) -> list[str]:
+def prompt_errors(job: Job) -> list[str]:
     """Return the problems of the kinds of sources: prompts are for rollouts and evaluation, which take no others."""
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
     errors = []
@@ -199,7 +199,7 @@ def prompts(job: Job) -> list[str]:
     return errors
 
 
-def engines(job: Job) -> list[str]:
+def engine_errors(job: Job) -> list[str]:
     """Return the problems of engines that need a process of their own, which only Ray gives."""
     if job.compute.launcher == "ray":
         return []
@@ -217,7 +217,7 @@ def engines(job: Job) -> list[str]:
     ]
 
 
-def pools(job: Job) -> list[str]:
+def pool_errors(job: Job) -> list[str]:
     """Return the problems of `compute.pools`: policy and rollout must each be in a pool, the same or different ones,
     and no role in more than one.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ptf.config.cron import schedule
-from ptf.config.rollout_rules import engines, pools, prompts, rollouts
+from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
 from ptf.config.schema import Job
 from ptf.config.section import AlgoConfig
 from ptf.credentials import is_secret
@@ -18,7 +18,7 @@ SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metric
 NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
-def names(job: Job) -> list[str]:
+def name_errors(job: Job) -> list[str]:
     """Return the problems of names that, as part of a path, could lead out of their directory."""
     by_key = {
         "data.sources": job.data.sources,
@@ -36,7 +36,7 @@ def names(job: Job) -> list[str]:
     ]
 
 
-def secrets(job: Job) -> list[str]:
+def secret_errors(job: Job) -> list[str]:
     """Return a problem for each secret that is written into the config: configs are stored, shown and published."""
     rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
@@ -56,7 +56,7 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def data_parallel_multiples(job: Job) -> list[str]:
+def data_parallel_errors(job: Job) -> list[str]:
     """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
     workers, mesh = job.compute.workers, job.compute.mesh
     data_ranks, divisor = (
@@ -76,7 +76,7 @@ def data_parallel_multiples(job: Job) -> list[str]:
     return [f"{key} ({value}) must be a multiple of {divisor}" for key, value in dealt.items() if value % data_ranks]
 
 
-def launch(job: Job) -> list[str]:
+def launch_errors(job: Job) -> list[str]:
     """Return the problems of where the run runs and writes, and of how its workers divide the model."""
     workers, mesh, errors = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
@@ -91,12 +91,12 @@ def launch(job: Job) -> list[str]:
     return errors
 
 
-def of_recipe(job: Job) -> list[str]:
+def recipe_errors(job: Job) -> list[str]:
     """Return the problems that the recipe's own rules find."""
     return job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
 
 
-def held_out(job: Job) -> list[str]:
+def held_out_errors(job: Job) -> list[str]:
     """Return the problems of held-out data and of the metrics on it."""
     errors = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
@@ -115,7 +115,7 @@ def held_out(job: Job) -> list[str]:
     return errors
 
 
-def deployment(job: Job) -> list[str]:
+def deployment_errors(job: Job) -> list[str]:
     """Return the problems of when the flow runs and of what it publishes."""
     errors = []
     if job.flow.cron is not None and not schedule(job.flow.cron):
@@ -130,7 +130,7 @@ def deployment(job: Job) -> list[str]:
     return errors
 
 
-def schedule_of(job: Job) -> list[str]:
+def schedule_errors(job: Job) -> list[str]:
     """Warm-up and decay must fit into the run."""
     train, errors = job.train, []
     parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
@@ -155,7 +155,7 @@ def schedule_of(job: Job) -> list[str]:
     return errors
 
 
-def places(job: Job) -> list[str]:
+def source_path_errors(job: Job) -> list[str]:
     """Return the problems of keys that do not go with a source's path.
 
     Whether the path is a dataset of the Hub, where a directory may have the same name, is known when it is read.
@@ -182,7 +182,7 @@ def places(job: Job) -> list[str]:
     return errors
 
 
-def length(job: Job) -> list[str]:
+def length_errors(job: Job) -> list[str]:
     """When the run ends, and what its data must be for that."""
     errors = []
     if (job.train.steps is None) == (job.train.epochs is None):
@@ -216,7 +216,7 @@ def length(job: Job) -> list[str]:
     return errors
 
 
-def foreign_model(job: Job) -> list[str]:
+def foreign_model_errors(job: Job) -> list[str]:
     """Return the problems of keys that `model.backend: hf` does not support."""
     if job.model.backend != "hf":
         return []
@@ -230,7 +230,7 @@ def foreign_model(job: Job) -> list[str]:
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
-def quantised_weights(job: Job) -> list[str]:
+def quantised_weight_errors(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `model.quantization`."""
     if job.model.quantization is None:
         return []
@@ -248,13 +248,13 @@ def quantised_weights(job: Job) -> list[str]:
     return [error for error, kept in rules.items() if not kept]
 
 
-def optimizer(job: Job) -> list[str]:
+def optimizer_errors(job: Job) -> list[str]:
     """Return a problem if moments in 8 bits were to be in host memory."""
     both = job.train.optimizer == "adamw_8bit" and job.train.optimizer_offload
     return ["train.optimizer: adamw_8bit needs train.optimizer_offload: false; offload fp32 moments instead"] * both
 
 
-def deterministic(job: Job) -> list[str]:
+def deterministic_errors(job: Job) -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
         return []
@@ -264,13 +264,14 @@ def deterministic(job: Job) -> list[str]:
         "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": on_cpu,
         "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None
         or job.rollout.engine != "vllm",
-        "train.deterministic needs compute.threads: 1 in every role": job.rollout is None or job.compute.threads == 1,
+        "train.deterministic needs compute.threads: 1 in online recipes": job.rollout is None
+        or job.compute.threads == 1,
         "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
     }
     return [error for error, kept in rules.items() if not kept]
 
 
-def watched(job: Job) -> list[str]:
+def watched_metric_errors(job: Job) -> list[str]:
     """Return a problem for each metric that train.early_stopping or checkpoint.best watches and nothing measures."""
     if not (job.train.early_stopping or job.checkpoint.best):
         return []
@@ -293,7 +294,7 @@ def watched(job: Job) -> list[str]:
     return errors
 
 
-def own_components(job: Job) -> list[str]:
+def own_component_errors(job: Job) -> list[str]:
     """Return the problems of keys that do not go with components and tokens of the user's own."""
     model, tokens, errors = job.model, job.model.tokens, []
     if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
@@ -327,26 +328,26 @@ def own_components(job: Job) -> list[str]:
 
 
 RULES: tuple[Callable[[Job], list[str]], ...] = (
-    data_parallel_multiples,
-    names,
-    secrets,
-    launch,
-    length,
-    places,
-    schedule_of,
-    optimizer,
-    deterministic,
-    watched,
-    own_components,
-    of_recipe,
-    foreign_model,
-    quantised_weights,
-    pools,
-    held_out,
-    deployment,
-    rollouts,
-    prompts,
-    engines,
+    data_parallel_errors,
+    name_errors,
+    secret_errors,
+    launch_errors,
+    length_errors,
+    source_path_errors,
+    schedule_errors,
+    optimizer_errors,
+    deterministic_errors,
+    watched_metric_errors,
+    own_component_errors,
+    recipe_errors,
+    foreign_model_errors,
+    quantised_weight_errors,
+    pool_errors,
+    held_out_errors,
+    deployment_errors,
+    rollout_errors,
+    prompt_errors,
+    engine_errors,
 )
 
 

@@ -21,7 +21,7 @@ class Added:
     """Tokens that a tokenizer did not have, by id, and the description of each."""
 
     ids: tuple[int, ...]  # ascending, without gaps
-    known: int  # number of ids in use before
+    previous_vocab_size: int  # number of ids in use before
     descriptions: tuple[str, ...]  # "" where there is none
 
 

@@ -91,7 +91,7 @@ class Player:
 
     def _ended(self, trajectory: Trajectory) -> Trajectory:
         """Return an episode; one that the job should score, but that nothing scored, has no result."""
-        if trajectory.outcome is not None or not (self.rewards or self.rollout.has_episodes):
+        if trajectory.outcome is not None or not (self.rewards or self.rollout.is_multi_turn):
             return trajectory
         return mark_without_result(trajectory)
 

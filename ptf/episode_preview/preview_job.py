@@ -65,7 +65,9 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
         starting = StartingModel.of(job, place)
         trie = trie_of(job.rollout, starting.load_tokenizer())
         arguments = (job, starting.with_weights(), starting.tokenizer_path, place)
-        spec = sampler_spec(*arguments, engine="native", version=0, workers=1, length=job.data.seq_len, trie=trie)
+        spec = sampler_spec(
+            *arguments, engine="native", for_training=False, engines=1, length=job.data.seq_len, trie=trie
+        )
         threads = job.compute.threads or default_threads(1)
         with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
             yield Sampler(world, **spec.kwargs)

@@ -69,7 +69,8 @@ class Preview:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same seeds played the same twice; not where no episode has a result, since nothing was seen."""
+        """Whether playing the episodes twice with the same seeds gave the same contexts, responses and rewards; False
+        where no episode has a result, since nothing was seen."""
         return self.has_result and not self.differences
 
     @property

@@ -30,14 +30,14 @@ class NewRows:
     """The initial values of the rows of new tokens."""
 
     ids: Sequence[int]
-    known: int  # rows in use before, by the old tokens
+    previous_vocab_size: int  # rows in use before, by the old tokens
     pieces: Sequence[Sequence[int]] | None = None  # each row begins as the mean of the rows of these ids
     vectors: Mapping[str, Tensor] | None = None  # `embed` [tokens, D], and `head` where that is not tied
 
     def of(self, which: str, old: Tensor) -> Tensor:
         """Return the rows [tokens, D] for the table `which` (`embed`, `head`, `embed_per_layer`, `bias`), from its
         old rows [V, D]."""
-        used = old[: self.known].float()
+        used = old[: self.previous_vocab_size].float()
         if self.vectors is not None and which in self.vectors:
             return self.vectors[which].float()
         if self.pieces is not None:

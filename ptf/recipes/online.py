@@ -110,12 +110,12 @@ class RewardedConfig(OnlineConfig):
                 "use k2 or k3, or kl_in: reward"
             )
         rollout = job.rollout
-        if self.credit_level == "turn" and not rollout.has_episodes:
+        if self.credit_level == "turn" and not rollout.is_multi_turn:
             errors.append(
                 "algo.credit_level: turn is for episodes (rollout.environment, environments, play or harness); a "
                 "response is one turn, whose credit is its reward; set algo.credit_level: episode"
             )
-        if self.overlong_buffer_tokens and rollout.has_episodes:
+        if self.overlong_buffer_tokens and rollout.is_multi_turn:
             errors.append(
                 "algo.overlong_buffer_tokens applies to single responses, because rollout.max_new_tokens limits each "
                 "turn and not the episode (rollout.environment, environments, play or harness); set it to 0"

@@ -15,7 +15,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder
 
-# each is a sum, which the step divides by the denominator; of a name that ends with `_max`, the largest value counts
+# Each is a sum, which is divided by the denominator. Of a name that ends with `_max`, the largest value counts: of all
+# micro-batches, ranks and minibatches of a step, and of all batches of a held-out set.
 Metrics = dict[str, Tensor]
 
 
@@ -51,7 +52,7 @@ class Recipe(Protocol):
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics as sums, which the step divides by the denominator of all workers; of a
-        metric whose name ends with `_max`, the largest value counts instead."""
+        metric whose name ends with `_max`, the largest value of all batches and workers counts instead."""
         ...
 
 

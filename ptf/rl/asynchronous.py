@@ -117,14 +117,14 @@ class AsynchronousRollouts:
         """Continue from a state. Raises UserError if it had another `rollout.update_slices`."""
         before, now = state["update_slices"], self.flight.settings.update_slices
         if before != now:
-            mend = (
+            advice = (
                 f"give the engines {'a pool' if before else 'no pool'} of their own, as before (compute.pools)"
                 if self.flight.settings.wall
                 else f"set rollout.update_slices={before}"
             )
             raise UserError(
                 f"the checkpoint's run sampled {before} slices beside an update, and this one would sample {now} "
-                f"(the default depends on compute.pools); {mend}"
+                f"(the default depends on compute.pools); {advice}"
             )
         restore(self.flight, state)
         if self.flight.settings.wall and self.flight.slice and self.flight.ledger.ended(self.flight.slice - 1) is None:

@@ -3,9 +3,10 @@ of them uses a pool's devices.
 
 Markers determine how a method's arguments are dispatched. `@split_over_workers` splits the first argument (a list)
 over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
-rank 0's result. `@replayed_broadcast` is a broadcast that is repeated to a worker that replaces a lost one;
-`@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in this process (`LocalCluster`) or
-on Ray (`VerlCluster`) without a change. Roles of one pool take turns on its devices; pools are independent.
+rank 0's result, `@summed_broadcast` the sum of all results. `@replayed_broadcast` is a broadcast that is repeated to a
+worker that replaces a lost one; `@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in
+this process (`LocalCluster`) or on Ray (`VerlCluster`) without a change. Roles of one pool take turns on its devices;
+pools are independent.
 """
 
 import contextlib
@@ -43,6 +44,11 @@ def broadcast(method: F) -> F:
     return _marked(method, dispatch="broadcast")
 
 
+def summed_broadcast(method: F) -> F:
+    """Call every worker with the same arguments and return the sum of their results."""
+    return _marked(method, dispatch="summed_broadcast")
+
+
 def replayed_broadcast(method: F) -> F:
     """Broadcast, and repeat the last such call to a replica that takes the place of a lost one."""
     return _marked(method, dispatch="replayed_broadcast")
@@ -58,6 +64,11 @@ def _marked(method: F, **attributes: Any) -> F:
     for name, value in attributes.items():
         setattr(method, name, value)
     return method
+
+
+def joined_results(dispatch: str, results: Sequence[Any]) -> Any:
+    """Return what a broadcast with this marker returns, of the results of all workers."""
+    return sum(results) if dispatch == "summed_broadcast" else results[0]
 
 
 OnResult = Callable[[int, Any], None]  # takes the index of an item, and its result
@@ -99,7 +110,8 @@ class Role(Protocol):
         ...
 
     def peak_memory_gib(self) -> float:
-        """Return the peak GPU memory of this role since the last call; without a GPU, the resident memory now."""
+        """Return the peak GPU memory of this role since the last call; without a GPU, the peak of the process's
+        resident memory."""
         ...
 
 

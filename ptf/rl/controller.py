@@ -78,7 +78,7 @@ class Controller:
         reward_model: RewardModelClient | None,
         validation_rewards: Rewards | None,
         functions: RolloutFunctions | None = None,
-        limits: LogprobLimits,
+        logprob_limits: LogprobLimits,
         made_with: Mapping[str, Any],
         tokenizer: Tokenizer,
         run: Path,
@@ -95,7 +95,7 @@ class Controller:
         self.validation_rewards = validation_rewards or rewards
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
-        self.limits = limits
+        self.logprob_limits = logprob_limits
         self.transport = resolve_transport(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
@@ -163,18 +163,18 @@ class Controller:
 
         Returns the groups to train on, metrics over the rewards of all responses, and the seconds that scoring took
         after the last response was there. With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO),
-        prompts are drawn until `rollout.prompts_per_step` groups have different rewards, at most
-        `rollout.max_resampling_rounds` times.
+        prompts are drawn until the rewards differ within each of `rollout.prompts_per_step` groups, in at most
+        `rollout.max_resampling_rounds` rounds.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
         rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
         for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts_per_step - len(usable))]
-            limits = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
+            sampling_arguments = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
             with GroupScoring(self.rewards) as scoring:
                 with self.cluster.phase(self.rollout, "rollout"):
-                    arguments = ("rollout", prompts, self.step, f"step {self.step}", *limits)
+                    arguments = ("rollout", prompts, self.step, f"step {self.step}", *sampling_arguments)
                     groups = self.rollout.call(*arguments, on_result=scoring.add)
                     if number == rounds - 1:  # now: a reward model's phase may offload the engine
                         self.rollout.call("expect_weights")
@@ -202,7 +202,7 @@ class Controller:
         return usable or groups, metrics, reward_s
 
     def _report_equal_rewards(self, groups: int, reward: float) -> None:
-        """Print that no group has different rewards. Raises UserError in the first step."""
+        """Print that the rewards differ within no group. Raises UserError in the first step."""
         message = (
             f"step {self.step + 1}: in each of {groups} groups all responses have the same reward, "
             f"in {self.rollout_config.max_resampling_rounds} rounds (rollout.max_resampling_rounds): "
@@ -213,7 +213,7 @@ class Controller:
         print(message, flush=True)  # no error later: it also happens when the policy has learned its task
 
     def take_retries(self) -> float:
-        """Return the number of rewards (for environments: turns, on the first worker) retried since the last call."""
+        """Return how many rewards, and how many requests to environments, were retried since the last call."""
         retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
         if self.functions:  # then the environments of training are here, and the engines may be sampling
             return retried + self.functions.take_retries()
@@ -252,7 +252,7 @@ class Controller:
             "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in trajectories]))}
-                if self.rollout_config.has_episodes
+                if self.rollout_config.is_multi_turn
                 else {}
             ),
             **self.episode_counts(trajectories),
@@ -307,9 +307,9 @@ class Controller:
             versions = np.concatenate([one.versions for g in groups for t in g for one in t.generations])
             # those of earlier weights differ by the updates
             if len(newest := differences[versions == self.step]):
-                difference = LogprobDifference.of(newest, self.limits.threshold)
+                difference = LogprobDifference.of(newest, self.logprob_limits.threshold)
                 what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
-                difference.raise_if_beyond(self.limits, what)
+                difference.raise_if_beyond(self.logprob_limits, what)
                 metrics = difference.metrics()
         for name, model in self.logprob_models.items():
             with self.cluster.phase(model, name):
@@ -358,7 +358,7 @@ class Controller:
                 results = self.critic.call("update", minibatches, self.step)
             metrics |= {f"critic_{name}": value for name, value in results.items()}
         if self.step >= self.warmup:
-            limits = None if self.needs_old_logprobs else self.limits
+            limits = None if self.needs_old_logprobs else self.logprob_limits
             with self.cluster.phase(self.policy, "update"):
                 results = self.policy.call("update", minibatches, self.step, limits)
             metrics |= results
@@ -412,7 +412,7 @@ class Controller:
             with self.cluster.phase(self.rollout, "sync"):
                 receipt = self.rollout.call("load", weights, manifest)
         with self.cluster.phase(self.rollout, "sync"):
-            worst = self.rollout.call("canary", scored, expected, self.limits)
+            worst = self.rollout.call("canary", scored, expected, self.logprob_limits)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):
             raise SyncError(
                 f"step {self.step}: the engine acknowledged version {receipt.version} with {receipt.tensors} tensors "

@@ -137,7 +137,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             reward_model=_reward_model_client(job, run, plans, groups),
             validation_rewards=evaluation_rewards(job) if job.evaluate.reward else None,
             functions=rollout_functions(job, tokenizer) if rollout_config.max_staleness else None,
-            limits=logprob_limits(job, experts=experts),
+            logprob_limits=logprob_limits(job, experts=experts),
             made_with=made_with,
             tokenizer=tokenizer,
             run=run,
@@ -234,12 +234,12 @@ def role_specs(
         start.tokenizer_path,
         run,
         engine=rollout_config.engine,
-        version=-1,
-        workers=rollout_config.replicas,
+        for_training=True,
+        engines=rollout_config.replicas,
         length=job.data.seq_len,
         trie=trie,
         adapter=rollout_config.lora_sync == "adapter",
-        tensor=rollout_config.tensor_parallel_size,
+        tensor_parallel_size=rollout_config.tensor_parallel_size,
     )
     return plans
 

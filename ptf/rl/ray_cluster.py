@@ -14,7 +14,7 @@ from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
-from ptf.rl.cluster import OnResult, Pool, PoolSchedule, RoleSpec, split
+from ptf.rl.cluster import OnResult, Pool, PoolSchedule, RoleSpec, joined_results, split
 from ptf.rl.replicas import HUNG_S, Replicas
 
 
@@ -66,7 +66,8 @@ class VerlRoleGroup:
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call. Its workers give their results together, so `on_result` is not called."""
         workers, tensor = self.spec.workers, self.spec.tensor_parallel_size
-        is_split = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast") == "split"
+        dispatch = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast")
+        is_split = dispatch == "split"
         shared = [put(arg) for arg in args[is_split:]]  # stored once, however many workers read it
         if is_split:
             first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)]
@@ -75,7 +76,7 @@ class VerlRoleGroup:
         results = self.gang.invoke(
             "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
         )
-        return [item for part in results[::tensor] for item in part] if is_split else results[0]
+        return [item for part in results[::tensor] for item in part] if is_split else joined_results(dispatch, results)
 
     def memory(self) -> list[float]:
         """See RoleGroup.memory."""
@@ -84,7 +85,7 @@ class VerlRoleGroup:
         )
 
     def where(self) -> list[str]:
-        """Describe each worker, with the memory that it uses."""
+        """Describe each worker, with its peak memory."""
         return [
             f"{self.spec.name} {member} {gib:.2f} GiB"
             for member, gib in zip(self.gang.members, self.memory(), strict=True)

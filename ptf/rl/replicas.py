@@ -13,7 +13,7 @@ from typing import Any
 from ptf.compute.gang import Gang, put
 from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, full_text
-from ptf.rl.cluster import OnResult, RoleSpec
+from ptf.rl.cluster import OnResult, RoleSpec, joined_results
 from ptf.rl.weights.verification import SyncError
 
 HUNG_S = 60.0  # a replica whose heartbeat is older than this is replaced
@@ -73,7 +73,7 @@ class Replicas:
             self.replayed[method] = shared
         if method in ("offload", "onload"):
             self.offloaded = method == "offload"
-        return results[0]
+        return joined_results(dispatch, results)
 
     def _call_sharded(
         self,
@@ -122,7 +122,7 @@ class Replicas:
         )
 
     def where(self) -> list[str]:
-        """Describe each worker, with the memory that it uses."""
+        """Describe each worker, with its peak memory."""
         return [f"{self._name(i)} {self._gang(i).members[0]} {gib:.2f} GiB" for i, gib in enumerate(self.memory())]
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
-from ptf.train.trainer import forget_forwards, load_model
+from ptf.train.trainer import forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
 
@@ -211,7 +211,8 @@ class Learner:
     ) -> dict[str, float]:
         """Make one optimizer step for each minibatch, whose packed sequences are divided among the ranks.
 
-        Return the means of the metrics over all units. With `limits`, the engine's log-probs are compared with the
+        Return the means of the metrics over all units, and the largest values of metrics that are largest values
+        (`ptf.train.trainer.is_largest`). With `limits`, the engine's log-probs are compared with the
         trainer's; if they differ by more, SyncError is raised before the optimizer step.
         """
         self.world.seed(self.seed, step)
@@ -225,12 +226,14 @@ class Learner:
                 micro, numbers = deal(sequences, self.world, self.micro_batch_sequences, self.seq_len), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
         denominators = [r["loss_denominator"] for r in results]
-        return {
-            name: float(
-                np.average([r[name] for r in results], weights=None if name == "loss_denominator" else denominators)
-            )
-            for name in results[0]
-        }
+
+        def combined(name: str) -> float:
+            values = [r[name] for r in results]
+            if is_largest(name):
+                return max(values)
+            return float(np.average(values, weights=None if name == "loss_denominator" else denominators))
+
+        return {name: combined(name) for name in results[0]}
 
     @split_over_workers
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:

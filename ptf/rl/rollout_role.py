@@ -44,22 +44,23 @@ def sampler_spec(
     run: Path,
     *,
     engine: str | Plugin,
-    version: int,
-    workers: int,
+    for_training: bool,
+    engines: int,
     length: int,
     trie: Trie | None = None,
     adapter: bool = False,
-    tensor: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> RoleSpec:
     """Return the role that generates from a Hugging Face directory.
 
-    `length` is the largest number of tokens of a context and its response together. There are `workers` engines of
-    `tensor` processes each. Raises UserError if the model has fewer positions than `length`, or if its heads cannot be
-    divided among the processes, or if vLLM does not serve the model rightly.
+    `length` is the largest number of tokens of a context and its response together. There are `engines` engines of
+    `tensor_parallel_size` processes each. Those of training (`for_training`) begin without a version of the weights and
+    get the policy's by a sync; others keep the directory's. Raises UserError if the model has fewer positions than
+    `length`, or if its heads cannot be divided among the processes, or if vLLM does not serve the model rightly.
     """
     if engine == "vllm":
-        key = "rollout.engine" if version < 0 else "evaluate.engine"
-        raise_if_wrong(key, config_of(directory), job.train.precision, synced=version < 0 and not adapter)
+        key = "rollout.engine" if for_training else "evaluate.engine"
+        raise_if_wrong(key, config_of(directory), job.train.precision, synced=for_training and not adapter)
     shape = bridge.decoder_config(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:
@@ -67,9 +68,10 @@ def sampler_spec(
             f"prompt and response may take {length} tokens together, but {directory} has {positions} positions; "
             "lower data.seq_len or max_new_tokens"
         )
-    if shape.heads % tensor:
+    if shape.heads % tensor_parallel_size:
         raise UserError(
-            f"rollout.tensor_parallel_size: {shape.heads} attention heads cannot be divided among {tensor} processes; "
+            f"rollout.tensor_parallel_size: {shape.heads} attention heads cannot be divided among "
+            f"{tensor_parallel_size} processes; "
             f"use a divisor of {shape.heads}"
         )
     env: dict[str, str] = {}
@@ -81,30 +83,34 @@ def sampler_spec(
         "engine": engine,
         "directory": str(directory),
         "tokenizer": tokenizer,
-        "version": version,
+        "version": -1 if for_training else 0,
         "seed": job.seed,
         "precision": job.train.precision,
         "max_length": length,
         "vocabulary": shape.vocab,
         "timeout_s": job.compute.timeout_s,
-        **_engine_options(job, engine, trie, adapter, tensor),
+        **_engine_options(job, engine, trie, adapter, tensor_parallel_size),
         **rollout_options(job, trie),
     }
-    return RoleSpec("rollout", Sampler, kwargs, workers * tensor, env, tensor_parallel_size=tensor)
+    return RoleSpec(
+        "rollout", Sampler, kwargs, engines * tensor_parallel_size, env, tensor_parallel_size=tensor_parallel_size
+    )
 
 
-def _engine_options(job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor: int) -> dict[str, object]:
+def _engine_options(
+    job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor_parallel_size: int
+) -> dict[str, object]:
     """Return the arguments of the engine alone; a plugin has none."""
     options: dict[str, object] = {}
     if engine == "vllm":
-        options["tensor"] = tensor
+        options["tensor"] = tensor_parallel_size
         if job.rollout:
             options |= {
                 "cpu_kv_cache_gib": job.rollout.cpu_kv_cache_gib,
                 "gpu_share": job.rollout.gpu_memory_utilization,
             }
         if trie is not None:
-            options["restricted"] = True
+            options["constrained_decoding"] = True
         if adapter and job.model.lora:
             options["lora_rank"] = job.model.lora.rank
     if engine == "native":

@@ -23,7 +23,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, unreplayable_broadcast
+from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, summed_broadcast, unreplayable_broadcast
 from ptf.rl.engines.generation_checks import answered
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
 from ptf.rl.episodes import Episode, run_episodes
@@ -164,9 +164,9 @@ class Sampler:
             f"{', or rollout.environment_processes is too low' if environments else ''}"
         )
 
-    @broadcast
+    @summed_broadcast
     def take_retries(self) -> int:
-        """Return the number of requests to environments that this worker retried since the last call."""
+        """Return the number of requests to environments that were retried since the last call, of all replicas."""
         return self.rollout_functions.take_retries()
 
     @replayed_broadcast

@@ -33,18 +33,19 @@ def parse_record(text: str) -> dict[str, Any]:
     return stored
 
 
-def read_record(uri: str, mend: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
+def read_record(uri: str, advice: str, expected: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return the record that `write_record` wrote to `uri`.
 
-    Raise Corrupt, with `mend` as the advice, if the file is missing or damaged, or if a value differs from `expected`.
+    Raise Corrupt, whose message ends with `advice`, if the file is missing or damaged, or if a value differs from
+    `expected`.
     """
     try:
         stored = parse_record(read_text(uri))
     except FileNotFoundError:
-        raise Corrupt(f"{uri} is missing; {mend}") from None
+        raise Corrupt(f"{uri} is missing; {advice}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Corrupt(f"{uri} is not as it was written; {mend}") from None
+        raise Corrupt(f"{uri} is not as it was written; {advice}") from None
     for key, value in expected.items():
         if stored.get(key) != value:
-            raise Corrupt(f"{uri} was written for another {WORDS.get(key, key)}, {stored.get(key)}; {mend}")
+            raise Corrupt(f"{uri} was written for another {WORDS.get(key, key)}, {stored.get(key)}; {advice}")
     return stored

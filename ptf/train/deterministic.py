@@ -81,7 +81,7 @@ class DeterministicTrainer(Trainer):
             total += self._broadcast(rank, gradients[k] if rank == world.rank else torch.empty_like(total))
             for name, value in values[rank][k].items():
                 if is_largest(name):
-                    largest[name] = max(largest.get(name, 0.0), math.inf if math.isnan(value) else value)
+                    largest[name] = max(largest.get(name, -math.inf), math.inf if math.isnan(value) else value)
                 else:
                     sums[name] = sums.get(name, 0.0) + value
         offset = 0

@@ -151,12 +151,12 @@ def fill_missing_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-LARGEST = "_max"  # end of metrics that are the largest value of any rank, not means
+LARGEST = "_max"  # end of the names of metrics that are largest values, not means
 Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and the denominator
 
 
 def is_largest(metric: str) -> bool:
-    """Return whether a metric is the largest value of any rank, not a mean.
+    """Return whether a metric is the largest value of all batches and ranks, not a mean.
 
     Raises UserError for a name that begins with `max_`, as the names of largest values did in earlier versions: it
     would be averaged.
@@ -167,6 +167,25 @@ def is_largest(metric: str) -> bool:
             f"call it {metric.removeprefix('max_')}{LARGEST}"
         )
     return metric.endswith(LARGEST)
+
+
+def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Tensor]) -> None:
+    """Add a batch's metrics to those of earlier batches; of a largest value, keep the larger."""
+    for name, value in metrics.items():
+        value = value.detach().double()
+        if is_largest(name):
+            value = torch.where(value.isnan(), math.inf, value)  # collectives may drop a NaN from a maximum
+            totals[name] = torch.maximum(totals[name], value) if name in totals else value
+        else:
+            totals[name] = totals[name] + value if name in totals else value
+
+
+def reduced(totals: Mapping[str, torch.Tensor], denominator: float, world: World) -> dict[str, float]:
+    """Return sums over all ranks divided by the denominator, and largest values; all ranks have the same names."""
+    names = sorted(totals, key=is_largest)  # means, then largest values
+    values, first = torch.stack([totals[name] for name in names]), sum(not is_largest(n) for n in names)
+    sums, largest = world.sum_and_max(values[:first], values[first:])
+    return dict(zip(names, [value / denominator for value in sums] + largest, strict=True))
 
 
 class Trainer:
@@ -207,9 +226,10 @@ class Trainer:
         need them. `check` is called with the metrics before any weight changes; an exception that it raises ends the
         step.
 
-        Metrics are means: sums over all ranks divided by the recipe's denominator (names that end
-        with `_max`: the largest value). If the denominator is 0, only `loss_denominator` (0) is returned and no weight
-        changes. Raises FloatingPointError, before any weight changes, if the loss or the gradient is not finite.
+        Metrics are means: sums over all micro-batches and ranks divided by the recipe's denominator (names that end
+        with `_max`: the largest value of all micro-batches and ranks). If the denominator is 0, only
+        `loss_denominator` (0) is returned and no weight changes. Raises FloatingPointError, before any weight changes,
+        if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
         with phase("forward_backward"):
@@ -268,18 +288,9 @@ class Trainer:
             loss, metrics = self.loss(batch, recipe)
             # FSDP averages over the data-parallel ranks; the denominator is already summed over all
             (loss * (world.data_parallel_size / denominator)).backward()
-            for name, value in metrics.items():
-                value = value.detach().double()
-                previous = totals.get(name, torch.zeros_like(value))
-                # NaN becomes infinity, because collectives may drop a NaN from a maximum
-                totals[name] = (
-                    torch.maximum(previous, value.nan_to_num(nan=math.inf)) if is_largest(name) else previous + value
-                )
+            add_metrics(totals, metrics)
         fill_missing_gradients(self.model)
-        names = sorted(totals, key=is_largest)  # means, then maxima
-        values, first = torch.stack([totals[name] for name in names]), sum(not is_largest(n) for n in names)
-        sums, largest = world.sum_and_max(values[:first], values[first:])
-        return dict(zip(names, [value / denominator for value in sums] + largest, strict=True)), denominator
+        return reduced(totals, denominator, world), denominator
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the recipe's loss summed over a batch and its metrics, with the load-balancing loss of experts."""

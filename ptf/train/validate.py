@@ -11,6 +11,7 @@ from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
 from ptf.train.batch_sharding import deal
+from ptf.train.trainer import add_metrics, reduced
 
 
 @torch.no_grad()
@@ -25,25 +26,23 @@ def held_out_metrics(
 ) -> dict[str, float]:
     """Return the means of the recipe's metrics over each named set of packed sequences, as `loss/NAME` and so on.
 
-    A mean is a sum divided by the recipe's denominator, for example the number of trained tokens. Raises UserError for
-    a set whose denominator is 0.
+    A mean is a sum divided by the recipe's denominator, for example the number of trained tokens; of a metric whose
+    name ends with `_max`, the largest value of the set is returned. Raises UserError for a set whose denominator is 0.
     """
     results: dict[str, float] = {}
     for name, sequences in sets.items():
-        denominator, totals = torch.zeros((), dtype=torch.float64), {}
+        denominator, totals = torch.zeros((), dtype=torch.float64), dict[str, torch.Tensor]()
         for batch in deal(sequences, world, micro_batch_sequences, seq_len):
             batch = batch.to(world.device)
             _, metrics = recipe.loss(model, batch, frozen_models)
             denominator += recipe.denominator(batch).cpu()
-            for metric, value in metrics.items():
-                if "/" not in metric:  # metrics of one source: a held-out set is one source
-                    totals[metric] = totals.get(metric, 0.0) + value.double().cpu()
-        count, *means = world.sum(torch.stack([denominator, *totals.values()])).tolist()
-        if not count:
+            # without metrics of one source: a held-out set is one source
+            add_metrics(totals, {metric: value for metric, value in metrics.items() if "/" not in metric})
+        if not (count := float(world.sum(denominator))):
             raise UserError(
                 f"data.validation.{name} has no token to measure a loss on; give it rows that are trained on"
             )
-        results |= {f"{metric}/{name}": mean / count for metric, mean in zip(totals, means, strict=True)}
+        results |= {f"{metric}/{name}": value for metric, value in reduced(totals, count, world).items()}
     return results
 
 

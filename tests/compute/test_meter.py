@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptf.compute.meter import PEAKS, known_gpu, peak_flops
+from ptf.compute.meter import PEAKS, known_gpu, peak_flops, peak_memory_gib
 
 GPUS = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -40,3 +40,13 @@ def test_fp32_is_computed_without_tensor_cores() -> None:
     """The peaks of fp32 are those of full products."""
     assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_on_a_cpu_the_peak_is_of_memory_that_has_been_freed_since():
+    device, gib = torch.device("cpu"), 0.25
+    peak_memory_gib(device)  # of what earlier tests left
+    before = peak_memory_gib(device)
+    held = torch.ones(int(gib * 2**28))  # larger than what the allocator keeps when it is freed
+    del held
+    assert peak_memory_gib(device) >= before + 0.9 * gib
+    assert peak_memory_gib(device) < before + 0.5 * gib, "the peak since the last call"

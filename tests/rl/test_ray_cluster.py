@@ -20,7 +20,7 @@ import torch
 from ptf.compute.world import World
 from ptf.errors import Lost, UserError
 from ptf.rl import ray_cluster, replicas
-from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers
+from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers, summed_broadcast
 from ptf.rl.ray_cluster import VerlCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -92,6 +92,10 @@ class Team(Echo):
     def place(self) -> tuple[int, int]:
         return self.world.rank, self.world.size
 
+    @summed_broadcast
+    def rank(self) -> int:
+        return self.world.rank + 10
+
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster):
@@ -133,6 +137,7 @@ def test_roles_have_processes_and_environments_of_their_own(echo, team):
 def test_a_distributed_role_is_one_process_group(team):
     assert team.call("place") == (0, 2)
     assert team.call("sum", 10.0) == 21.0
+    assert team.call("rank") == 10 + 11, "the sum of what the ranks return"
 
 
 def test_what_all_workers_get_is_stored_once(echo, team, monkeypatch):

@@ -23,10 +23,12 @@ from ptf.rl.cluster import (
     broadcast,
     replayed_broadcast,
     split_over_workers,
+    summed_broadcast,
     unreplayable_broadcast,
 )
 from ptf.rl.ray_cluster import VerlCluster
 from ptf.rl.replicas import Replicas, by_cost
+from ptf.rl.sampler import Sampler
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
@@ -44,7 +46,7 @@ class Worker:
     uses_process_group: ClassVar[bool] = False
 
     def __init__(self, world: World, *, place: str) -> None:
-        self.place, self.weights = Path(place), -1
+        self.place, self.weights, self.count = Path(place), -1, 0
 
     @replayed_broadcast
     def load(self, weights: int, fault: str = "nothing") -> int:
@@ -64,8 +66,14 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
+    @summed_broadcast
+    def take_count(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
     @split_over_workers(cost=float)
     def squares(self, items: list[int], fault: str) -> Iterator[tuple[int, tuple[int, int]]]:
+        self.count += len(items)
         for i in reversed(range(len(items))):
             with open(self.place / f"asked-{items[i]}", "a") as file:
                 file.write(f"{self.weights}\n")
@@ -117,6 +125,18 @@ def group(ray_cluster, tmp_path):
     made.call("load", 7)
     yield made
     cluster.close()
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_a_count_is_summed_over_the_replicas(group):
+    group.call("squares", ITEMS, "nothing")
+    assert group.call("take_count") == len(ITEMS)
+    assert group.call("take_count") == 0
+
+
+def test_the_retries_of_environments_are_summed_over_the_replicas():
+    assert Sampler.take_retries.dispatch == "summed_broadcast"
 
 
 @pytest.mark.long

@@ -165,6 +165,37 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     assert again(raw, "more") is not None
 
 
+@pytest.mark.parametrize(
+    ("direction", "allowed", "before", "now", "said"),
+    [
+        ("max", 0.0, 0.6, 0.5, "was not better: greedy_reward/dev 0.6 → 0.5"),
+        ("min", 0.0, 0.6, 0.6, "was not better: greedy_reward/dev 0.6 → 0.6"),
+        (
+            "max",
+            0.02,
+            0.6,
+            0.5,
+            "was not published: greedy_reward/dev fell from 0.6 to 0.5, more than publish.max_regression (0.02) allows",
+        ),
+        (
+            "min",
+            0.02,
+            0.5,
+            0.6,
+            "was not published: greedy_reward/dev rose from 0.5 to 0.6, more than publish.max_regression (0.02) allows",
+        ),
+        ("max", 0.2, 0.6, 0.5, "was not published: greedy_reward/dev 0.6 → 0.5"),
+    ],
+)
+def test_a_model_that_is_not_published_is_called_worse_only_by_what_is_not_allowed(
+    raw, direction, allowed, before, now, said
+):
+    publish = {"metric": "greedy_reward/dev", "metric_direction": direction, "max_regression": allowed}
+    job = loads(yaml.safe_dump(raw | {"publish": publish}))
+    metrics = {"greedy_reward/dev": now, "starting_model/greedy_reward/dev": before}
+    assert retrain.refusal(job, Artifact("a", metrics=metrics)) == said
+
+
 def test_files_of_one_name_and_files_of_no_data(tmp_path):
     """Each counts by its whole name below the source; what is no data does not count."""
     for name in ("a/x.jsonl", "b/x.jsonl"):

@@ -61,7 +61,7 @@ class ComputeConfig(Section):
     is tried again until this deadline. Two limits do not depend on it: an engine is replaced after 60 s without a
     heartbeat, and a submitted Ray job is given up when its dashboard has not answered for 300 s."""
     restarts: Count = changeable(2)
-    """Online recipes on Ray: how often failed processes are restarted before the run ends. It limits two counts. A
-    rollout engine that fails is replaced at most this often in one rollout; its successor gets the newest weights and
-    the requests that were not answered. If another role fails, all roles restart from the newest checkpoint, at most
-    this often from the same one."""
+    """Online recipes on Ray: maximum number of restarts of failed processes before the run ends. It limits two counts.
+    A rollout engine that fails is replaced at most this many times in one rollout; its successor gets the newest
+    weights and the requests that were not answered. If another role fails, all roles restart from the newest
+    checkpoint, at most this many times from the same one."""

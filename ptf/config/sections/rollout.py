@@ -62,9 +62,9 @@ class HarnessConfig(Section):
     """Columns of the row that `command` gets beside `messages`. List no columns with reference answers: the policy can
     read whatever the program gets."""
     env_vars: list[str] = []
-    """Names of further environment variables that `command` and `python` get. Both have PATH, LANG, LC_ALL, TZ and
-    VIRTUAL_ENV, if they are set, and HOME and TMPDIR, a directory of their own; `command` also has the three above; and
-    no others."""
+    """Names of further environment variables that `command` and `python` get. Without them, both get only PATH, LANG,
+    LC_ALL, TZ and VIRTUAL_ENV, if they are set, and HOME and TMPDIR, which name a directory of their own; `command`
+    also gets OPENAI_BASE_URL, OPENAI_API_KEY and PTF_RESULT."""
     models: dict[str, Literal["policy", "policy:no_loss"]] = {}
     """Names of models that the agent asks for, and what serves them: `policy`, or `policy:no_loss`, which is the same
     current weights, but its responses have no loss."""
@@ -109,18 +109,19 @@ class RolloutConfig(Section):
     """Time limit of one call of `reward`, with all requests that it makes. Many calls are in flight in a process; each
     has its own limit."""
     reward_retries: Count = changeable(1)
-    """How often a call of `reward` that failed is repeated before the response counts as having no result."""
+    """Maximum number of times that a failed call of `reward` is repeated before the response counts as having no
+    result."""
     environment_processes: Positive | None = changeable(None)
     """Number of processes with environments beside each engine replica. Default: `reward_processes`."""
     environment_timeout_s: PositiveFloat | None = changeable(None)
     """Time limit of one `reset` or `step` of an environment. Default: `reward_timeout_s`."""
     environment_retries: Count | None = changeable(None)
-    """How often an episode is replayed after a call of its environment failed, before it counts as having no result.
-    Default: `reward_retries`."""
+    """Maximum number of times that an episode is replayed after a call of its environment failed, before it counts as
+    having no result. Default: `reward_retries`."""
     max_staleness: Count = 0
-    """Asynchronous rollouts: the most steps between the weights of a group's oldest token and those that are trained on
-    it. A step takes the groups that have ended; unfinished responses continue under the next weights. 0: each step
-    waits for all its responses."""
+    """Asynchronous rollouts: maximum number of steps between the weights that sampled a group's oldest token and the
+    weights that are trained on the group. A step takes the groups that have ended; unfinished responses continue under
+    the next weights. 0: each step waits for all its responses."""
     slice_tokens: Positive = 256
     """With `max_staleness`, generation proceeds in slices (partial rollouts): in one slice every unfinished response
     gets at most this many tokens. Weights change only between slices. A response that continues in the next slice is
@@ -129,15 +130,15 @@ class RolloutConfig(Section):
     """The largest number of groups (prompts) in flight, with `max_staleness`: being generated, or waiting to be
     trained. From `prompts_per_step` to `prompts_per_step` × (1 + `max_staleness`). Default: halfway."""
     generation_batches: Positive = 1
-    """With `max_staleness`: into how many batches the responses of a slice are divided (group index modulo this), which
-    the `replicas` take from a queue. Set it to the largest number of `replicas` that the run may have: it must be at
-    least `replicas` and cannot change on resume, and with one value any number of replicas gives the same bits. More
-    batches are smaller ones."""
+    """With `max_staleness`: number of batches into which the responses of a slice are divided (group index modulo this
+    number); the `replicas` take batches from a queue. It must be at least `replicas` and cannot change on resume, while
+    `replicas` can: the same value gives the same bits with any number of replicas. So set it to the largest number of
+    `replicas` that the run may have; a larger one only makes the batches smaller."""
     clock: Literal["virtual", "wall"] = "virtual"
     """With `max_staleness`. `virtual`: a slice waits for every environment whose reply is due, so that the run repeats
     to the bit, however fast engines and environments are. `wall`: a slice generates the responses that have been
-    requested by then, and engines do not wait for environments; the choices are written to the run's `flight.jsonl`,
-    from which `ptf replay` repeats the run."""
+    requested when it begins, and engines do not wait for environments; which responses these were is written to the
+    run's `flight.jsonl`, from which `ptf replay` repeats the run."""
     update_slices: Count | None = changeable(None)
     """With `max_staleness`: how many slices the engines generate with the old weights while a step is trained: in
     parallel if the engines have a pool of their own (`compute.pools`), otherwise after the update. Default: 1 with a
@@ -186,7 +187,8 @@ class RolloutConfig(Section):
     most 128 and without `quantization: nf4`; otherwise the merged model."""
     transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = changeable("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
-    `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use, otherwise `object_store`.
+    `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use; `object_store` otherwise, and
+    where only the adapter is sent (`lora_sync`).
     `object_store`: through host memory, which holds the whole model at once. The other three hold a few buckets at a
     time, so that neither the policy nor vLLM has a second copy of the model (the native engine does). `files`:
     through files in the run's directory, which engines on other machines must be able to read. `ipc`: through memory of
@@ -213,7 +215,7 @@ class RolloutConfig(Section):
     `gpu_memory_utilization`."""
 
     @property
-    def has_episodes(self) -> bool:
+    def is_multi_turn(self) -> bool:
         """Return whether a response may have several turns."""
         return bool(self.environment or self.environments or self.play or self.harness)
 

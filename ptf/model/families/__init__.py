@@ -151,7 +151,7 @@ def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
     return at(1.0)
 
 
-def alternating(c: Mapping[str, Any], types: Sequence[str], ropes: Mapping[str, Rope]) -> tuple[Layer, ...]:
+def layers_by_type(c: Mapping[str, Any], types: Sequence[str], ropes: Mapping[str, Rope]) -> tuple[Layer, ...]:
     """Return the layers by their `layer_types`."""
     window = {"full_attention": None, "sliding_attention": c.get("sliding_window")}
     raise_if_unsupported(str(c["model_type"]), {"layer_types": sorted(set(types) - set(window))})

@@ -15,8 +15,8 @@ from ptf.model.families import (
     MLP,
     OUTER,
     Family,
-    alternating,
     common,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     random_types,
@@ -63,7 +63,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **common(c),
         tied=c.get("tie_word_embeddings", False),
-        layers=alternating(c, types, {"full_attention": whole, "sliding_attention": table}),
+        layers=layers_by_type(c, types, {"full_attention": whole, "sliding_attention": table}),
         qk_norm=True,
         pre_norm=False,
         post_norm=True,

@@ -8,9 +8,9 @@ from typing import Any
 from ptf.model.config import DecoderConfig
 from ptf.model.families import (
     Family,
-    alternating,
     common,
     gemma3,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     random_types,
@@ -52,7 +52,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **common(c),
         tied=c["tie_word_embeddings"],
-        layers=alternating(c, types, {"full_attention": table, "sliding_attention": table}),
+        layers=layers_by_type(c, types, {"full_attention": table, "sliding_attention": table}),
         qkv_bias=bias,
         out_bias=bias,
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,

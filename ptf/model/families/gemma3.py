@@ -19,8 +19,8 @@ from ptf.model.families import (
     OUTER,
     WRAPPER_ALIASES,
     Family,
-    alternating,
     common,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     random_rope,
@@ -79,7 +79,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **common(c),
         tied=c["tie_word_embeddings"],
-        layers=alternating(c, types, ropes),
+        layers=layers_by_type(c, types, ropes),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,

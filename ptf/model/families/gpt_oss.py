@@ -17,8 +17,8 @@ from ptf.model.families import (
     NORMS,
     OUTER,
     Family,
-    alternating,
     common,
+    layers_by_type,
     random_dense_config,
     random_rope,
     random_types,
@@ -55,7 +55,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     ]
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
     layers = tuple(
-        replace(k, moe=True) for k in alternating(c, types, {"full_attention": table, "sliding_attention": table})
+        replace(k, moe=True) for k in layers_by_type(c, types, {"full_attention": table, "sliding_attention": table})
     )
     bias = c.get("attention_bias", True)
     moe = MoE(

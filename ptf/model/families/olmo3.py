@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Rope
-from ptf.model.families import alternating, olmo2, random_dense_config, random_types, rope
+from ptf.model.families import layers_by_type, olmo2, random_dense_config, random_types, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
@@ -21,7 +21,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(c["num_hidden_layers"])
     ]
     table = rope(c)
-    return olmo2.decoder(c, alternating(c, types, {"full_attention": table, "sliding_attention": Rope(table.theta)}))
+    return olmo2.decoder(c, layers_by_type(c, types, {"full_attention": table, "sliding_attention": Rope(table.theta)}))
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

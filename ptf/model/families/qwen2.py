@@ -9,8 +9,8 @@ from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import (
     DENSE,
     Family,
-    alternating,
     common,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     random_types,
@@ -27,7 +27,7 @@ def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    return alternating({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
+    return layers_by_type({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:

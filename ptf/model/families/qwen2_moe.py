@@ -12,8 +12,8 @@ from ptf.model.families import (
     DENSE,
     LAYER,
     Family,
-    alternating,
     common,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     rope,
@@ -47,7 +47,9 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    plain = alternating({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
+    plain = layers_by_type(
+        {**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table}
+    )
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     experts = c.get("num_experts", 60)
     moe = MoE(

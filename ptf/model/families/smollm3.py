@@ -11,8 +11,8 @@ from ptf.model.config import DecoderConfig
 from ptf.model.families import (
     DENSE,
     Family,
-    alternating,
     common,
+    layers_by_type,
     raise_if_unsupported,
     random_dense_config,
     random_types,
@@ -32,7 +32,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         "sliding_attention" if slides and not rotates[i] else "full_attention" for i in range(count)
     ]
     table = rope(c, theta=2_000_000.0)
-    layers = alternating(
+    layers = layers_by_type(
         {**c, "sliding_window": c.get("sliding_window") if slides else None},
         types,
         {"full_attention": table, "sliding_attention": table},

@@ -13,7 +13,7 @@ WIDTH = 120
 SMALLEST_VOCABULARY = 61  # that random_dense_config draws
 DENSE_FIRST = '["dense"] * dense + ["sparse"] * (c["num_hidden_layers"] - dense)'
 FUNCTIONS = (
-    "alternating",
+    "layers_by_type",
     "common",
     "raise_if_unsupported",
     "random_types",
@@ -164,7 +164,7 @@ class Skeleton:
         if s.switched:
             lines.append('window = c["sliding_window"] if c["use_sliding_window"] else None')
             given = '{**c, "sliding_window": window}'
-        lines.append(f"layers = alternating({given}, types, {ropes})")
+        lines.append(f"layers = layers_by_type({given}, types, {ropes})")
         if moe:
             lines.append(f"layers = tuple(replace(kind, {moe}) for i, kind in enumerate(layers))")
         return lines

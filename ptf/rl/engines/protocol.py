@@ -83,8 +83,10 @@ class RolloutEngine(Protocol):
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """Compare what arrived with the manifest, then replace the weights and drop every cached prefix.
 
-        Raises SyncError if the comparison fails. The engine must not answer then: with a transport that streams,
-        buckets that arrived before may have been loaded.
+        Raises SyncError if the comparison fails. Stored buckets, which all exist before the call, are compared before
+        any weight changes: the engine keeps its version and its weights, and answers as before. Streamed buckets (of
+        built-in engines only) arrive during the call, and earlier ones may have been loaded: the engine is not used
+        further.
         """
         ...
 

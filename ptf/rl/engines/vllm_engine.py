@@ -104,7 +104,7 @@ class VLLMEngine:
         version: int = 0,
         gpu_share: float = 0.7,
         lora_rank: int | None = None,
-        restricted: bool = False,
+        constrained_decoding: bool = False,
         tensor: int = 1,
     ) -> None:
         missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
@@ -121,7 +121,7 @@ class VLLMEngine:
         }
         if tensor > 1:  # each part in a process of its own
             arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
-        if restricted:  # not always, because on a GPU vLLM then uses its older model runner
+        if constrained_decoding:  # not always, because on a GPU vLLM then uses its older model runner
             arguments["logits_processors"] = ["ptf.rl.engines.vllm_engine:OnlyAllowed"]
         if lora_rank is not None:
             arguments |= {
@@ -153,7 +153,7 @@ class VLLMEngine:
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
-        self.restricted = restricted
+        self.constrained_decoding = constrained_decoding
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine.
@@ -210,7 +210,9 @@ class VLLMEngine:
         while self._queue and greedy in (None, self._queue[0].greedy):
             one = self._queue.popleft()
             try:
-                parameters = _parameters(one.request, self.max_model_len) | self._restricted(one.request.sampling.trie)
+                parameters = _parameters(one.request, self.max_model_len) | self._trie_parameters(
+                    one.request.sampling.trie
+                )
                 self._running[self._submit(one.request.context, one.streamed, **parameters)] = one
                 greedy = one.greedy
             except ValueError as error:  # the others continue
@@ -236,12 +238,14 @@ class VLLMEngine:
         )
         return name
 
-    def _restricted(self, trie: Trie | None) -> dict[str, Any]:
+    def _trie_parameters(self, trie: Trie | None) -> dict[str, Any]:
         """Return the parameters that restrict a request to its trie."""
         if trie is None:
             return {}
-        if not self.restricted:
-            raise ValueError("this engine was started without support for tries (restricted)")
+        if not self.constrained_decoding:
+            raise ValueError(
+                "this engine was started without rollout.constrained_decoding, so it cannot restrict responses"
+            )
         if trie not in self._tries:
             self._tries[trie] = str(self._directory / f"{len(self._tries)}.npz")
             trie.save(self._tries[trie])

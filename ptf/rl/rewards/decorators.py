@@ -17,7 +17,8 @@ def scores_groups(reward: Target) -> Target:
     """Declare that the reward is `(row, texts, **args) -> list[float]`: it is called once for each prompt, with all
     responses to it, and returns one number for each, in their order.
 
-    If a call fails, no response to the prompt has a result.
+    A call that fails is repeated, with the whole group, up to `rollout.reward_retries` times; if it still fails, no
+    response to the prompt has a result.
     """
     return _declared(reward, "group", 1)
 

@@ -109,5 +109,6 @@ def last_block(text: str) -> str:
 
 @one_by_one
 def brevity(row: Mapping[str, Any], text: str, *, longest: int, margin: int) -> float:
-    """Return 0 up to `longest - margin` characters, then linearly less, and −1 from `longest` characters on."""
+    """Return a penalty for the number of characters of a response: 0 up to `longest - margin` of them, then linearly
+    less, and −1 from `longest` on."""
     return max(-1.0, min(0.0, (longest - margin - len(text)) / margin))

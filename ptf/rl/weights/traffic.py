@@ -30,9 +30,9 @@ class Rates:
 class SyncTraffic:
     """What one sync moves."""
 
-    sent: int  # bytes of the tensors by Hugging Face name
-    host: int  # bytes of them that host memory or files hold at once
-    seconds: float  # at least
+    sent: int  # bytes of all tensors that are sent, each once
+    host: int  # bytes that host memory or files hold at once; 0 if the engines read while the policy sends
+    seconds: float  # the least that the sync takes
 
 
 def sync_traffic(

@@ -1,11 +1,12 @@
 """The transports of weights by the name that `rollout.transport` gives them: what each needs of a job, when `auto`
 tries it, and what a sync by it moves.
 
-Adding one adds an entry to `TRANSPORTS`, its name to the `Literal` of `RolloutConfig.transport`, and its code. A stored
-transport (engines load buckets that exist as a whole) is a branch in `stored.collect` and in what `Controller.sync` and
-`Learner.collect_weights` hand to it. A streaming one (engines read while the policy sends) is a branch on its name
-where `Sender`, `Transfer` and `Receiver` of streamed.py make and read buffers, and a name in `Streaming` here. A link
-that no other transport uses is a field of `Rates` (traffic.py). `make reference` then writes the key's documentation.
+To add one, add an entry to `TRANSPORTS`, its name to the `Literal` of `RolloutConfig.transport`, and its code. For a
+stored transport, whose buckets all exist before the engines read them, add a branch to `stored.collect`, and extend
+the arguments that `Controller.sync` and `Learner.collect_weights` pass to it. For a streaming one, whose engines read
+while the policy sends, add its name to `Streaming` here, and a branch for it where `Sender`, `Transfer` and `Receiver`
+of streamed.py make and read buffers. If it uses a link that no other transport does, add a field to `Rates`
+(traffic.py). `make reference` then writes the key's documentation.
 
 The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
 no torch.
@@ -138,7 +139,7 @@ TRANSPORTS = {
 }
 
 
-MAX_LORA_RANK = 128  # of an adapter that `auto` sends alone; vLLM serves four times as much
+MAX_RANK_FOR_AUTO_ADAPTER_SYNC = 128  # vLLM serves four times as much
 
 
 def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
@@ -151,7 +152,7 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     if rollout.lora_sync != "auto":
         return job
     adapter_is_servable = (
-        lora is not None and lora.rank <= MAX_LORA_RANK and model.quantization != "nf4" and not experts
+        lora is not None and lora.rank <= MAX_RANK_FOR_AUTO_ADAPTER_SYNC and model.quantization != "nf4" and not experts
     )
     only_adapters_train = not (model.trainable or model.tokens or model.replace or model.head) and model.backend != "hf"
     engine_applies_adapters = (
