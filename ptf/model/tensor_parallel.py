@@ -226,4 +226,4 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
             varlen=varlen if length % group.size() == 0 else None,
         )
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
