@@ -1,10 +1,13 @@
 """A published config.json becomes a model of the published size, with its particulars."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model.components import standard_shapes
 from ptf.model.config import DecoderConfig
 from ptf.model.families import family_of
@@ -22,6 +25,30 @@ def test_a_published_model_has_its_size(name: str) -> None:
     shapes = standard_shapes(c)
     padding = (c.padded - c.vocab) * c.dim * (1 if c.tied else 2)
     assert (sum(s.numel() for s in shapes.values()) - padding) / 1e9 == pytest.approx(PUBLISHED[name][1], rel=2e-3)
+
+
+# published sizes: those that transformers' config class has where a config.json says nothing else
+BY_DEFAULT = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("model_type", BY_DEFAULT)
+def test_a_default_shape_has_the_parameters_of_transformers_model(model_type: str, tmp_path: Path) -> None:
+    """Counted without memory, and every tensor of it has a name of the checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoConfig.for_model(model_type)
+    hf.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        named = [*(reference := AutoModelForCausalLM.from_config(hf)).named_parameters(), *reference.named_buffers()]
+    # the bias of a choice of experts is a buffer there
+    theirs = sum(
+        t.numel() for name, t in named if isinstance(t, torch.nn.Parameter) or name.endswith("correction_bias")
+    )
+    model, family = bridge.build(tmp_path)
+    c = model.config
+    padding = (c.padded - c.vocab) * c.dim * (1 if c.tied else 2)
+    assert sum(s.numel() for s in standard_shapes(c).values()) - padding == theirs
+    assert len(bridge.hf_names(model, family)) >= len(dict(model.named_parameters()))
 
 
 def test_only_the_whole_layers_of_olmo3_scale_their_frequencies() -> None:
