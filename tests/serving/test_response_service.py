@@ -170,7 +170,7 @@ def test_sampling_ends_when_the_client_leaves(model, stream):
         await asyncio.gather(request, return_exceptions=True)
         for _ in range(200):
             if not engine.stepper.waiting_requests and not endpoint.services[0].running:
-                return len(engine.continuous.answers)
+                return len(engine.continuous.responses)
             await asyncio.sleep(0.05)
         return None
 

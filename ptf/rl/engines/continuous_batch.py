@@ -1,7 +1,7 @@
 """Responses that are generated together by ptf's own Decoder, each from its own beginning to its own end.
 
 Requests enter between two steps, and leave when they end, so none waits for another. What a response's batch holds
-depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.response` repeats to the bit.
+depends on when requests arrive, so log-probs repeat except for rounding; `NativeEngine.answer` repeats to the bit.
 """
 
 from collections.abc import Callable, Sequence

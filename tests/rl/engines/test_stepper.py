@@ -104,7 +104,7 @@ def test_a_request_that_nobody_waits_for_is_aborted(directory):
 
     assert asyncio.run(run()) == LONG
     with engine.stepper.exclusively("load weights"):
-        assert engine.continuous.answers == engine.continuous.waiting == []
+        assert engine.continuous.responses == engine.continuous.waiting == []
 
 
 def test_weights_are_not_replaced_below_a_request(directory):
