@@ -119,6 +119,9 @@ bench-rehearsal: setup                   ## a step on a pretend GPU: waits of th
 bench-resident: setup                    ## memory of `ptf train` on a CPU beside its plan; writes benchmarks/results/resident_memory.md
 	$(PY) benchmarks/resident_memory.py
 
+bench-in-flight-engine: setup            ## asynchronous rollouts of a real engine on two cores, beside the model of them; writes benchmarks/results/in_flight_engine.md
+	$(PY) benchmarks/in_flight_engine.py
+
 bench-concurrency: setup                 ## calls of rewards and environments in one process; writes benchmarks/results/concurrency.md
 	$(PY) benchmarks/concurrency.py
 
