@@ -115,7 +115,7 @@ def asynchronous(k: int) -> dict[str, Any]:
 
 
 def timed(raw: dict[str, Any], k: int, steps: int, name: str) -> dict[str, float]:
-    """Return medians over the steps of a run after the first: seconds, and the metrics of waits and ages."""
+    """Return means over the steps of a run after the first WARM: seconds, and the metrics of waits and ages."""
     raw = {**raw, "rollout": {**raw["rollout"], **asynchronous(k)}, "train": {**raw["train"], "steps": steps}}
     rows = read_metrics(run(loads(yaml.safe_dump(raw)), name) / "metrics.jsonl")[WARM:]
     names = ["step_s", "seconds/rollout", "seconds/update", "seconds/sync", "seconds/logprobs", "seconds/engine_wait"]

@@ -371,9 +371,6 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         "- *read, not run*: vLLM's module does not import here (no torchvision); how many of the names of a "
         "sync are parameters of its class on the\n  meta device, beside an empty torchvision. Names of experts are "
         "looked up by their layer alone.\n\n"
-        "Known beyond the table: with the weights of a *trained* tiny Qwen3-Next, vLLM's CPU build in bf16 is 0.04 off "
-        "at 5 tokens, 0.5 at 40 and 0.8 at\n100 on average (ptf in bf16 is 0.02 from fp32), and a GRPO run ends at its "
-        "first sync, by the log-prob guard. The random member does not show it.\n\n"
     )
     lines = [
         "| family | dtype | loads | equals | same | new | | first line of the error |",

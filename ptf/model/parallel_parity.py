@@ -89,7 +89,7 @@ def verify_parallel(
                 members.append((member, name, stepped, verify.corrected(after)))
         jobs = [(str(member), name, stepped.rate, stepped.balance) for member, name, stepped, _ in members]
         # Forked from a server that has imported torch, and ended without tearing the interpreter down: gloo's threads
-        # may still hold tensors then, which has ended a process with SIGABRT.
+        # may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         rank = partial(_rank, jobs=jobs, plan=dict(plan), base=base)
         mp.start_processes(rank, nprocs=RANKS, start_method="forkserver")
