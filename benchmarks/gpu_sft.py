@@ -1,21 +1,24 @@
-"""Packed SFT at the shapes of published models, with random weights, through `ptf train`: tokens a second, MFU and peak
-memory of one GPU. Prints a table, and a JSON line a shape.
+"""Packed SFT at the shapes of published models, with random weights, through `ptf train` on one GPU: tokens a second,
+MFU beside the upper bound of `ptf plan --roofline`, and peak memory beside the plan. Writes results/gpu_sft.{jsonl,md}.
 
-    python benchmarks/gpu_sft.py [--shapes Qwen3-0.6B …] [--seq-len 8192] [--rows 1] [--steps 20] [--fused …]
-        [--device cuda]
+    python benchmarks/gpu_sft.py [--shapes Qwen3-0.6B …] [--seq-len 8192] [--rows 4] [--checkpointing none] [--steps 8]
+        [--fused …] [--into DIRECTORY] [--device cuda]
 
 Documents have log-normal lengths (median 180, 99th percentile about 2,000); bf16 compute over fp32 master weights,
-AdamW. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
+AdamW, four passes a step. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
 """
 
 import argparse
+import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,8 +26,19 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from benchmarks.published_shapes import SHAPES, write_config  # noqa: E402
+from ptf.compute.meter import known_gpu  # noqa: E402
 from ptf.data.character_tokenizer import character_tokenizer  # noqa: E402
+from ptf.model.fused import Package  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results"
+# shape → sequences a pass, and activation checkpointing: the setting with the highest bound that fits an H200
+CASES = {
+    "Qwen3-0.6B": (4, "none"),
+    "Llama-3.2-1B": (4, "none"),
+    "Qwen3-4B": (2, "selective"),
+    "Gemma-3-4B": (2, "selective"),
+}
+PASSES = 4  # of gradient accumulation
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
 WARM_UP = 3  # steps that are not measured: the first compile
 # a model that a CPU trains in a second, for --device cpu
@@ -45,12 +59,20 @@ def write_documents(file: Path, tokens: int, longest: int) -> None:
             written += length
 
 
+def setting(shape: str, given: argparse.Namespace) -> tuple[int, str]:
+    """Return the sequences a pass and the activation checkpointing of a shape."""
+    rows, checkpointing = CASES.get(shape, (1, "selective"))
+    return given.rows or rows, given.checkpointing or checkpointing
+
+
 def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any]:
     """Write the model's config, tokenizer and data to a directory, and return the job."""
     steps, tiny = WARM_UP + given.steps, given.device == "cpu"
+    rows, checkpointing = setting(shape, given)
     character_tokenizer(CHARACTERS, directory / "model")
     write_config(shape, directory / "model", **(TINY if tiny else {}))
-    write_documents(directory / "train.jsonl", 2 * steps * given.rows * given.seq_len, given.seq_len // 4)
+    tokens = steps * PASSES * rows * given.seq_len
+    write_documents(directory / "train.jsonl", tokens + tokens // 8, given.seq_len // 4)
     return {
         "recipe": "sft",
         "output": str(directory / "runs"),
@@ -62,10 +84,10 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
         "train": {
             "steps": steps,
             "lr": 1e-5,
-            "global_batch_sequences": given.rows,
-            "micro_batch_sequences": given.rows,
+            "global_batch_sequences": PASSES * rows,
+            "micro_batch_sequences": rows,
             "precision": "bf16",
-            "activation_checkpointing": given.checkpointing,
+            "activation_checkpointing": checkpointing,
             "fused": "auto" if given.fused is None else given.fused,
         },
         "compute": {"launcher": "local", "device": given.device},
@@ -79,11 +101,28 @@ def computes_with(said: str) -> str:
     return next(line.partition("attention=")[2] for line in said.splitlines() if "attention=" in line)
 
 
-def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
+def planned(job_file: Path, name: str) -> dict[str, float]:
+    """Return the bound of MFU and the memory that `ptf plan` says of a job on one such GPU; nothing for a GPU that it
+    does not know."""
+    gpu = known_gpu(name)
+    if gpu is None:
+        return {}
+    command = [sys.executable, "-m", "ptf.cli", "plan", str(job_file), "--workers", "1", "--gpu-type", gpu]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a plan needs no GPU
+    command += ["--roofline", "--json", "--gpu-memory-gib", "1000"]
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode:
+        raise SystemExit(f"ptf plan failed\n{done.stderr[-2000:]}")
+    plan = json.loads(done.stdout)
+    return {"bound": round(plan["mfu"], 4), "planned_gib": round(plan["memory_gib"]["step"]["total"], 2)}
+
+
+def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Train as a user would, and return the medians of the measured steps. Raises SystemExit if training fails."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
+        plan = planned(directory / "job.yaml", name)
         command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--run-name", "bench"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode:
@@ -93,8 +132,8 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "shape": shape,
         "seq_len": given.seq_len,
-        "rows": given.rows,
-        "checkpointing": given.checkpointing,
+        "rows": setting(shape, given)[0],
+        "checkpointing": setting(shape, given)[1],
         "computes_with": computes_with(done.stdout),
         "steps": len(rows),
         "tokens_per_s": round(median(row["tokens_per_s"] for row in rows)),
@@ -102,7 +141,36 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
         "step_s": round(median(row["step_s"] for row in rows), 4),
         "spread_s": [round(pick(row["step_s"] for row in rows), 4) for pick in (min, max)],
         "peak_gib": round(max(row["peak_memory_gib"] for row in rows), 2),
+        **plan,
     }
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """Return the results page of these rows."""
+    lines = [
+        "# Packed SFT on one GPU",
+        "",
+        "Command: `make bench-gpu` (`python benchmarks/gpu_sft.py`)",
+        "",
+        f"{found[0]['device']}, torch {found[0]['torch']}, {found[0]['date']}. `ptf train` of published shapes with",
+        f"random weights: sequences of {found[0]['seq_len']:,} tokens, {PASSES} passes a step, bf16 over fp32 master",
+        "weights, AdamW, all tokens trained, log-normal documents (median 180, σ 1.03). Medians of the steps after the",
+        f"first {WARM_UP}; the spread is the fastest and the slowest of them. Bound and planned memory: of the same job,",
+        "by `ptf plan --roofline`.",
+        "",
+        "| model | sequences a pass | checkpointing | computes with | tokens/s | MFU | bound | bound / MFU | step, s "
+        "| spread | peak, GiB | planned, GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        bound = f"{row['bound']:.1%} | {row['bound'] / row['mfu']:.2f}" if "bound" in row else "– | –"
+        lines.append(
+            f"| {row['shape']} | {row['rows']} | {row['checkpointing']} | {row['computes_with']} "
+            f"| {row['tokens_per_s']:,} | {row['mfu']:.1%} | {bound} | {row['step_s']:.3f} "
+            f"| {row['spread_s'][0]:.3f} to {row['spread_s'][1]:.3f} | {row['peak_gib']:.1f} "
+            f"| {row.get('planned_gib', '–')} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def device_name(device: str) -> str:
@@ -118,24 +186,26 @@ def device_name(device: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"], choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=list(CASES), choices=list(SHAPES))
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "block"])
-    parser.add_argument("--fused", nargs="*", choices=["flash_attn", "liger_kernel"], help="default: what is installed")
+    parser.add_argument("--rows", type=int, help="sequences a pass (default: by shape)")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--checkpointing", choices=["none", "selective", "block", "offload"], help="default: by shape")
+    parser.add_argument("--fused", nargs="*", choices=get_args(Package), help="default: what is installed")
+    parser.add_argument("--into", type=Path, help="write the page and its rows here (default: benchmarks/results)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()
     name, found = device_name(given.device), []
+    about = {"device": name, "torch": version("torch"), "date": str(datetime.date.today())}
+    into = given.into or (RESULTS if given.device == "cuda" else None)
     for shape in given.shapes:
-        found.append({"device": name, **measure(shape, given)})
+        found.append({**about, **measure(shape, name, given)})
         print(json.dumps(found[-1]), flush=True)
-    print("\n| shape | tokens/s | MFU | step, s | peak, GiB |\n|---|---|---|---|---|")
-    for row in found:
-        print(
-            f"| {row['shape']} | {row['tokens_per_s']:,} | {row['mfu']:.1%} | {row['step_s']:.3f} "
-            f"| {row['peak_gib']:.1f} |"
-        )
+        if into:
+            into.mkdir(parents=True, exist_ok=True)
+            (into / "gpu_sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+            (into / "gpu_sft.md").write_text(page(found))
+    print("\n" + "\n".join(page(found).splitlines()[-2 - len(found) :]))
 
 
 if __name__ == "__main__":
