@@ -9,12 +9,15 @@ AdamW, four passes a step. `--device cpu` is for trying the benchmark itself: it
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -82,7 +85,7 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
             "sources": {"letters": {"path": str(directory / "train.jsonl"), "kind": "text"}},
         },
         "train": {
-            "steps": steps,
+            "steps": 100 * steps,  # more than are measured
             "lr": 1e-5,
             "global_batch_sequences": PASSES * rows,
             "micro_batch_sequences": rows,
@@ -91,8 +94,8 @@ def job(directory: Path, shape: str, given: argparse.Namespace) -> dict[str, Any
             "fused": "auto" if given.fused is None else given.fused,
         },
         "compute": {"launcher": "local", "device": given.device},
-        "checkpoint": {"every": 10 * steps},
-        "track": {"tensorboard": False, "print_every": steps},
+        "checkpoint": {"every": 100 * steps},
+        "track": {"tensorboard": False, "print_every": 1},
     }
 
 
@@ -117,24 +120,42 @@ def planned(job_file: Path, name: str) -> dict[str, float]:
     return {"bound": round(plan["mfu"], 4), "planned_gib": round(plan["memory_gib"]["step"]["total"], 2)}
 
 
+def trained(directory: Path, steps: int) -> tuple[str, list[str]]:
+    """Start `ptf train` and end it after so many steps, before it writes a checkpoint; return what it printed and its
+    metrics. Raises SystemExit if it fails, or takes longer than LIMIT_S."""
+    command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--run-name", "bench"]
+    metrics, output = directory / "runs" / "bench" / "metrics.jsonl", directory / "output.txt"
+    deadline = time.monotonic() + LIMIT_S
+    with output.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+    try:
+        while True:
+            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            if len(lines) >= steps:
+                return output.read_text(), lines[:steps]
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"ptf train made {len(lines)} of {steps} steps\n{output.read_text()[-3000:]}")
+            time.sleep(0.2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Train as a user would, and return the medians of the measured steps. Raises SystemExit if training fails."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
         plan = planned(directory / "job.yaml", name)
-        command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--run-name", "bench"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-        if done.returncode:
-            raise SystemExit(f"{shape}: ptf train failed\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        lines = (directory / "runs" / "bench" / "metrics.jsonl").read_text().splitlines()
+        said, lines = trained(directory, WARM_UP + given.steps)
     rows = [json.loads(line) for line in lines][WARM_UP:]
     return {
         "shape": shape,
         "seq_len": given.seq_len,
         "rows": setting(shape, given)[0],
         "checkpointing": setting(shape, given)[1],
-        "computes_with": computes_with(done.stdout),
+        "computes_with": computes_with(said),
         "steps": len(rows),
         "tokens_per_s": round(median(row["tokens_per_s"] for row in rows)),
         "mfu": round(median(row["mfu"] for row in rows), 4),
@@ -155,7 +176,7 @@ def page(found: list[dict[str, Any]]) -> str:
         f"{found[0]['device']}, torch {found[0]['torch']}, {found[0]['date']}. `ptf train` of published shapes with",
         f"random weights: sequences of {found[0]['seq_len']:,} tokens, {PASSES} passes a step, bf16 over fp32 master",
         "weights, AdamW, all tokens trained, log-normal documents (median 180, σ 1.03). Medians of the steps after the",
-        f"first {WARM_UP}; the spread is the fastest and the slowest of them. Bound and planned memory: of the same job,",
+        f"first {WARM_UP}; spread: the fastest and the slowest of them. Bound and planned memory: of the same job,",
         "by `ptf plan --roofline`.",
         "",
         "| model | sequences a pass | checkpointing | computes with | tokens/s | MFU | bound | bound / MFU | step, s "

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -10,7 +11,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.run import run
 from ptf.train.budget import budget
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, write_jsonl
 
 GIB = 2**30
 # a hundred million parameters; on a CPU, where only the test itself is tried, a few
@@ -26,6 +27,14 @@ CHANGES = {
 }
 
 
+def digits(file: Path, longest: int) -> dict[str, str]:
+    """Write documents of digits, of which all positions are trained; return them as a source."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(longest // 20, longest, 100)
+    write_jsonl(file, [{"text": "".join(map(str, rng.integers(0, 10, length)))} for length in lengths])
+    return {"path": str(file), "kind": "text"}
+
+
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, case: str) -> None:
     if case in ("NF4", "8 bits"):
@@ -35,9 +44,11 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
     sizes = LARGE if device == "cuda" else SMALL
     width = {"max_position_embeddings": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | width))
-    train = {"steps": 3, "precision": "bf16", "micro_batch_sequences": 2, "validate_every": 0}
+    # Liger's kernels save less, and the plan does not count on them
+    train = {"steps": 3, "precision": "bf16", "micro_batch_sequences": 2, "validate_every": 0, "fused": []}
     changes = CHANGES[case]
-    raw["data"] = {**raw["data"], "seq_len": 2048 if device == "cuda" else 64, "validation": {}}
+    seq_len = 2048 if device == "cuda" else 64
+    raw["data"] = {"seq_len": seq_len, "sources": {"digits": digits(tmp_path / "digits.jsonl", seq_len * 3 // 4)}}
     raw["train"] = {**raw["train"], **train, **changes.get("train", {})}
     raw["model"] = {**raw["model"], **changes.get("model", {})}
     raw["compute"]["device"] = device
@@ -47,6 +58,4 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
     peak = max(row["peak_memory_gib"] for row in rows[1:])
     assert planned > 0
     if device == "cuda":  # the memory of a process on a CPU is another thing
-        # not all positions are trained, and cuBLAS has a workspace
-        assert peak <= 1.05 * planned + 0.1
-        assert peak >= 0.7 * planned
+        assert 0.85 * planned <= peak <= 1.05 * planned + 0.1  # cuBLAS has a workspace
