@@ -1,0 +1,60 @@
+"""GRPO on Ray with the engines on a GPU, as a user starts it, where ray, verl and vLLM are installed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ptf.compute.tracking import read_metrics
+from tests.gpu.test_cli import GRPO, ROOT
+from tests.tiny import arithmetic
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE |= {"intermediate_size": 512, "max_position_embeddings": 256}
+LORA = {"lora": {"rank": 8, "alpha": 16}}
+# name → rollout, model, precision, and the largest mean difference of log-probs between engine and trainer
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], str, float]] = {
+    "native": ({"engine": "native"}, {}, "fp32", 1e-4),
+    "vllm": ({}, {}, "bf16", 0.03),
+    "vllm, fp32": ({}, {}, "fp32", 1e-3),
+    "vllm, adapter": ({}, LORA, "bf16", 0.03),
+    "vllm, files": ({"transport": "files"}, {}, "bf16", 0.03),
+    "vllm, object store": ({"transport": "object_store"}, {}, "bf16", 0.03),
+}
+
+
+def packages(name: str) -> None:
+    for package in ("ray", "verl", *(["vllm"] if name.startswith("vllm") else [])):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("name", RUNS)
+def test_policy_and_engine_stay_one_policy_on_a_gpu(tmp_path: Path, name: str) -> None:
+    packages(name)
+    rollout, model, precision, bound = RUNS[name]
+    raw = arithmetic(tmp_path)
+    file = Path(raw["model"]["path"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | WIDE))
+    raw |= {"recipe": "grpo", "algo": {"num_minibatches": 2}}
+    raw["rollout"] = {**GRPO["rollout"], "engine": "vllm", "gpu_memory_utilization": 0.1, **rollout}
+    prompts = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
+    raw["data"] = {**raw["data"], "sources": {"p": prompts}, "validation": {}}
+    raw["evaluate"] = {"sources": {"dev": prompts}, "limit": 20}
+    raw["model"] = {**raw["model"], **model}
+    raw["train"] |= {"steps": 4, "precision": precision, "validate_every": 2}
+    raw["compute"] = {"launcher": "ray", "device": "cuda", "threads": 2}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), "--run-name", "a"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    rows = read_metrics(Path(raw["output"]) / "a" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    print(name, [(row["logprob_diff_mean"], row["logprob_diff_max"], row["step_s"]) for row in rows])
+    assert max(row["logprob_diff_mean"] for row in rows) <= bound
+    assert (Path(raw["output"]) / "a" / "model").exists()
