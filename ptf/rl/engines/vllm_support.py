@@ -195,7 +195,7 @@ def _yarn_factor(rope: Mapping[str, Any]) -> float | None:
 
 
 def _shares(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the share of each head that rotary positions rotate: as transformers and ptf read it, and as vLLM does."""
+    """Return the share of each head that rotary positions rotate: what config.json says, and what vLLM reads in it."""
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind, (inner, outer) = str(config.get("model_type")), (of.get("partial_rotary_factor") for of in (rope, text))
