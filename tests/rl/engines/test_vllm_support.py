@@ -233,7 +233,8 @@ def shares_read(how: str, directories: list[Path], caches: Path) -> list[float]:
 def test_vllm_rotates_the_share_that_ptf_rotates(tmp_path, vllm_caches):
     directories, wanted = [], []
     for kind in (*SHARES, "phi3"):
-        for share, inner, outer in ((0.5, 0.5, None), (0.25, 0.25, None), (1.0, 1.0, 0.5), (0.75, None, 0.75)):
+        named = ((0.5, 0.5, None), (0.25, 0.25, None), (1.0, 1.0, 0.5), (0.75, None, 0.75))
+        for share, inner, outer in (*named, (SHARES.get(kind, 1.0), None, None)):
             config = small_config(kind)
             text = config.get("text_config", config)
             text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
