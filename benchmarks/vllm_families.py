@@ -43,6 +43,9 @@ from ptf.rl.engines.vllm_engine import engine_env, import_model, on_cpu  # noqa:
 
 RESULTS = results_page("vllm_families.md")
 DEADLINE_S, FP32_BOUND = 240.0, 1e-4
+# in bf16, of what rounding changes in ptf's decoder: right members have 0.2 to 2.3 of it (AMD EPYC). The bounds of a
+# run, for models of any size, are so wide that most members would be within them with rotations of ten times the base
+ROUNDING_BOUND = 3.0
 DTYPES = ("fp32", "bf16")
 LIMITS = LOGPROB_LIMITS["bf16"]
 LENGTHS = (2, 7, 23, 41, 64, 90)
@@ -101,8 +104,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_5": {"attention_bias": False},
     "qwen3_5_moe_text": {"attention_bias": False},
     "qwen3_5_moe": {"attention_bias": False},
-    "glm4_moe": {"n_group": 1, "topk_group": 1},
+    "glm4_moe": {
+        "n_group": 1,
+        "topk_group": 1,
+        # not the family's default share, which vLLM takes where it overlooks this one
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    },
     "qwen3_next": {
+        "rms_norm_eps": 1e-6,  # with the drawn one, attention hardly matters
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": False,
         "attention_bias": False,
         "norm_topk_prob": True,
@@ -163,6 +173,9 @@ def measure(model_type: str, precision: str, place: Path) -> dict[str, Any]:
     prompts = [rng.integers(0, vocabulary, n).astype(np.int32) for n in LENGTHS]
     wanted = [np.concatenate(one.prompt_logprobs(prompts)) for one in ours]
     found: dict[str, Any] = {}
+    if precision == "bf16":
+        exact = NativeEngine(str(first), device=torch.device("cpu"), dtype=torch.float32, version=0)
+        found["rounding"] = float(np.abs(wanted[0] - np.concatenate(exact.prompt_logprobs(prompts))).mean())
 
     def logprobs() -> np.ndarray:
         return np.concatenate(engine.prompt_logprobs(prompts))
@@ -300,7 +313,9 @@ def close(precision: str, found: dict[str, Any], key: str) -> bool:
     if key not in found:
         return False
     largest, mean, share = found[key]
-    return largest <= FP32_BOUND if precision == "fp32" else mean <= LIMITS.mean and share <= LIMITS.share
+    if precision == "fp32":
+        return largest <= FP32_BOUND
+    return mean <= min(LIMITS.mean, ROUNDING_BOUND * found["rounding"]) and share <= LIMITS.share
 
 
 def is_right(precision: str, found: dict[str, Any]) -> bool:
@@ -324,6 +339,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         text = f"{largest:.1e}" if precision == "fp32" else f"{mean:.1e} ({share:.1%})"
         return text if close(precision, found, key) else f"**{text}**"
 
+    rounding = f"{found['rounding']:.1e}" if "rounding" in found else "–"
     same = "–" if "same_bits" not in found else "to the bit" if found["same_bits"] else f"**{number('same')}**"
     verdict = "right" if is_right(precision, found) else "**refused**"
     if names := row.get("names"):
@@ -335,7 +351,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         found = found | ({"error": f"{found.get('error', '')}; {read_error}"} if read_error else {})
     loads = "yes" if found.get("loads") else "**no**"
     error = found.get("error", "").replace("|", "/")
-    return [row["type"], precision, loads, number("equals"), same, number("new"), verdict, error[:160]]
+    return [row["type"], precision, loads, rounding, number("equals"), same, number("new"), verdict, error[:160]]
 
 
 def rows_of(ledger: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -363,7 +379,9 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         "that vLLM's kernels on a CPU accept.\n\n"
         "- *equals*: prompt log-probs beside ptf's decoder in the same dtype. In fp32 the largest difference (bound "
         f"{FP32_BOUND:g});\n  in bf16 the mean and, in brackets, the share of tokens that differ by more than "
-        f"{LIMITS.threshold:g} (bounds {LIMITS.mean:g} and {LIMITS.share:.0%}, as in a run).\n"
+        f"{LIMITS.threshold:g} (bounds: {ROUNDING_BOUND:g} times *rounding*, and {LIMITS.mean:g} and "
+        f"{LIMITS.share:.0%}, as in a run).\n"
+        "- *rounding*: the mean difference of ptf's decoder in bf16 from itself in fp32, with the same weights.\n"
         "- *same*: after a sync of the same weights, which must not change a bit. *new*: after a sync of others. "
         "Bold: not as it must be.\n"
         f"- *refused*: it is in `ptf/rl/engines/vllm_support.py` (measured on {MEASURED_ON}); `ptf check` and the "
@@ -373,8 +391,8 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         "looked up by their layer alone.\n\n"
     )
     lines = [
-        "| family | dtype | loads | equals | same | new | | first line of the error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | dtype | loads | rounding | equals | same | new | | first line of the error |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return write_page(RESULTS, about, [*lines, *("| " + " | ".join(cells(row)) + " |" for row in order)], missed)
 

@@ -81,6 +81,18 @@ SETTINGS: Mapping[str, Mapping[tuple[str, bool], str]] = {
 """model_type → a key of config.json and its value → what vLLM's model class has not, and does not say. Published models
 have other values. All were measured, but those of Qwen3.5 and of GLM-4.7-Flash's `rope_interleave`, which were read."""
 
+SHARES: Mapping[str, float] = {
+    "qwen3_next": 0.25,
+    "qwen3_5_text": 0.25,
+    "qwen3_5": 0.25,
+    "qwen3_5_moe_text": 0.25,
+    "qwen3_5_moe": 0.25,
+    "glm4_moe": 0.5,
+}
+"""model_type → the share of a head that is rotated where config.json says nothing. vLLM takes it also where
+`rope_parameters` has another `partial_rotary_factor`, because one beside `rope_parameters`, which its config then has,
+comes first (of every family)."""
+
 
 def installed_build() -> Build | None:
     """Return the vLLM that is installed; None if there is none."""
@@ -141,6 +153,11 @@ def hf_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
         dense = next((i for i, each in enumerate(types) if each != "dense"), len(types))
         if "dense" not in types[dense:]:
             overrides["first_k_dense_replace"] = dense
+    share, read = _shares(config)
+    if share != read:
+        # of a multimodal model, vLLM changes the text model's settings after it has read them
+        nested = {"text_config": {"rope_parameters": {"partial_rotary_factor": share}}}
+        overrides |= nested if "text_config" in config else {"partial_rotary_factor": share}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if kind not in ("deepseek_v3", "glm4_moe_lite") and (factor := _yarn_factor(rope)) is not None:
         overrides["rope_parameters"] = {**rope, "attn_factor": factor}
@@ -177,9 +194,15 @@ def _yarn_factor(rope: Mapping[str, Any]) -> float | None:
     return None if wanted is None else wanted / at(1.0)
 
 
-def rotates_in_part(config: Mapping[str, Any]) -> bool:
-    """Return whether rotary positions rotate only a part of each head."""
+def _shares(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the share of each head that rotary positions rotate: what config.json says, and what vLLM reads in it."""
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    return "kv_lora_rank" in text or share != 1.0
+    kind, (inner, outer) = str(config.get("model_type")), (of.get("partial_rotary_factor") for of in (rope, text))
+    right = inner or outer or SHARES.get(kind, 1.0)
+    return right, outer or SHARES.get(kind, right)
+
+
+def rotates_in_part(config: Mapping[str, Any]) -> bool:
+    """Return whether rotary positions rotate only a part of each head."""
+    return "kv_lora_rank" in (config.get("text_config") or config) or _shares(config)[0] != 1.0
