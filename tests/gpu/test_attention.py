@@ -44,7 +44,7 @@ def test_flex_equals_per_document(dtype, bound, window, sinks):
         (out.float() * upstream.to(device)).sum().backward()
         grads = [t.grad for t in (q, k, v)] + ([layer.sinks.grad] if layer.sinks is not None else [])
         results.append(
-            [(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu() for g in grads)]
+            [(out * real.to(device)[..., None, None]).detach().float().cpu(), *(g.float().cpu().clone() for g in grads)]
         )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).abs().max() <= bound * expected.abs().max()
