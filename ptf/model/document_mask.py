@@ -41,26 +41,22 @@ class DocumentMasks:
         )  # the position at which its document begins, after a shared prefix
         # the first token of the document whose first `prefix_length` tokens are its document's prefix
         self.whole_start = last(starts & (positions == 0))
-        self.whole = segments.gather(1, self.whole_start)  # and that document's segment
         after = F.pad(torch.where(starts, at, len(at))[:, 1:], (0, 1), value=len(at))
         end = after.flip(1).cummin(1).values.flip(1)
         self.whole_end = end.gather(1, self.whole_start)
 
     def function(self, window: int | None) -> MaskFunction:
-        """Return the function that says whether a query attends to a key, in a window (None: unlimited)."""
-        segments, positions, prefix_length, whole = self.segments, self.positions, self.prefix_length, self.whole
+        """Return the function that says whether a query attends to a key, in a window (None: unlimited).
 
-        def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            before = (whole[b, q] == segments[b, k]) & (positions[b, k] < prefix_length[b, q])
-            return (q >= k) & ((segments[b, q] == segments[b, k]) | before)
+        The kernel calls it for every pair of a block that is not whole: it reads three numbers of 32 bits a query, and
+        nothing of a key.
+        """
+        (first, _), (prefix, prefix_end) = [[t.int() for t in ends] for ends in self.intervals(window)]
 
-        # the last position outside a query's window: comparing with it needs no subtraction for every pair
-        last = positions - (window or 0)
+        def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (k >= first[b, q]) | (k >= prefix[b, q]) & (k < prefix_end[b, q])
 
-        def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return inside(b, h, q, k) & (positions[b, k] > last[b, q])
-
-        return inside if window is None else near
+        return attends
 
     def intervals(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
         """Return the keys of each query as two disjoint intervals, (first, behind the last) [B, T] each.

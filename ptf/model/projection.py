@@ -6,6 +6,10 @@ the GEMMs themselves give logits and add up the head's gradient in fp32 (`sums_i
 comes after them.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +55,27 @@ def blocks(values: Tensor, size: int) -> list[slice]:
     return [slice(i, min(i + few, len(values))) for i in range(0, len(values), few)]
 
 
+def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """Return the targets' log-probs [n] of logits [n, V], and write the gradient of −Σ weights · log-prob with respect
+    to the logits to `out`, in its dtype."""
+    logprobs = logits.log_softmax(-1)
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    out.copy_((logprobs.exp() - hit.to(logits.dtype)) * weights[:, None])
+    return logprobs.gather(1, targets[:, None]).squeeze(1)
+
+
+LOSSES = 64  # compiled at most: for each vocabulary and dtype
+
+
+@functools.cache
+def _compiled_loss() -> Callable[..., Tensor]:
+    """Compile `loss_of_rows` for any number of rows: one kernel, which reads the logits twice and writes the gradient
+    once. Softmax, exponential, subtraction and product by kernels of their own took 2.6 ms a GiB of logits on an
+    H200."""
+    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
+    return compiler(loss_of_rows, dynamic=False, recompile_limit=LOSSES)
+
+
 class Projection:
     """A head applied to x [N, D] chunk by chunk, and the gradients that come back.
 
@@ -93,11 +118,41 @@ class Projection:
         self.dweight = torch.zeros_like(head.weight, dtype=sums) if needs[1] else None
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
 
+    @property
+    def has_one_kernel(self) -> bool:
+        """Return whether `cross_entropy` can compute this head's loss: on a GPU in 16 bits, where nothing changes the
+        logits and no other rank has a part of them."""
+        head = self.head
+        plain = head.group is None and head.softcap is None and head.bias is None
+        return self.fused and plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
+
+    def cross_entropy(self, chunk: slice, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the log-probs of a chunk's targets, fp32 [n], and add the chunk's contribution to the gradients of
+        −Σ weights · log-prob; see `has_one_kernel`."""
+        logits, narrow = self._logits(chunk), self.narrow[: chunk.stop - chunk.start]
+        rows = logits, targets, weights, narrow
+        for tensor in rows:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        picked = _compiled_loss()(*rows)
+        self._add(chunk, narrow)
+        return picked
+
     def logprobs(self, chunk: slice) -> Tensor:
         """Return the log-probs of a chunk, fp32 [n, V], of the distribution that is sampled from.
 
         They lie in a buffer that the next chunk overwrites.
         """
+        logprobs = normalise(self._logits(chunk), self.head.group)
+        if self.slack is not None:
+            drawn = None if self.targets is None else self.targets[chunk]
+            slack, rounding = self.slack[chunk], ROUNDING[self.x.dtype]
+            for block in blocks(logprobs, NUCLEUS_BYTES):
+                mine = None if drawn is None else drawn[block]
+                slack[block] = nucleus(logprobs[block], self.processing.top_p, mine, rounding)
+        return logprobs
+
+    def _logits(self, chunk: slice) -> Tensor:
+        """Return the logits of a chunk, fp32 [n, V], as they are sampled from, in the buffer."""
         head, n = self.head, chunk.stop - chunk.start
         logits = self.wide[:n]
         if self.fused:
@@ -118,14 +173,7 @@ class Projection:
         if self.edges is not None and self.trie_states is not None:
             restrict(logits, self.trie_states[chunk], self.edges, head.first)
         logits[:, head.real :] = NEVER
-        logprobs = normalise(logits, head.group)
-        if self.slack is not None:
-            drawn = None if self.targets is None else self.targets[chunk]
-            slack, rounding = self.slack[chunk], ROUNDING[self.x.dtype]
-            for block in blocks(logprobs, NUCLEUS_BYTES):
-                mine = None if drawn is None else drawn[block]
-                slack[block] = nucleus(logprobs[block], self.processing.top_p, mine, rounding)
-        return logprobs
+        return logits
 
     def probabilities(self, logprobs: Tensor, out: Tensor) -> Tensor:
         """Write the probabilities of `logprobs` to `out`, which may be `logprobs`, and return it."""
@@ -162,7 +210,10 @@ class Projection:
         `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted; it may be
         the buffer of `logprobs`, and is overwritten.
         """
-        grad = self._weighted(grad, (weights / self.processing.temperature)[:, None])
+        self._add(chunk, self._weighted(grad, (weights / self.processing.temperature)[:, None]))
+
+    def _add(self, chunk: slice, grad: Tensor) -> None:
+        """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
         if self.dx is not None:
             torch.mm(grad, self.head.weight, out=self.dx[chunk])
         if self.dweight is None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ptf.model.config import Rope
 
-Table = tuple[Tensor, ...]  # cosines and sines; with `query_growth`, the factors of the queries, too
+# cosines, and sines whose first half is negative; with `query_growth`, the factors of the queries, too
+Table = tuple[Tensor, ...]
 
 
 def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Tensor:
@@ -44,11 +45,13 @@ def frequencies(rope: Rope, dim: int, device: torch.device | None = None) -> Ten
 def rotary(positions: Tensor, dim: int, rope: Rope) -> Table:
     """Return the cosines and sines of the positions for heads of `dim`: [B, T] → two of [B, T, 1, rotated], fp32.
 
+    The first half of the sines is negative: it belongs to the second half of the dimensions, which `rotate` moves.
+
     With `query_growth` there is a third tensor, the factors of the queries [B, T, 1, 1].
     """
     angles = positions[..., None].float() * frequencies(rope, int(dim * rope.partial), positions.device)
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-    cos, sin = angles.cos(), angles.sin()
+    angles = angles[:, :, None]
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((-angles, angles), -1).sin()
     if rope.scale != 1.0:
         cos, sin = cos * rope.scale, sin * rope.scale
     if not rope.query_growth:
@@ -63,6 +66,5 @@ def rotate(x: Tensor, table: Table) -> Tensor:
     if not cos.shape[-1]:
         return x
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    a, b = x.chunk(2, dim=-1)
-    turned = x * cos + torch.cat((-b, a), dim=-1) * sin
+    turned = x * cos + x.roll(x.shape[-1] // 2, -1) * sin
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -181,14 +181,32 @@ def compilation(setting: bool | Literal["auto"], device: torch.device, kernels: 
     compiled = "compiled" if compiles(setting, device) else "not compiled"
     liger = kernels.get("liger_kernel")
     return (
-        f"norms, gates by liger_kernel {liger}, rotary {compiled}" if liger else f"norms, gates and rotary {compiled}"
+        f"norms and rotary {compiled}, gates by liger_kernel {liger}"
+        if liger
+        else f"norms, gates and rotary {compiled}"
     )
 
 
-COMPILER = partial(torch.compile, dynamic=True)
+ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, and with and without gradients
 
 
-def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -> None:
+def _compiled(function: Callable[..., Tensor]) -> Any:
+    """Compile a function for any shape; rotations for any number of rows, because their kernel computes where each
+    element lies, and dividing by sizes that are no constants took most of its time (on an H200)."""
+    if function is not rotate:
+        return torch.compile(function, dynamic=True)
+    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
+    return compiler(function, dynamic=False, recompile_limit=ROTATIONS)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [B, T, ..] as [B·T, ..], whose number of rows a compiled function takes as it is."""
+    rows = x.flatten(0, 1)
+    torch._dynamo.maybe_mark_dynamic(rows, 0)
+    return rows
+
+
+def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = _compiled) -> None:
     """Compile what lies between the matrix products (norms, gates, rotary embeddings), for any shape.
 
     Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
@@ -206,7 +224,7 @@ def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = COMPILER) -
         return compiled[gated](activate, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     def turn(x: Tensor, table: Table) -> Tensor:
-        return compiled[rotate](x.flatten(0, 1), tuple(t.flatten(0, 1) for t in table[:2])).view(x.shape)
+        return compiled[rotate](_rows(x), tuple(map(_rows, table[:2]))).view(x.shape)
 
     for module in model.modules():
         if isinstance(module, RMSNorm | MLP):

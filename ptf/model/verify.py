@@ -154,8 +154,9 @@ def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
     plain = Rope(config.rope_parameters["rope_theta"])
 
     def unscaled(layer: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        tables = (table[:, :, 0] for table in rotary(named["position_ids"], head_dim, plain))
-        return args, {**named, "position_embeddings": tuple(tables)}
+        cos, sin = (table[:, :, 0] for table in rotary(named["position_ids"], head_dim, plain))
+        sin = sin.chunk(2, -1)[1].repeat(1, 1, 2)  # transformers' have no sign
+        return args, {**named, "position_embeddings": (cos, sin)}
 
     for layer, kind in zip(cast("Any", model.base_model).layers, config.layer_types, strict=True):
         if kind == "sliding_attention":

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptf.compute.world import World, joined
 from ptf.config.sections.model import ModelConfig
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy
 from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, _use_liger, fla_rule, kernels, varlen_of
-from ptf.model.layers import RMSNorm, gated, gelu_tanh, normalised
+from ptf.model.fused import Flash, fla_rule, kernels, varlen_of
+from ptf.model.layers import gated, gelu_tanh
 from ptf.train.trainer import load_model
 from tests.gpu.test_attention import ROWS, attention
 from tests.model.parallel import checkpoint
@@ -67,29 +67,6 @@ def test_flash_attn_is_attention_per_document(window, head_dim, kv_heads):
     assert worst(flash, expected) <= 2 * worst(flex, expected) + 2e-3
     again = results(Flash(*places, varlen_of(*places)), "cuda", torch.bfloat16)
     assert all(map(torch.equal, again, flash))  # the backward pass, too, is the same to the bit
-
-
-@pytest.mark.parametrize("shape", [(3, 70, 128), (2, 4100, 8, 128), (1, 9, 2560)])
-@pytest.mark.parametrize("offset", [False, True])
-def test_ligers_norm_is_ours(offset, shape):
-    needs("liger_kernel")
-    g = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(*shape, generator=g).bfloat16(), torch.randn(shape[-1], generator=g).bfloat16()]
-    upstream = torch.randn(*shape, generator=g).bfloat16()
-    module = nn.Module()
-    module.norm = RMSNorm(shape[-1], 1e-6, offset)
-    _use_liger(module)
-
-    def results(compute, device: str, dtype: torch.dtype) -> list[Tensor]:
-        x, w = (t.to(device, dtype, copy=True).requires_grad_() for t in drawn)
-        out = compute(x, w, 1e-6, offset)
-        given = upstream.to(device, dtype)
-        out.backward(given)
-        assert torch.equal(given, upstream.to(device, dtype))  # not in place
-        return [out.detach(), *(t.grad for t in (x, w) if t.grad is not None)]
-
-    expected = results(normalised, "cpu", torch.float64)
-    assert worst(results(module.norm.compute, "cuda", torch.bfloat16), expected) <= BOUND
 
 
 @pytest.mark.parametrize("activate", [F.silu, gelu_tanh])

@@ -10,11 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptf.model import projection
 from ptf.model.chunked import chunk_bytes, chunks_of, cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence
 from ptf.model.head import Head
 from ptf.model.sampling import Edges, LogitsProcessing, nucleus, restrict
 from tests.gpu_rehearsal.host_syncs import HostSyncs
+from tests.gpu_rehearsal.step import loss_kernel
 
 VOCABULARY, TOKENS, WIDTH = 151_936, 4096, 64
 MIB = 1 << 20
@@ -61,6 +63,7 @@ def loss_of(name: str, x: Tensor, head: Head, softcap: float | None, top_p: floa
 
 def run(name: str, softcap: float | None = None, top_p: float = 1.0, gradients: bool = True) -> dict[str, Any]:
     """What a loss does on the pretend GPU."""
+    projection._compiled_loss = lambda: loss_kernel  # in a process of its own
     with FakeTensorMode():
         x = torch.empty(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(VOCABULARY, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -126,7 +129,7 @@ def test_a_chunk_takes_few_kernels(pretend_cuda):
     found = pretend_cuda(run, "cross_entropy")
     views = {"aten::t", "aten::slice.Tensor", "aten::unsqueeze", "aten::squeeze.dim", "aten::detach"}
     kernels = sum(n for name, n in found["operators"].items() if name not in views and "empty" not in name)
-    assert kernels <= 16 * found["chunks"] + 30
+    assert kernels <= 8 * found["chunks"] + 30
 
 
 def sampled() -> tuple[str, dict[str, int], list[str]]:

@@ -250,7 +250,7 @@ def _frequencies_of_the_head(positions: torch.Tensor, dim: int, of: Rope) -> Any
     """The frequencies of the whole head, of which the first ones are taken."""
     cos, sin = rope.rotary(positions, dim, replace(of, partial=1.0))
     part = int(dim * of.partial) // 2
-    return tuple(torch.cat((t[..., :part], t[..., :part]), -1) for t in (cos, sin))
+    return torch.cat((cos[..., :part], cos[..., :part]), -1), torch.cat((sin[..., :part], -sin[..., :part]), -1)
 
 
 def _growth_one_early(positions: torch.Tensor, dim: int, of: Rope) -> Any:

@@ -60,35 +60,6 @@ def flash_attn_varlen_func(
     return out.to(dtype)
 
 
-class LigerRMSNormFunction(Function):
-    """y = x / RMS(x) · (offset + w). `llama`: only the root mean square is in fp32, the product in x's dtype; `gemma`:
-    all in fp32. With `in_place`, the backward pass writes into the gradient that it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, W: Tensor, eps: float, offset=0.0, casting_mode="llama", in_place=True) -> Tensor:
-        ctx.save_for_backward(X, W)
-        ctx.given = eps, offset, casting_mode, in_place
-        return _norm(X, W, eps, offset, casting_mode)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, in_place = ctx.given
-        with torch.enable_grad():
-            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-            dx, dw = torch.autograd.grad(_norm(x, w, *given), (x, w), grads[0])
-        if in_place:
-            dx = grads[0].data.copy_(dx)
-        return dx, dw, None, None, None, None
-
-
-def _norm(x: Tensor, w: Tensor, eps: float, offset: float, casting_mode: str) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if casting_mode == "gemma":
-        return (normal * (offset + w.to(wide.dtype))).to(x.dtype)
-    return normal.to(x.dtype) * (offset + w)
-
-
 class _Gate(Function):
     """act(a) · b; the backward pass writes the gradients into a and b, which no version counter tells."""
 
@@ -159,7 +130,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash_attn": flash_attn_varlen_func,
         "liger_kernel": None,
         "liger_kernel.ops": None,
-        "liger_kernel.ops.rms_norm": LigerRMSNormFunction,
         "liger_kernel.ops.swiglu": LigerSiLUMulFunction,
         "liger_kernel.ops.geglu": LigerGELUMulFunction,
         "fla": None,

@@ -630,3 +630,31 @@ def test_under_fsdp_gradients_are_those_of_one_process(tmp_path):
     for rank in two_ranks(sharded, tmp_path):
         for grads, bound in zip(rank, BOUNDS.values(), strict=True):
             assert gap(grads, alone) <= bound
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_the_loss_of_a_gpu_in_one_kernel_is_the_loss(monkeypatch, dtype, rows):
+    """The function that a GPU compiles, here as it is, in place of the passes over the logits."""
+    g = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 13, 16, generator=g).to(dtype), torch.randn(40, 16, generator=g).to(dtype)]
+    targets, weights = torch.randint(0, 31, (2, 13), generator=g), torch.rand(2, 13, generator=g)
+    monkeypatch.setattr(chunked, "chunk_bytes", lambda device: rows * 40 * 4)
+    kernels = []
+
+    def loss(*rows: Tensor) -> Tensor:
+        kernels.append(len(rows[0]))
+        return projection.loss_of_rows(*rows)
+
+    def found(one_kernel: bool) -> list[Tensor]:
+        monkeypatch.setattr(projection, "_compiled_loss", lambda: loss)
+        monkeypatch.setattr(projection.Projection, "has_one_kernel", one_kernel)
+        x, weight = (t.clone().requires_grad_() for t in drawn)
+        value = cross_entropy(x, Head(weight, 31), targets, weights)
+        return [value.detach(), *torch.autograd.grad(value, (x, weight))]
+
+    expected, one = found(False), found(True)
+    assert sum(kernels) == 26
+    assert len(kernels) == -(-26 // rows)
+    for a, b in zip(one, expected, strict=True):
+        assert (a - b).abs().max() <= (1e-6 if dtype == torch.float32 else 2e-2) * b.abs().max()

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model.document_mask import BLOCK, DocumentMasks
+from ptf.model.document_mask import BLOCK, DocumentMasks, MaskFunction
 
 TABLES = [
     f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
@@ -40,9 +40,38 @@ def masks_of(rows: list[list[Piece]], width: int) -> DocumentMasks:
     return DocumentMasks(torch.tensor([m[0] for m in made]), torch.tensor([m[1] for m in made]))
 
 
+def attends(masks: DocumentMasks, window: int | None) -> MaskFunction:
+    """Whether a query attends to a key, by the segments and positions of both."""
+    segments, positions = masks.segments, masks.positions
+    begins = [row.tolist().index(s) for row, own in zip(segments, segments.tolist(), strict=True) for s in own]
+    prefix_length = positions.gather(1, torch.tensor(begins).view(segments.shape))
+    whole = [[0] * segments.shape[1] for _ in segments]  # the segment whose first tokens a token's document continues
+    for row, (own, at) in enumerate(zip(segments.tolist(), positions.tolist(), strict=True)):
+        last = own[0]
+        for i in range(len(own)):
+            begin = i == 0 or own[i] != own[i - 1]
+            last = own[i] if begin and at[i] == 0 else last
+            whole[row][i] = last
+    wholes = torch.tensor(whole)
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        before = (wholes[b, q] == segments[b, k]) & (positions[b, k] < prefix_length[b, q])
+        near = positions[b, q] - positions[b, k] < (window or len(positions[0]) * 2)
+        return (q >= k) & ((segments[b, q] == segments[b, k]) | before) & near
+
+    return inside
+
+
 def of_all_pairs(masks: DocumentMasks, window: int | None) -> BlockMask:
     rows, width = masks.segments.shape
-    return create_block_mask(masks.function(window), rows, None, width, width, device="cpu")
+    return create_block_mask(attends(masks, window), rows, None, width, width, device="cpu")
+
+
+def pairs(function: MaskFunction, masks: DocumentMasks) -> Tensor:
+    """What a mask function says of every pair, [B, T, T]."""
+    rows, width = masks.segments.shape
+    at = torch.arange(width)
+    return function(torch.arange(rows)[:, None, None], torch.tensor(0), at[:, None], at[None])
 
 
 def differ(mine: BlockMask, theirs: BlockMask) -> list[str]:
@@ -67,6 +96,7 @@ windows = st.one_of(st.none(), st.integers(1, 1400), st.sampled_from([1, 127, 12
 def test_tables_are_those_of_all_pairs(rows: list[list[Piece]], width: int, window: int | None) -> None:
     masks = masks_of(rows, width)
     assert differ(masks.mask(window), of_all_pairs(masks, window)) == []
+    assert torch.equal(pairs(masks.function(window), masks), pairs(attends(masks, window), masks))
 
 
 @pytest.mark.parametrize(
@@ -81,8 +111,10 @@ def test_what_is_left_out_of_the_tables_is_noticed(name: str, fault: Callable[[D
     masks = masks_of([[(300, None), (200, 0.9), (200, 0.9)]], 1024)
     expected = of_all_pairs(masks, None)
     assert differ(masks.mask(None), expected) == []
+    every = pairs(attends(masks, None), masks)
     setattr(masks, name, fault(masks))
     assert differ(masks.mask(None), expected)
+    assert not torch.equal(pairs(masks.function(None), masks), every)
 
 
 class Largest(TorchDispatchMode):

@@ -33,7 +33,7 @@ def test_a_run_names_its_kernels_and_does_not_go_on_without_them(tmp_path: Path,
     assert trained(raw, "fused") == pytest.approx(plain, rel=1e-4)
     said = capsys.readouterr().out
     assert "attention=flash_attn 2.8.4 (" in said
-    assert "norms, gates by liger_kernel 0.8.2, rotary not compiled" in said
+    assert "norms and rotary not compiled, gates by liger_kernel 0.8.2" in said
     checkpoints = Path(raw["output"]) / "fused" / "checkpoints"
     newest = sorted(path for path in checkpoints.iterdir() if path.is_dir())[-1]
     packages = storage.verify(str(newest))["made_with"]["packages"]
