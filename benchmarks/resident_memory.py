@@ -197,6 +197,7 @@ def job(directory: Path, case: Case, seq_len: int) -> dict[str, Any]:
             "precision": "fp32" if small else "bf16",
             "micro_batch_sequences": 1,
             "global_batch_sequences": 2 * case.ranks,
+            "compile": False,  # `auto` compiles on a GPU only, which the plan counts on
         },
         "checkpoint": {"every": 10},
         "compute": {"launcher": "local", "device": "cpu", "threads": 1 if case.ranks > 1 else 2},
