@@ -292,8 +292,9 @@ def write(kept: dict[str, dict[str, Any]]) -> int:
         "fullest rank had until its first checkpoint began, above what it had once everything was imported: resident,\n"
         "and without the pages of mapped files (the checkpoint's, while it is read), which the system drops where it\n"
         "needs room. The plan, with which the latter is compared, is that of `ptf plan` for as many GPUs, whose loss\n"
-        "head has larger chunks; of GRPO it is the policy's update, and in one process the engine's weights too (with\n"
-        "two ranks, the engine has a process of its own, and weights reach it through files).\n\n"
+        "head has larger chunks, with `train.compile: false`, as on a CPU; of GRPO it is the policy's update, and in\n"
+        "one process the engine's weights too (with two ranks, the engine has a process of its own, and weights reach\n"
+        "it through files).\n\n"
     )
     return write_page(RESULTS, about, lines, missed)
 
