@@ -72,7 +72,7 @@ def as_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return, for a function of `compile_parts`, one that saves what Inductor's min-cut partitioner saves of it.
 
     A gate keeps its inputs; a norm, too, with the reciprocal root mean square of each row in fp32; a rotation keeps its
-    tables in the dtype of what it rotates. tests/train/test_compiled_memory.py compares this with the partitioner.
+    tables in the dtype of what it rotates. tests/model/test_activation_memory.py compares this with the partitioner.
     """
 
     def call(*args: Any) -> Tensor:

@@ -54,7 +54,7 @@ def table(rotated: int) -> tuple[Tensor, Tensor]:
     return torch.randn(TOKENS, 1, rotated), torch.randn(TOKENS, 1, rotated)
 
 
-# function, arguments, and those of them that are parameters
+# the function, and what makes its arguments
 CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "norm": (normalised, lambda: (rows(DIM), weight(DIM), 1e-6, False)),
     "norm of heads": (normalised, lambda: (rows(HEADS, HEAD_DIM).flatten(0, 1), weight(HEAD_DIM), 1e-6, False)),
