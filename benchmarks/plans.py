@@ -144,7 +144,8 @@ Counted on fake tensors ({cpu()}, commit {commit()}, {time.strftime("%Y-%m-%d")}
 Two passes of one packed sequence each, in bf16. GiB on one GPU at the fullest moment of a step. *Held*: weights,
 gradients and AdamW's averages, whose arithmetic is in the last column: 4 bytes of weight, 4 of gradient and 8 of
 averages for a parameter that trains. *Gathered*: what FSDP gathers and reduces. *Counted*: the most bytes that a step
-of the real Trainer holds, by storage. *B a parameter*: of all GPUs together.
+of the real Trainer holds, by storage; norms, gates and rotary embeddings are traced by torch.compile, and saved of
+them is what Inductor's partitioner saves. *B a parameter*: of all GPUs together.
 
 | {" | ".join(COLUMNS)} |
 |{"---|" * len(COLUMNS)}

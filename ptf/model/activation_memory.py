@@ -1,6 +1,8 @@
 """The bytes of activations per token that a layer saves for its backward pass, measured on the meta device.
 
 Autograd reports what it saves, so the count follows the modules: adapters, frozen weights, biases and dtypes included.
+A compiled function saves less than its operations do one by one, because the backward pass computes again what costs
+only arithmetic (Chen et al., 2016, as a minimum cut); `as_compiled` says what is left.
 """
 
 from collections.abc import Callable
@@ -12,17 +14,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ptf.model.attention import Attention, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import LayerFactory
+from ptf.model.layers import LayerFactory, normalised
 from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
-from ptf.model.rope import rotary
+from ptf.model.rope import rotary, rotate
+from ptf.model.sharding import compile_parts
 
 TOKENS = 256
 
@@ -53,6 +57,34 @@ class _FusedAttention(Function):
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
+
+
+class _Compiled(Function):
+    """A compiled function of tensors: it saves `kept`, and its output, as large as its first tensor, has no values."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
+        return tensors[0].new_empty(tensors[0].shape)
+
+
+def as_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return, for a function of `compile_parts`, one that saves what Inductor's min-cut partitioner saves of it.
+
+    A gate keeps its inputs; a norm, too, with the reciprocal root mean square of each row in fp32; a rotation keeps its
+    tables in the dtype of what it rotates. tests/model/test_activation_memory.py compares this with the partitioner.
+    """
+
+    def call(*args: Any) -> Tensor:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        x, kept = tensors[0], tensors
+        if function is rotate:
+            kept = [table.to(x.dtype) for table in tensors[1:]]
+        elif function is normalised:
+            kept = [*tensors, x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))]
+        return cast("Tensor", _Compiled.apply(kept, *tensors))
+
+    return call
 
 
 class _Products(TorchDispatchMode):
@@ -90,11 +122,19 @@ def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def activation_bytes(
-    c: DecoderConfig, layer: int, factory: LayerFactory, dtype: torch.dtype, ranks: int, like: nn.Module
+    c: DecoderConfig,
+    layer: int,
+    factory: LayerFactory,
+    dtype: torch.dtype,
+    ranks: int,
+    like: nn.Module,
+    *,
+    compiled: bool,
 ) -> ActivationBytes:
     """Return the bytes of activations a token that `layer` saves on one of `ranks` ranks of a tensor group.
 
-    The parameters that train are those that train in `like`. A component of the user's own counts as on one rank.
+    The parameters that train are those that train in `like`. With `compiled`, norms, gates and rotary embeddings are
+    compiled. A component of the user's own counts as on one rank.
     """
     shared = c.moe.shared_intermediate_size // ranks if c.moe else 0
     moe = c.moe and replace(c.moe, experts=c.moe.experts // ranks, shared_intermediate_size=shared)
@@ -108,6 +148,8 @@ def activation_bytes(
         trained = {name for name, p in like.named_parameters() if p.requires_grad}
         for name, p in block.named_parameters():
             p.requires_grad_(name in trained)
+        if compiled:
+            compile_parts(block, as_compiled)
         norms = [
             _run(m, lambda m=m: m(x.clone()))
             for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)

@@ -2,7 +2,7 @@
 
 The model is sharded exactly as in the run, but on the meta device and under a fake process group of as many ranks, so
 the counts are those of the real run and take seconds for hundreds of GPUs. Activations come from what autograd saves
-(ptf.model.activation_memory).
+(ptf.model.activation_memory), with the parts compiled that `train.compile` compiles on a GPU.
 
 Where the numbers depend on the data, they are upper bounds: every sequence is one document of `seq_len` tokens, all of
 them trained; experts get equal shares.
@@ -293,7 +293,7 @@ def budget(
         by_role = beside if beside is not None else {} if getattr(recipe, "precompute", False) else recipe.frozen_models
         others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        layers = _layers(model, dtype, tensor)
+        layers = _layers(model, dtype, tensor, compiled=job.train.compile is not False)
         parallelize(model, mesh, precision)
         sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
         frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
@@ -382,7 +382,7 @@ def frozen_memory(
     with fake_mesh(workers, mesh.replicate, mesh.tensor_parallel_size) as device_mesh:
         model, _ = bridge.build(directory, head=head)
         model.requires_grad_(False)
-        layers = _layers(model, dtype, mesh.tensor_parallel_size)
+        layers = _layers(model, dtype, mesh.tensor_parallel_size, compiled=job.train.compile is not False)
         parallelize(model, device_mesh, precision)
         sizes = _sizes(model)
     length = min(length or job.data.seq_len, model.config.max_positions)
@@ -443,7 +443,7 @@ def config_directory(path: str, revision: str | None) -> Path:
         ) from error
 
 
-def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationBytes]:
+def _layers(model: Decoder, dtype: torch.dtype, tensor: int, *, compiled: bool) -> list[ActivationBytes]:
     """Return the activation memory of every layer; each kind of layer is measured once."""
     by_kind: dict[object, ActivationBytes] = {}
     c = model.config
@@ -451,7 +451,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int) -> list[ActivationB
     for i, block in enumerate(model.layers):
         kind = (c.layers[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
-            by_kind[kind] = activation_bytes(c, i, model.factory, dtype, tensor, block)
+            by_kind[kind] = activation_bytes(c, i, model.factory, dtype, tensor, block, compiled=compiled)
         measured.append(by_kind[kind])
     return measured
 

@@ -44,7 +44,7 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
     sizes = LARGE if device == "cuda" else SMALL
     width = {"max_position_embeddings": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | width))
-    # Liger's kernels save less, and the plan does not count on them
+    # the plan counts what torch.compile saves, and not on Liger's kernels, which write gradients in place
     train = {"steps": 3, "precision": "bf16", "micro_batch_sequences": 2, "validate_every": 0, "fused": []}
     changes = CHANGES[case]
     seq_len = 2048 if device == "cuda" else 64

@@ -27,6 +27,11 @@ class HostSyncs(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()  # 0 for what was asked of the host's own values
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile work inside this mode."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         from_gpu = any(isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in tree_leaves((args, kwargs)))

@@ -53,6 +53,19 @@ def phases(plan: OnlineBudget, pool: int = 0) -> dict[str, set[str]]:
     return {phase: set(of) for phase, of in plan.pools[pool].phases.items()}
 
 
+def test_what_is_compiled_takes_less_in_every_phase_with_activations(tmp_path) -> None:
+    for recipe, algo, expected in (
+        ("grpo", {"kl_coef": 0.01, "update_epochs": 2}, {"update", "logprobs", "reference"}),
+        ("ppo", {}, {"update", "update critic", "values"}),
+    ):
+        compiled, not_compiled = (
+            planned(tmp_path, recipe=recipe, algo=algo, train={**TRAIN, "compile": setting}).pools[0]
+            for setting in ("auto", False)
+        )
+        less = {phase for phase in compiled.phases if compiled.total(phase) < not_compiled.total(phase)}
+        assert less == expected
+
+
 def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
     plan = planned(tmp_path)
     (pool,) = plan.pools

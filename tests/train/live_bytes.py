@@ -2,12 +2,13 @@
 
 It shares no code with the plan of `ptf.train.budget`: the real Trainer runs the real model under FSDP, and every
 storage that an operation makes is counted until it is freed or resized. What a GPU does otherwise than this CPU is put
-in its place: attention that keeps what a fused kernel keeps, and the chunks of its head.
+in its place: attention that keeps what a fused kernel keeps, the chunks of its head, and norms, gates and rotary
+embeddings that torch.compile traces and divides between the passes as it does on a GPU.
 """
 
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +35,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention, bridge, chunked, decoder, moe, projection, recompute
-from ptf.model.sharding import parallelize
+from ptf.model.sharding import compile_parts, parallelize
 from ptf.recipes import registry
 from ptf.train.components import layer_factory_of
 from ptf.train.frozen_models import needs_weights
@@ -38,6 +43,21 @@ from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.train.trainer import Trainer
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 from tests.gpu_rehearsal.step import fused_attention
+
+
+def inductor_backend(run: Callable[..., Any] | None = None) -> Any:
+    """Return a backend of torch.compile whose graphs are those of Inductor, forward and backward, and run as they are,
+    by `run(graph, *inputs)`."""
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph if run is None else partial(run, graph))
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -48,6 +68,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.in_kernel = False
         self.sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for tensor in tensors:
             self.see(tensor)
@@ -71,6 +92,23 @@ class LiveBytes(TorchDispatchMode):
         """Count a storage no longer: it was freed."""
         self.now -= self.sizes.pop(key)[1]
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile work inside this mode."""
+        return True
+
+    def kernel(self, graph: Any, *inputs: Any) -> Any:
+        """Run a compiled graph as one kernel, and count what it returns, but nothing in between."""
+        self.in_kernel = True
+        try:
+            out = graph(*inputs)
+        finally:
+            self.in_kernel = False
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return out
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count in a block; FSDP resizes storages, which no operation does."""
@@ -89,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in () if self.in_kernel else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
         return out
@@ -133,6 +171,10 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
             held = [model, *frozen_models.values()]
             live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))
+            if config.compile is not False:
+                torch._dynamo.reset()
+                for m in {id(m): m for m in held}.values():
+                    compile_parts(m, partial(torch.compile, dynamic=True, backend=inductor_backend(live.kernel)))
             with HostSyncs(), live.counting():
                 trainer.step(batches[:1], recipe, 0)
                 live.peak = live.now

@@ -85,7 +85,7 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
     for name, p in model.named_parameters():
         p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
     layer = next((i for i, kind in enumerate(config.layers) if kind.delta), 0)
-    expected = activation_bytes(config, layer, factory, dtype, 1, model.layers[layer]).everything
+    expected = activation_bytes(config, layer, factory, dtype, 1, model.layers[layer], compiled=False).everything
     block, tokens = model.layers[layer].to(dtype), 256
     x = torch.randn(1, tokens, config.dim).to(dtype).requires_grad_()
     own, saved = {p.untyped_storage()._cdata for p in block.parameters()}, {}
@@ -120,13 +120,13 @@ def test_what_does_not_fit_is_named_and_what_would_fit_is_said(tmp_path, capsys)
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
-    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.9"]) == 1
+    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.7"]) == 1
     text = capsys.readouterr().out
     assert "does not fit: activations take most" in text
     assert "--fit finds what to change" in text
-    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.9", "--fit"]) == 0
+    assert main(["plan", str(file), "--workers", "8", "--gpu-memory-gib", "0.7", "--fit"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Give ")]
-    assert main(["plan", str(file), "--gpu-memory-gib", "0.9", *line.removeprefix("Give ").split()]) == 0
+    assert main(["plan", str(file), "--gpu-memory-gib", "0.7", *line.removeprefix("Give ").split()]) == 0
 
 
 def test_logits_are_a_chunk_of_a_gpu_or_all_that_there_are(tmp_path) -> None:

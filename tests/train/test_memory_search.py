@@ -72,7 +72,7 @@ def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys:
     directory(tmp_path, DENSE)
     file = tmp_path / "job.yaml"
     file.write_text(job(tmp_path))
-    given = ["plan", str(file), "--gpu-memory-gib", "0.9"]
+    given = ["plan", str(file), "--gpu-memory-gib", "0.7"]
     assert main([*given, "--workers", "8"]) == 1
     assert main([*given, "--workers", "8", "--fit"]) == 0
     text = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_the_arguments_that_are_printed_make_the_job_fit(tmp_path: Path, capsys:
     *others, last = found["tried"]
     assert last["fits"]
     assert all(not one["fits"] and "GiB" in one["why"] for one in others)
-    assert found["memory_gib"]["step"]["total"] <= 0.9
+    assert found["memory_gib"]["step"]["total"] <= 0.7
     assert main(["plan", str(file), "--workers", "8", "--fit", "--roofline"]) == 2
     assert "give --fit first" in capsys.readouterr().err
     assert main([*given, "--workers", "3", "--fit", "--set", "compute.mesh.tensor_parallel_size=3"]) == 2
