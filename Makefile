@@ -210,7 +210,7 @@ test-s3: setup                           ## flows from data to rollback, and cra
 	$(PY) -m pytest tests/workflow -m s3
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
-	python3 -m pytest tests/gpu -m gpu -p no:tests.leftovers $$(python3 -c "import xdist" 2>/dev/null && echo -n 8)  # process groups listen until their process ends
+	python3 -m pytest tests/gpu -m gpu -p no:tests.leftovers $$(python3 -c "import xdist" 2>/dev/null && echo --numprocesses=8)  # process groups listen until their process ends
 
 bench-gpu:                               ## tokens per second, MFU and memory of packed SFT on one GPU
 	python3 benchmarks/gpu_sft.py

@@ -38,8 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 CASES = {
     "Qwen3-0.6B": (4, "none"),
     "Llama-3.2-1B": (4, "none"),
-    "Qwen3-4B": (2, "selective"),
-    "Gemma-3-4B": (2, "selective"),
+    "Qwen3-4B": (2, "none"),
+    "Gemma-3-4B": (2, "none"),
 }
 PASSES = 4  # of gradient accumulation
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "

@@ -96,7 +96,7 @@ class _CrossEntropy(Function):
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in chunks:
-            if projection.has_one_kernel:
+            if projection.compiles_loss:
                 values[chunk] = projection.cross_entropy(chunk, targets[chunk], weights[chunk])
                 continue
             logprobs = projection.logprobs(chunk)

@@ -2,9 +2,9 @@
 liger_kernel, the rule of linear attention by fla (flash-linear-attention).
 
 They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out: Liger's
-norms, which took 2.6 times as long as compiled ones (an H200, 1,024 dimensions); its rotary embedding, which writes
-into queries and keys that the backward pass may have saved; its losses, which know no weights of tokens. Generation
-keeps ptf's attention.
+norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
+keys that the backward pass may have saved; its losses, which know no weights of tokens. Generation keeps ptf's
+attention.
 """
 
 import functools

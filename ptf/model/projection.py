@@ -69,9 +69,8 @@ LOSSES = 64  # compiled at most: for each vocabulary and dtype
 
 @functools.cache
 def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile `loss_of_rows` for any number of rows: one kernel, which reads the logits twice and writes the gradient
-    once. Softmax, exponential, subtraction and product by kernels of their own took 2.6 ms a GiB of logits on an
-    H200."""
+    """Compile `loss_of_rows` for any number of rows, so that softmax, exponential, subtraction and product are no
+    passes of their own over the logits (docs/gpu_status.md)."""
     compiler: Any = torch.compile  # whose type knows no recompile_limit yet
     return compiler(loss_of_rows, dynamic=False, recompile_limit=LOSSES)
 
@@ -119,7 +118,7 @@ class Projection:
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
 
     @property
-    def has_one_kernel(self) -> bool:
+    def compiles_loss(self) -> bool:
         """Return whether `cross_entropy` can compute this head's loss: on a GPU in 16 bits, where nothing changes the
         logits and no other rank has a part of them."""
         head = self.head
@@ -128,7 +127,7 @@ class Projection:
 
     def cross_entropy(self, chunk: slice, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the log-probs of a chunk's targets, fp32 [n], and add the chunk's contribution to the gradients of
-        −Σ weights · log-prob; see `has_one_kernel`."""
+        −Σ weights · log-prob; see `compiles_loss`."""
         logits, narrow = self._logits(chunk), self.narrow[: chunk.stop - chunk.start]
         rows = logits, targets, weights, narrow
         for tensor in rows:

@@ -191,8 +191,8 @@ ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, a
 
 
 def _compiled(function: Callable[..., Tensor]) -> Any:
-    """Compile a function for any shape; rotations for any number of rows, because their kernel computes where each
-    element lies, and dividing by sizes that are no constants took most of its time (on an H200)."""
+    """Compile a function for any shape; rotations for any number of rows, because compiled for any shape they
+    took almost five times what their bytes need (docs/gpu_status.md)."""
     if function is not rotate:
         return torch.compile(function, dynamic=True)
     compiler: Any = torch.compile  # whose type knows no recompile_limit yet

@@ -12,6 +12,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.model import mxfp4, nf4
 from ptf.recipes.sft.recipe import SFT
+from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.gpu.test_families import BOUNDS
 from tests.model.published import SIZES, mxfp4_checkpoint
@@ -88,12 +89,20 @@ def test_adapters_on_weights_of_four_bits_train_as_on_the_cpu(tmp_path: Path, de
     assert distance(found, expected) <= (5e-2 if form == "nf4" else BOUNDS["bf16"][1])
 
 
-def test_moments_in_eight_bits_make_the_steps_of_the_cpu(tmp_path: Path, device: str) -> None:
+def stepped(device: str, eight_bits: bool) -> torch.Tensor:
+    """A matrix after five steps along gradients that are the same everywhere."""
+    matrix = torch.nn.Parameter(drawn(64, 128).to(device))
+    optimizer = torch.optim.AdamW([matrix], lr=1e-2)
+    step = QuantisedMoments(optimizer).step if eight_bits else optimizer.step
+    for seed in range(5):
+        matrix.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(device)
+        step()
+    return matrix.detach().cpu()
+
+
+def test_moments_in_eight_bits_make_the_steps_of_the_cpu(device: str) -> None:
     needs_bitsandbytes()
-    directory = checkpoint(tmp_path / "m", **WIDTHS)
-    expected = trained(directory, World(), "fp32", {}, optimizer="adamw_8bit")
-    with joined(device, 60) as world:
-        found = trained(directory, world, "fp32", {}, optimizer="adamw_8bit")
-        plain = trained(directory, world, "fp32", {})
-    assert distance(found, expected) <= 2e-3
-    assert distance(plain, expected) > 0
+    expected, found, plain = stepped("cpu", True), stepped(device, True), stepped(device, False)
+    away = (plain - expected).abs().mean()  # what eight bits change
+    assert away > 0
+    assert (found - expected).abs().mean() <= 0.1 * away

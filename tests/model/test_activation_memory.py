@@ -1,6 +1,5 @@
 """What the plan counts of norms, gates and rotary embeddings, beside what torch.compile saves of them."""
 
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,14 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from ptf.model import moe
 from ptf.model.activation_memory import TOKENS, CountedAttend, activation_bytes, as_compiled
-from ptf.model.decoder import Decoder
-from ptf.model.families import family_of
-from ptf.model.layers import LayerFactory, gated, gelu_tanh, normalised
-from ptf.model.lora import Lora, adapter_names
+from ptf.model.layers import gated, gelu_tanh, normalised
 from ptf.model.moe import clamped
 from ptf.model.rope import rotary, rotate
 from ptf.model.sharding import compile_parts
 from tests.train.live_bytes import inductor_backend
+from tests.train.test_budget import small_decoder
 
 DIM, HEADS, HEAD_DIM = 512, 8, 64
 
@@ -99,12 +96,8 @@ FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "olmo2", "glm4_moe",
 def test_a_compiled_layer_saves_as_much_less_as_is_planned(as_inductor, monkeypatch, model_type, adapted) -> None:
     # a CPU pads the rows of experts, by as much as their tokens need
     monkeypatch.setattr(moe, "_filled_up", lambda x, ends, expert: (x, ends, expert, None))
-    family = family_of({"model_type": model_type})
-    config = family.config(family.random_config(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
-    factory = LayerFactory(lora=Lora(rank=4) if adapted else None)
-    model = Decoder(config, factory)
-    for name, p in model.named_parameters():
-        p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
+    model = small_decoder(model_type, adapted)
+    config, factory = model.config, model.factory
     block = model.layers[0].to(torch.bfloat16)
     turns = rotary(torch.arange(TOKENS)[None], config.rotary_dim, config.layers[0].rope)
     x = torch.randn(1, TOKENS, config.dim, dtype=torch.bfloat16, requires_grad=True)

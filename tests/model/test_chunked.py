@@ -634,7 +634,7 @@ def test_under_fsdp_gradients_are_those_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows", [1, 4, 100])
-def test_the_loss_of_a_gpu_in_one_kernel_is_the_loss(monkeypatch, dtype, rows):
+def test_the_loss_that_a_gpu_compiles_is_the_loss(monkeypatch, dtype, rows):
     """The function that a GPU compiles, here as it is, in place of the passes over the logits."""
     g = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 13, 16, generator=g).to(dtype), torch.randn(40, 16, generator=g).to(dtype)]
@@ -646,9 +646,9 @@ def test_the_loss_of_a_gpu_in_one_kernel_is_the_loss(monkeypatch, dtype, rows):
         kernels.append(len(rows[0]))
         return projection.loss_of_rows(*rows)
 
-    def found(one_kernel: bool) -> list[Tensor]:
+    def found(compiled: bool) -> list[Tensor]:
         monkeypatch.setattr(projection, "_compiled_loss", lambda: loss)
-        monkeypatch.setattr(projection.Projection, "has_one_kernel", one_kernel)
+        monkeypatch.setattr(projection.Projection, "compiles_loss", compiled)
         x, weight = (t.clone().requires_grad_() for t in drawn)
         value = cross_entropy(x, Head(weight, 31), targets, weights)
         return [value.detach(), *torch.autograd.grad(value, (x, weight))]

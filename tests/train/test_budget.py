@@ -74,16 +74,22 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
     assert found.mesh == {"replicate": replicate, "shard": gpus // tensor // replicate, "tensor": tensor}
 
 
+def small_decoder(model_type: str, adapted: bool) -> Decoder:
+    """A random member of a family, which trains, or whose adapters do."""
+    family = family_of({"model_type": model_type})
+    config = family.config(family.random_config(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
+    model = Decoder(config, LayerFactory(lora=Lora(rank=4) if adapted else None))
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
+    return model
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", [*WHOSE_LAYERS_DIFFER, "qwen3"])
 def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -> None:
-    family = family_of({"model_type": model_type})
-    config = family.config(family.random_config(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
-    factory = LayerFactory(lora=Lora(rank=4) if adapted else None)
-    model = Decoder(config, factory)
-    for name, p in model.named_parameters():
-        p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
+    model = small_decoder(model_type, adapted)
+    config, factory = model.config, model.factory
     layer = next((i for i, kind in enumerate(config.layers) if kind.delta), 0)
     expected = activation_bytes(config, layer, factory, dtype, 1, model.layers[layer], compiled=False).everything
     block, tokens = model.layers[layer].to(dtype), 256
