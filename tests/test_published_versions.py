@@ -117,6 +117,22 @@ def test_the_lock_of_another_user_is_waited_for_too(tmp_path, monkeypatch):
     assert point(root, version(root, "b", tmp_path), pointer(root))
 
 
+def test_a_rollback_that_another_publication_overtakes_is_refused(root, tmp_path, monkeypatch):
+    for name in "ab":
+        point(root, version(root, name, tmp_path), pointer(root))
+    move = published_versions._move
+
+    def overtaken(*asked):
+        monkeypatch.undo()
+        assert point(root, version(root, "c", tmp_path), pointer(root))
+        return move(*asked)
+
+    monkeypatch.setattr(published_versions, "_move", overtaken)
+    with pytest.raises(UserError, match="somebody else has just published"):
+        roll_back(root)
+    assert pointer(root) == Pointer("c", ("a", "b"))
+
+
 def test_what_is_not_whole_is_not_gone_back_to(tmp_path):
     root = str(tmp_path / "published")
     for name in "ab":

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptf.errors import UserError
+from ptf.model import verify as verify_module
 from ptf.model.families import MODULES, family_of
 from ptf.model.verify import as_json, compare, random_reference, verify
 from tests.model.mistakes import MISTAKES, Mistake
@@ -44,6 +46,24 @@ def test_the_place_of_a_mistake_is_named() -> None:
     report = verify("llama", configs=1, change=change)
     assert report.cases[0].diverges.startswith("layer 1, attention")
     assert json.loads(as_json(report))["passed"] is False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_outputs_are_recorded_during_the_run_alone(fails) -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def run() -> None:
+        model(torch.ones(1, 2))
+        if fails:
+            raise KeyError("in the run")
+
+    recorded = None
+    with pytest.raises(KeyError) if fails else nullcontext():
+        recorded = verify_module._record(model, {"it": model}, run)
+    if recorded is not None:
+        model(torch.zeros(1, 2))
+        assert [output.tolist() for output in recorded.outputs["it"]] == [model(torch.ones(1, 2)).tolist()]
+    assert not model._forward_hooks
 
 
 def test_what_is_neither_family_nor_directory_is_refused(tmp_path) -> None:

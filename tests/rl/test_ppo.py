@@ -154,6 +154,11 @@ def test_the_reward_of_a_turn_is_at_its_last_token():
     assert returns[1] == pytest.approx([1.5] * 6, abs=1e-6)
 
 
+def test_a_critic_encodes_no_rows():
+    with pytest.raises(NotImplementedError, match="trains on what the policy sampled"):
+        CriticRecipe(0.2).encode({"prompt": "a"}, None, "a source")  # type: ignore[arg-type]
+
+
 def test_what_was_truncated_is_bootstrapped_with_the_critics_value():
     t = of_turns(3, outcome=Reward(0.5), complete=False, value_after=2.0)
     values = t.token_columns["values"].astype(float)

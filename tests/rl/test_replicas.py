@@ -3,6 +3,7 @@ and computes only the missing results."""
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -245,6 +246,32 @@ def test_what_fails_after_the_end_has_no_successor():
     assert asked == ["a gang"]
     with pytest.raises(RuntimeError, match="after shutdown"):
         replicas.threads.submit(print)
+
+
+@pytest.mark.parametrize("method", ["receive", "pid"])
+def test_an_error_is_raised_at_once_where_replicas_wait_for_each_other(method):
+    """Replica 1 ends only after the error of replica 0 has been raised, or, for a broadcast that waits for all, after
+    it has not been raised for a while."""
+    replicas, raised = Replicas.__new__(Replicas), threading.Event()
+    replicas.spec, replicas.count, replicas.restarts = SimpleNamespace(name="a role", cls=Worker), 2, 0
+    replicas.threads, replicas.closed, replicas.irreplaceable = ThreadPoolExecutor(2), False, False
+    waited = list[bool]()
+
+    class Member:
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+
+        def ask(self, name, arguments, doing):
+            if self.fails:
+                raise RuntimeError("the process died")
+            waited.append(raised.wait(0.5))
+
+    replicas.gangs = [Member(True), Member(False)]
+    with pytest.raises(RuntimeError, match="the process died"):
+        replicas.call(method)
+    raised.set()
+    replicas.threads.shutdown()
+    assert waited == [method == "receive"]
 
 
 def test_a_successor_is_asked_for_the_rest_alone():
