@@ -290,6 +290,11 @@ def trajectory(*answers: int, context: int = 1, outcome: Reward | NoResult | Non
     return Trajectory(prompt, tuple(generation(i, answer) for i, answer in enumerate(answers)), "", outcome)
 
 
+def test_plays_of_unequal_numbers_of_episodes_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        differences([trajectory(1), trajectory(2)], [trajectory(1)])
+
+
 def test_the_first_difference_of_two_plays_is_named() -> None:
     failed = NoResult("late")
     compared = {

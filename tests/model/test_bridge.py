@@ -79,6 +79,9 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UserError, match="num_hidden_layers 3 and 2 layer_types"):
         ours(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention", "other"]}))
+    with pytest.raises(UserError, match=r"layer_types: \['other'\]"):
+        ours(directory)
     larger = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "intermediate_size": 95}
     (directory / "config.json").write_text(json.dumps({**config, **larger}))
     with pytest.raises(UserError) as error:

@@ -13,7 +13,7 @@ from ptf.errors import UserError
 from ptf.model import families
 from ptf.model.families import family_of
 from ptf.model.scaffold import draft as drafts
-from ptf.model.scaffold import nearest, registration
+from ptf.model.scaffold import nearest, registration, tensors
 from ptf.model.scaffold.check import check
 from ptf.model.scaffold.effects import LOGITS, NONE, effect, of_the_rule
 from ptf.model.scaffold.reference import reference_of
@@ -215,3 +215,12 @@ def test_registering_twice_changes_nothing(tmp_path, monkeypatch):
     assert '    "novel": "novel",\n}\n' in once
     assert not registration.register("novel", Path("novel.py"), registry)
     assert registry.read_text() == once
+
+
+@pytest.mark.parametrize("inner", ["q_a_proj.weight", "kv_b_proj.weight", "kv_a_layernorm.weight", "q_a_proj.bias"])
+def test_projections_of_latent_attention_are_mapped_where_the_config_has_some(inner):
+    settings = {"num_attention_heads": 2, "hidden_size": 32, "kv_lora_rank": 8}
+    kind, ours = tensors._attention(inner, (8, 32), settings)
+    assert (kind, ours) == ("Rename", ("layers.{i}.attn." + inner.replace("layernorm", "norm"),))
+    del settings["kv_lora_rank"]
+    assert tensors._attention(inner, (8, 32), settings) is None

@@ -279,7 +279,8 @@ def test_bounds_keys_and_closed_sessions(tokenizer):
             found["model"] = await post("/v1/chat/completions", "agent", {**body, "model": "gpt-5"})
             found["large"] = await post("/v1/chat/completions", "agent", {**body, "user": "x" * (1 << 24)})
             found["second"] = await post("/v1/chat/completions", "agent", {**body, "n": 2})
-            found["close"] = await post("/close", "agent"), await post("/close", "scorer")
+            scorer = {"authorization": f"Bearer {session.scorer_key}"}
+            found["close"] = await post("/close", "agent"), (await client.post(f"{base}/close", headers=scorer)).json()
             found["after"] = await post("/v1/chat/completions", "agent")
         return found
 
@@ -295,10 +296,24 @@ def test_bounds_keys_and_closed_sessions(tokenizer):
         "model": 404,
         "large": 413,
         "second": 429,
-        "close": (401, 200),
+        "close": (401, {"closed": True}),
         "after": 410,
     }
     assert served.session.reward == 0.25
+
+
+def test_sampling_parameters_that_are_overridden_are_counted(tokenizer):
+    """The job's own are sampled with; those that equal them override nothing."""
+    engine = Scripted(tokenizer)
+
+    async def agent(served):
+        own = served.session.policy.limits.sampling
+        for sampling in ({}, {"temperature": own.temperature + 0.5}, {"top_p": own.top_p}, {"top_p": own.top_p / 2}):
+            await served.client().chat.completions.create(model="policy", messages=[user("a")], **sampling)
+
+    _, t = played(agent, engine, tokenizer)
+    assert (t.counts["generations"], t.counts["sampling_overridden"]) == (4, 2)
+    assert len({request.sampling for request in engine.asked}) == 1
 
 
 def test_no_room_is_a_length(tokenizer):

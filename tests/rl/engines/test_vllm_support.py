@@ -125,6 +125,7 @@ def test_a_setting_that_its_model_class_lacks_is_refused(tmp_path, here, capsys)
         ("deepseek_v3", {"rope_interleave": False}, True),
         ("deepseek_v3", {}, False),
         ("gpt_oss", {"tie_word_embeddings": True}, True),
+        *((kind, {"attention_bias": True}, True) for kind in ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")),
         ("qwen3_5", {"text_config": {"attention_bias": True}}, True),
         ("qwen3_5", {"text_config": {}}, False),
     ],
