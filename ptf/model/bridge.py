@@ -89,7 +89,10 @@ def local_directory(
         return Path(path)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return hub.fetch(path, revision)
-    raise UserError(f"model.path: there is no directory {path}")
+    raise UserError(
+        f"model.path: there is no directory {path}"
+        + ("; nothing is published there: run the job's flow, or ptf publish RUN" if path.endswith("/published") else "")
+    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
