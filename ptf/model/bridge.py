@@ -91,7 +91,11 @@ def local_directory(
         return hub.fetch(path, revision)
     raise UserError(
         f"model.path: there is no directory {path}"
-        + ("; nothing is published there: run the job's flow, or ptf publish RUN" if path.endswith("/published") else "")
+        + (
+            "; nothing is published there: run the job's flow, or ptf publish RUN"
+            if path.endswith("/published")
+            else ""
+        )
     )
 
 
