@@ -138,14 +138,15 @@ def chat(
     model: "Run | Job | str | PathLike[str]",
     *,
     system: str | None = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     temperature: float = 0.7,
     top_p: float = 1.0,
     seed: int = 0,
 ) -> "Chat":
     """Load a model for a conversation: `ptf.chat(run).answer("2+2=")`. `model` is a run, a job (whose published version
-    is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. Raises UserError
-    for a model that generates no responses."""
+    is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. A response has at
+    most `max_new_tokens`; without it 256, or what the model can still read. Raises UserError for a model that generates
+    no responses."""
     from ptf.conversation import Chat
 
     if isinstance(model, Job):

@@ -769,7 +769,10 @@ def _add_chat(commands: Commands) -> None:
     )
     command.add_argument("--system", metavar="TEXT", help="a system message")
     command.add_argument(
-        "--max-new-tokens", type=_positive, default=256, metavar="N", help="longest response (default: 256)"
+        "--max-new-tokens",
+        type=_positive,
+        metavar="N",
+        help="longest response (default: 256, or what the model can still read)",
     )
     command.add_argument(
         "--temperature",

@@ -14,13 +14,16 @@ from ptf.model.served_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
 
+LONGEST = 256  # tokens of a response, where no other number is given
+
 
 class Chat:
     """A conversation with a model.
 
     `where` is a directory, a directory of versions, a URI or a Hugging Face id, of a whole model or of an adapter in
     PEFT format, whose base model is then loaded too. If the tokenizer has no chat template, the model continues each
-    text by itself, without the earlier ones.
+    text by itself, without the earlier ones. A response has at most `max_new_tokens`; without it 256, or what the model
+    can still read.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class Chat:
         where: str,
         *,
         system: str | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         temperature: float = 0.7,
         top_p: float = 1.0,
         seed: int = 0,
@@ -48,7 +51,8 @@ class Chat:
             factory=found.factory(),
         )
         found.fill(self.engine)
-        self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, top_p if temperature else 1.0)
+        self.max_new_tokens = max_new_tokens
+        self.temperature, self.top_p = temperature, top_p if temperature else 1.0
         self.system_messages = [{"role": "system", "content": system}] if system else []
         self.messages, self.seed, self.answers = [*self.system_messages], seed, 0
 
@@ -64,12 +68,14 @@ class Chat:
             raise_if_unseen(messages, shown, self.tokenizer)
         context = np.array(self.tokenizer.encode(shown) if has_template else self.tokenizer.begin(text), np.int32)
         limit = self.engine.model.config.max_positions
-        if len(context) + self.sampling.max_new_tokens > limit:
+        longest = self.max_new_tokens or max(1, min(LONGEST, limit - len(context)))
+        if len(context) + longest > limit:
             raise UserError(
-                f"{len(context)} tokens and up to {self.sampling.max_new_tokens} tokens of response "
+                f"{len(context)} tokens and up to {longest} tokens of response "
                 f"are more than the {limit} that the model can read"
             )
-        (generation,) = self.engine.answer([Request(context, self.sampling, self.seed + self.answers)])
+        sampling = Sampling(longest, self.temperature, self.tokenizer.stop_ids, self.top_p)
+        (generation,) = self.engine.answer([Request(context, sampling, self.seed + self.answers)])
         answer = self.tokenizer.decode(generation.sampled_ids[:-1] if generation.finished else generation.sampled_ids)
         self.answers += 1
         if has_template:

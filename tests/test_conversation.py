@@ -70,6 +70,26 @@ def test_what_is_too_long_is_said_and_forgotten(model, monkeypatch, capsys):
     assert "that the model can read" in capsys.readouterr().err
 
 
+def test_without_a_number_a_response_has_what_the_model_can_still_read(model, monkeypatch):
+    limit, chat, asked = SIZES["max_position_embeddings"], Chat(model), []
+    answer = chat.engine.answer
+
+    def recorded(requests):
+        asked.append((len(requests[0].context), requests[0].sampling.max_new_tokens))
+        return answer(requests)
+
+    monkeypatch.setattr(chat.engine, "answer", recorded)
+    for longest in (5, limit):
+        monkeypatch.setattr("ptf.conversation.LONGEST", longest)
+        chat.forget()
+        chat.answer("1+1=")
+    context = asked[0][0]
+    assert asked == [(context, 5), (context, limit - context)]
+    chat.forget()
+    with pytest.raises(UserError, match=f"more than the {limit} that the model can read"):
+        chat.answer("1" * limit)
+
+
 def test_what_cannot_speak_is_refused(model, tmp_path, capsys):
     scorer = tmp_path / "scorer"
     storage.upload(model, str(scorer))
