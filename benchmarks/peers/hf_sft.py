@@ -23,7 +23,7 @@ def measured(given: dict[str, Any]) -> dict[str, Any]:
 
         apply_liger_kernel(model, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"], betas=(0.9, 0.999), weight_decay=0.0, fused=True)
-    run = torch.compile(model) if given["compile"] else model
+    run = torch.compile(model, dynamic=True) if given["compile"] else model
     model.train()
     memory, cpu_s, tokens, losses, ids = Memory(), [], [], [], []
     for step in range(given["steps"] + given["warmup"]):
