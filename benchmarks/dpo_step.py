@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, cpu
-from train_step import MODELS, PEER, WIDTH, round_of
+from train_step import HEADS, MODELS, PEER, WIDTH, round_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "dpo_step.md"
 PAIRS, LR, BETA = 8, 2e-5, 0.1
@@ -190,7 +190,7 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         "TRL: DPOTrainer, versions in `benchmarks/requirements-peers.txt`; "
         "it pads the pairs of a pass to the longest of\n"
         "them (`padding_free` is switched off in that version). `small4`: Qwen3 shape, width 256, 4 layers, "
-        "vocabulary 4,096; `bigvocab`: vocabulary\n"
+        f"{HEADS}, vocabulary 4,096; `bigvocab`: vocabulary\n"
         "151,936, tied.\n"
         "Losses: of the first and the last step, and the largest difference of any, "
         f"which the script holds to {APART:g}. These ratios are a CPU's.\n\n"

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from dpo_step import start
 from flow_runs import ROOT, cpu
-from train_step import MODELS, PEER, round_of
+from train_step import HEADS, MODELS, PEER, round_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
 PROMPTS, GROUP, TOKENS, READ, LR = 8, 8, 128, 64, 1e-5
@@ -190,7 +190,7 @@ def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
         f"warm-up: {PROMPTS} prompts of {READ} tokens,\n"
         f"{GROUP} answers of {TOKENS} tokens to each, none of which ends early; one optimizer step of AdamW; "
         "no reference. `small4`: Qwen3 shape, width 256,\n"
-        "4 layers, vocabulary 4,096. CPU-seconds of the training process, "
+        f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, "
         "from the end of one step to that of the next; median of the rounds, each the median\n"
         "of its steps, with the range. ptf: the whole controller (native engine, "
         "the trainer's log-probs compared with the engine's, a checked weight sync),\n"

@@ -6,8 +6,9 @@ second of one core, how long a document waits, and how evenly sequences share th
 
 Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
 articles of about 1,900) and heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents,
-and lays the sequences out as tensors; the others are given all documents at once.
-Prints a JSON line a round and writes results/packing.md.
+and lays the sequences out as tensors. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and
+given all documents at once; next-fit sees one after the other. Prints a JSON line a round and writes
+results/packing.md.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from flow_runs import ROOT, cpu
 RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 SEQ_LEN, SEQUENCES = 4096, 8
+TRL_SFT = 1000  # documents that SFTTrainer packs at a time: it leaves Dataset.map its default
 
 
 def mixes(count: int) -> dict[str, np.ndarray]:
@@ -106,9 +108,9 @@ def in_turn(work: np.ndarray, ranks: int) -> list[np.ndarray]:
     return [np.arange(rank, len(work), ranks) for rank in range(ranks)]
 
 
-def trl(directory: str, name: str) -> dict[str, float]:
+def trl(directory: str, name: str, at_once: int) -> dict[str, float]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(SEQ_LEN)]
+    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(SEQ_LEN), str(at_once)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
@@ -129,12 +131,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, lengths in mixes(asked.documents).items():
             np.save(f"{directory}/{name}.npy", lengths)
-            found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "next-fit": []}
+            found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "TRL, all at once": [], "next-fit": []}
             sequences: list[list[int]] = []
             for _ in range(asked.rounds):
                 one, sequences = ours(lengths, asked.lookahead)
                 found["ptf"].append(one)
-                found["TRL"].append(trl(directory, name))
+                found["TRL"].append(trl(directory, name, TRL_SFT))
+                found["TRL, all at once"].append(trl(directory, name, asked.documents))
                 began = time.process_time()
                 simple = next_fit(lengths)
                 found["next-fit"].append(
@@ -152,8 +155,9 @@ def main() -> None:
                 f"| {name} | {ptf['fill']:.4f} | {ptf['packed_s']:,.0f} | {ptf['laid_out_s']:,.0f} "
                 f"({min(spread):,.0f} – {max(spread):,.0f}) "
                 f"| {ptf['waited']:.0f} | {ptf['bias']:+.3f} | {middle['TRL']['fill']:.4f} | "
-                f"{middle['TRL']['packed_s']:,.0f} "
-                f"| {middle['next-fit']['fill']:.3f} | {middle['next-fit']['packed_s']:,.0f} |"
+                f"{middle['TRL']['packed_s']:,.0f} | {middle['TRL, all at once']['fill']:.4f} | "
+                f"{middle['TRL, all at once']['packed_s']:,.0f} | {middle['next-fit']['fill']:.3f} | "
+                f"{middle['next-fit']['packed_s']:,.0f} | {cpu()} |"
             )
             cells = [
                 imbalance(lengths, sequences, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)
@@ -165,15 +169,16 @@ def main() -> None:
         f"one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
         f"{asked.documents:,} documents a mix, sequences of {SEQ_LEN:,}; ptf sees {asked.lookahead} documents "
         "at a time, "
-        "TRL (bfd, as SFTTrainer calls it) and\n"
-        f"next-fit all of them; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
+        f"TRL (bfd) {TRL_SFT:,}, as\n"
+        "SFTTrainer calls it, and all of them at once, next-fit one after the other; "
+        f"{asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
         "*laid out* includes `Batch.of` (tokens, targets,\n"
         "positions, segments, weights). *Waited*: the most sequences that left between a document's coming into sight "
         "and its own. *Bias*: correlation of\n"
         "length and wait.\n\n"
-        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | next-fit: "
-        "fill | packed /s |\n"
-        "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | TRL, all "
+        "at once: fill | packed /s | next-fit: fill | packed /s | CPU |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
         "*In turn*: sequence j goes to rank j mod W, as\n"
         "where ranks encode and pack on the fly, each its own partitions. *Balanced*: equally many sequences each, "

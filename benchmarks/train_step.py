@@ -1,25 +1,28 @@
-"""The SFT step beside TRL and plain transformers, each at its best setting: real tokens per CPU-second of one thread,
-and the memory that a step adds, on the same sequences from the same weights,
-so that the losses of every step must be the same.
+"""The SFT step beside TRL, transformers' Trainer and plain transformers, each at its best setting: real tokens per
+CPU-second of one thread, and the memory that a step adds, on the same sequences from the same weights.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3] [--minutes 7] [--anew]
 
-First one round of ptf and of every setting of the peers (`CELLS`), then further rounds of ptf and of the fastest peer,
-one after the other (A, B, A, B, …). Documents: log-normal lengths (median 180, p99 about 2,000, at most 2,048), the
-first 40 % of each is prompt, packed into sequences of 2,048; every step has documents of the same lengths with other
-tokens. Keeps every round in results/train_step.jsonl, where the next call goes on, and writes results/train_step.md
-from it.
+First one round of every cell of the grid (`GRID`): ptf, ptf compiled, and all settings of the peers. A setting that a
+library refuses is kept with the library's own words. Then further rounds of ptf, of ptf compiled and of the fastest
+peer, one after the other (A, B, C, A, B, C, …). Every round must start from the same weights, train the same token ids
+in the same order, count the same tokens and have the same losses. Documents: log-normal lengths (median 180, p99 about
+2,000, at most 2,048), the first 40 % of each is prompt, packed into sequences of 2,048; every step has documents of
+the same lengths with other tokens. Keeps every round with its settings in results/train_step.jsonl, where the next call
+on a CPU of the same name goes on, and writes results/train_step.md from the rounds of today's settings.
 """
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,36 +39,62 @@ SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
     "max_position_embeddings": WIDTH,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
+HEADS = f"{SHAPE['num_attention_heads']} query and {SHAPE['num_key_value_heads']} key heads of {SHAPE['head_dim']}"
 MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
-# sequences a step; timed steps; the warm-up step's documents are shorter by this
-SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 2, "bigvocab": 1}, 8
+# sequences a step; timed steps. One step of the same shapes comes before them untimed: it touches memory for the first
+# time and compiles (ptf in fp32, small4, AMD EPYC: 3.65 s beside 3.2 s)
+SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab": 1}, 1
 TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
-DENSE, FLAT, BARE = "SDPA, a dense mask a row", "SDPA, one dense mask over all rows of a pass", "SDPA, causal, no mask"
-CELLS: dict[str, dict[str, Any]] = {
-    "TRL, packed, 4 rows a pass": {"script": TRL, "packed": True, "pass": 4, "attention": FLAT},
-    "TRL, packed, 2 rows a pass": {"script": TRL, "packed": True, "pass": 2, "attention": FLAT},
-    "TRL, packed, 1 row a pass": {"script": TRL, "packed": True, "pass": 1, "attention": FLAT},
-    "TRL, not packed, a document a pass": {"script": TRL, "packed": False, "pass": 1, "attention": BARE},
-    "transformers, packed, 4 rows a pass": {"script": LOOP, "packed": True, "pass": 4, "attention": DENSE},
-    "transformers, packed, 1 row a pass": {"script": LOOP, "packed": True, "pass": 1, "attention": DENSE},
-    "transformers, a document a pass": {"script": LOOP, "packed": False, "pass": 1, "attention": BARE},
+TRAINER = "benchmarks/peers/hf_trainer.py"
+BOTH, SMALL = tuple(MODELS), ("small4",)
+# peer, how the documents of a pass lie, sequences or documents a pass (the others are accumulated), attention, compiled
+# by torch, Liger's kernels, models. `bigvocab` has one sequence a step, whose four documents are a pass without padding
+# too; what a library refuses, it refuses whatever the vocabulary.
+GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
+    "TRL, packed, 4 rows a pass": (TRL, "packed", 4, "sdpa", False, False, SMALL),
+    "TRL, packed, 2 rows a pass": (TRL, "packed", 2, "sdpa", False, False, SMALL),
+    "TRL, packed, 1 row a pass": (TRL, "packed", 1, "sdpa", False, False, BOTH),
+    "TRL, padding-free, 8 documents a pass": (TRL, "padding-free", 8, "sdpa", False, False, SMALL),
+    "TRL, padding-free, 4 documents a pass": (TRL, "padding-free", 4, "sdpa", False, False, SMALL),
+    "TRL, a document a pass": (TRL, "documents", 1, "sdpa", False, False, BOTH),
+    "TRL, packed, 1 row a pass, eager attention": (TRL, "packed", 1, "eager", False, False, SMALL),
+    "TRL, a document a pass, eager attention": (TRL, "documents", 1, "eager", False, False, SMALL),
+    "TRL, packed, 1 row a pass, flex attention": (TRL, "packed", 1, "flex_attention", False, False, SMALL),
+    "TRL, a document a pass, compiled": (TRL, "documents", 1, "sdpa", True, False, SMALL),
+    "TRL, a document a pass, Liger": (TRL, "documents", 1, "sdpa", False, True, SMALL),
+    "Trainer, packed, 1 row a pass": (TRAINER, "packed", 1, "sdpa", False, False, BOTH),
+    "Trainer, a document a pass": (TRAINER, "documents", 1, "sdpa", False, False, BOTH),
+    "transformers, packed, 4 rows a pass": (LOOP, "packed", 4, "sdpa", False, False, SMALL),
+    "transformers, packed, 2 rows a pass": (LOOP, "packed", 2, "sdpa", False, False, SMALL),
+    "transformers, packed, 1 row a pass": (LOOP, "packed", 1, "sdpa", False, False, BOTH),
+    "transformers, padding-free, 8 documents a pass": (LOOP, "padding-free", 8, "sdpa", False, False, SMALL),
+    "transformers, padding-free, 4 documents a pass": (LOOP, "padding-free", 4, "sdpa", False, False, SMALL),
+    "transformers, a document a pass": (LOOP, "documents", 1, "sdpa", False, False, BOTH),
+    "transformers, packed, 1 row a pass, eager attention": (LOOP, "packed", 1, "eager", False, False, SMALL),
+    "transformers, a document a pass, eager attention": (LOOP, "documents", 1, "eager", False, False, SMALL),
+    "transformers, packed, 1 row a pass, flex attention": (LOOP, "packed", 1, "flex_attention", False, False, SMALL),
+    "transformers, packed, 1 row a pass, compiled": (LOOP, "packed", 1, "sdpa", True, False, BOTH),
+    "transformers, a document a pass, compiled": (LOOP, "documents", 1, "sdpa", True, False, BOTH),
+    "transformers, a document a pass, Liger": (LOOP, "documents", 1, "sdpa", False, True, SMALL),
 }
-OURS = "SDPA, causal, document by document"
+OURS: dict[str, dict[str, Any]] = {"ptf": {"train": {}}, "ptf, train.compile: true": {"train": {"compile": True}}}
+NAMES = ("script", "form", "pass", "attention", "compile", "liger")
+CELLS = OURS | {system: dict(zip(NAMES, cell, strict=False)) for system, cell in GRID.items()}
 APART = {"fp32": 1e-4, "bf16": 5e-3}  # the most that losses of the same step may differ by
 
 
 def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
-    """`lengths` and `tokens` of the documents in the order of their rows, and how many each row has (`rows`), for a
-    warm-up step and `steps` others."""
+    """`lengths` and `tokens` of the documents of so many steps, in the order of their rows, and how many each row has
+    (`rows`)."""
     from ptf.data.packing import pack_all
     from ptf.data.sample import Sample, length
 
@@ -75,17 +104,17 @@ def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
         [length(a) for a in row]
         for row in pack_all([(Sample(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], WIDTH)
     ]
-    work = [sum(n * n for row in packed[i : i + rows] for n in row) for i in range(len(packed) - rows)]
-    # rows whose attention costs what rows cost on average
-    first = int(np.argmin(np.abs(np.array(work) - np.mean(work))))
+    # passes of 4 or 8 documents need as many as that divides
+    starts = [i for i in range(len(packed) - rows) if sum(map(len, packed[i : i + rows])) % (8 if rows > 1 else 4) == 0]
+    work = np.array([sum(n * n for row in packed[i : i + rows] for n in row) for i in starts])
+    mean = rows * np.mean([sum(n * n for n in row) for row in packed])
+    first = starts[int(np.argmin(np.abs(work - mean)))]  # rows whose attention costs what rows cost on average
     layout = packed[first : first + rows]
-    lengths = np.array(
-        [[max(2, n // WARM) for row in layout for n in row], *[[n for row in layout for n in row]] * steps]
-    ).reshape(-1)
+    lengths = np.array([n for row in layout for n in row] * steps)
     np.savez(
         path,
         lengths=lengths,
-        rows=[len(row) for row in layout] * (steps + 1),
+        rows=[len(row) for row in layout] * steps,
         tokens=rng.integers(0, vocab, lengths.sum()),
     )
 
@@ -107,41 +136,43 @@ def ours(given: dict[str, Any]) -> None:
         return Sample(tokens, (np.arange(len(tokens)) >= 0.4 * len(tokens)).astype(np.float32))
 
     rows = [[(sample(next(parts)),) for _ in range(n)] for n in stored["rows"]]
-    total = given["steps"] + given["warmup"]
     with joined("cpu", 600, threads=1) as world:
         place = Path(given["model"])
         settings = {"betas": (0.9, 0.999), "weight_decay": 0.0, **given["train"]}
-        train = TrainConfig(steps=total, lr=given["lr"], schedule="constant", precision=given["dtype"], **settings)
+        train = TrainConfig(
+            steps=given["written"], lr=given["lr"], schedule="constant", precision=given["dtype"], **settings
+        )
         model, _ = load_model(
             place, world, ModelConfig(path=str(place)), seed=0, precision=train.precision, compiled=train.compile
         )
+        weight = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
         trainer = Trainer(model, world, train)
-        cpu_s, tokens, losses = [], [], []
+        cpu_s, tokens, losses, trained = [], [], [], []
         base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
-        for step in range(total):
-            batch = Batch.of(
-                rows[step * given["rows"] : (step + 1) * given["rows"]],
-                WIDTH if step >= given["warmup"] else WIDTH // WARM + 64,
-            )
+        for step in range(given["written"]):
+            batch = Batch.of(rows[step * given["rows"] : (step + 1) * given["rows"]], WIDTH)
             began = time.process_time()
             losses.append(trainer.step([batch], SFT(), step)["loss"])
             if step >= given["warmup"]:
                 cpu_s.append(time.process_time() - began)
                 tokens.append(sum(batch.lengths))
+            trained.append(zlib.crc32(batch.targets.view(-1)[batch.trained_positions].numpy().tobytes()))
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    print(json.dumps({"cpu_s": cpu_s, "tokens": tokens, "losses": losses, "added_mib": peak - base}))
+    found = {"cpu_s": cpu_s, "tokens": tokens, "losses": losses, "trained": trained, "weight": weight}
+    print(json.dumps({**found, "added_mib": peak - base}))
 
 
 def round_of(
     system: str, given: dict[str, Any], script: str = "benchmarks/train_step.py", peer: str = TRL
 ) -> dict[str, Any]:
     """What one round in a process of its own prints; by the peers' Python, unless `system` is ptf."""
-    command = [sys.executable, script, "--one"] if system == "ptf" else [str(PEER), peer]
+    own = system.startswith("ptf")
+    command = [sys.executable, script, "--one"] if own else [str(PEER), peer]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT) if system == "ptf" else "",
+        "PYTHONPATH": str(ROOT) if own else "",
     }
     done = subprocess.run(
         [*command, json.dumps(given)],
@@ -162,59 +193,95 @@ def rate(one: dict[str, Any]) -> float:
     return sum(one["tokens"]) / sum(one["cpu_s"])
 
 
-def kept(name: str, dtype: str) -> list[dict[str, Any]]:
-    """The rounds that were made of a model and a dtype."""
+def settings(name: str, system: str) -> dict[str, Any]:
+    """All that the rounds of a system on a model have in common; rounds of other settings count for nothing."""
+    return {
+        "shape": MODELS[name],
+        "width": WIDTH,
+        "sequences": SEQUENCES[name],
+        "steps": [WARM, STEPS[name]],
+        "cell": CELLS[system],
+    }
+
+
+def kept(name: str, dtype: str, hardware: str) -> list[dict[str, Any]]:
+    """The rounds that were made of a model and a dtype on such a CPU, with today's settings."""
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    return [row for row in rows if (row["model"], row["dtype"]) == (name, dtype)]
+    return [
+        row
+        for row in rows
+        if (row["model"], row["dtype"], row["hardware"]) == (name, dtype, hardware)
+        and row["system"] in CELLS
+        and row.get("settings") == settings(name, row["system"])
+    ]
 
 
-def planned(name: str, dtype: str, rounds: int) -> str | None:
-    """What comes next: ptf, every setting once, then ptf and the fastest peer by turns."""
-    made = [row["system"] for row in kept(name, dtype)]
-    cells = [cell for cell, how in CELLS.items() if how["pass"] <= SEQUENCES[name] or not how["packed"]]
-    if missing := [system for system in ("ptf", *cells) if system not in made]:
+def planned(name: str, dtype: str, hardware: str, rounds: int) -> str | None:
+    """What comes next: every cell of the grid once, then ptf, ptf compiled and the fastest peer by turns."""
+    rows = kept(name, dtype, hardware)
+    made = [row["system"] for row in rows]
+    if missing := [system for system in CELLS if system not in made and name in models_of(system)]:
         return missing[0]
-    best = fastest(kept(name, dtype))
-    return min(("ptf", best), key=made.count) if min(made.count("ptf"), made.count(best)) < rounds else None
+    often = [*OURS, fastest(rows)]
+    least = min(often, key=made.count)
+    return least if made.count(least) < rounds else None
+
+
+def models_of(system: str) -> tuple[str, ...]:
+    """The models that the grid has this cell for."""
+    return BOTH if system in OURS else GRID[system][-1]
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:
     """Of the peers, each by its first round."""
-    first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] != "ptf"}
+    first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] in GRID and "refused" not in row}
     return max(first, key=lambda system: first[system])
 
 
-def compared(name: str, dtype: str, rounds: int, train: dict[str, Any], until: float) -> None:
-    """The rounds that are missing, unless the time is over. Raises AssertionError where the two did not do the same."""
+def assert_same(made: dict[str, Any], first: dict[str, Any], dtype: str) -> None:
+    """Raise AssertionError where a round did not do what ptf's first did."""
+    assert math.isclose(made["weight"], first["weight"], rel_tol=1e-9), "all start from the same weights"
+    assert made["trained"] == first["trained"], "all train the same token ids in the same order"
+    assert made["tokens"] == first["tokens"], "all count the same tokens"
+    assert apart(made, first) <= APART[dtype], "all have the same losses"
+
+
+def apart(made: dict[str, Any], first: dict[str, Any]) -> float:
+    """The largest difference of the losses of a step."""
+    return max(abs(a - b) for a, b in zip(made["losses"], first["losses"], strict=True))
+
+
+def compared(name: str, dtype: str, rounds: int, until: float) -> None:
+    """The rounds that are missing, unless the time is over. Raises AssertionError where two did not do the same."""
     from dpo_step import start
 
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+    hardware = cpu()
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware}
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
-        documents(path, MODELS[name]["vocab_size"], SEQUENCES[name], STEPS[name])
+        written = STEPS[name] + WARM
+        documents(path, MODELS[name]["vocab_size"], SEQUENCES[name], written)
         given = {
             "model": model,
             "documents": str(path),
             "width": WIDTH,
             "rows": SEQUENCES[name],
             "dtype": dtype,
+            "written": written,
+            "warmup": WARM,
             "steps": STEPS[name],
-            "warmup": 1,
             "lr": LR,
         }
-        while (system := planned(name, dtype, rounds)) and time.monotonic() < until:
-            cell = CELLS.get(system, {"train": train})
+        while (system := planned(name, dtype, hardware, rounds)) and time.monotonic() < until:
+            cell, began = CELLS[system], time.monotonic()
             made = round_of(system, given | cell, peer=cell.get("script", TRL))
-            first = next((row for row in kept(name, dtype) if row["system"] == "ptf"), made)
-            assert made["tokens"] == first["tokens"], "all count the same tokens"
-            assert len(made["losses"]) == len(first["losses"]), "all have as many steps"
-            assert max(abs(a - b) for a, b in zip(made["losses"], first["losses"], strict=True)) <= APART[dtype], (
-                "all have the same losses"
-            )
-            row = {"model": name, "dtype": dtype, "system": system, "rate": round(rate(made)), **made, **about}
-            print(json.dumps(row), flush=True)
+            if "refused" not in made:
+                made |= {"rate": round(rate(made))}
+                assert_same(made, next((one for one in kept(name, dtype, hardware)), made), dtype)
+            row = {"model": name, "dtype": dtype, "system": system, **made, **about}
+            print(json.dumps(row | {"wall_s": round(time.monotonic() - began)}), flush=True)
             with KEPT.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | {"settings": settings(name, system)}) + "\n")
 
 
 def main() -> None:
@@ -223,11 +290,10 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", default=list(APART), choices=list(APART))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no further round is begun")
     parser.add_argument("--anew", action="store_true", help="forget the rounds that are kept")
-    parser.add_argument("--train", type=json.loads, default={}, help="further keys of ptf's train section, as JSON")
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/train_step.py needs the peer's environment: make peers")
@@ -236,65 +302,91 @@ def main() -> None:
     until = time.monotonic() + 60 * asked.minutes
     for name in asked.models:
         for dtype in asked.dtypes:
-            compared(name, dtype, asked.rounds, asked.train, until)
+            compared(name, dtype, asked.rounds, until)
     write(asked.rounds)
 
 
-def cell(rounds: list[dict[str, Any]]) -> str:
+def attention(system: str) -> str:
+    """What the attention of a system computes, for the page."""
+    if system in OURS:
+        return "SDPA, causal, document by document"
+    cell = CELLS[system]
+    kind = {"sdpa": "SDPA", "eager": "eager", "flex_attention": "FlexAttention"}[cell["attention"]]
+    if cell["attention"] == "flex_attention" or (cell["compile"] and cell["form"] == "documents"):
+        return kind
+    if cell["form"] == "documents":
+        return f"{kind}, causal, no mask" if kind == "SDPA" else f"{kind}, a dense mask a document"
+    whole = cell["script"] == TRL or cell["form"] == "padding-free"
+    return f"{kind}, one dense mask over the whole pass" if whole else f"{kind}, a dense mask a row"
+
+
+def spread(rounds: list[dict[str, Any]]) -> str:
     rates = [rate(one) for one in rounds]
     return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f} – {max(rates):,.0f})" if len(rates) > 1 else "")
 
 
+def ratios(ptf: list[dict[str, Any]], peer: list[dict[str, Any]]) -> tuple[float, str]:
+    """The median of the rounds' ratios, and it with their range."""
+    found = [rate(a) / rate(b) for a, b in zip(ptf, peer, strict=False)]
+    return median(found), f"**{median(found):.2f}** ({min(found):.2f} – {max(found):.2f})"
+
+
+def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) -> list[str]:
+    """Every cell's first round, beside ptf's."""
+    lines = []
+    for system, (one, *_) in found.items():
+        names = f"| {title} | {system}{' (the best)' if system == best else ''} | {attention(system)} |"
+        if "refused" in one:
+            lines.append(f"{names} refused: {one['refused'].replace('|', '/')} | | | {one['hardware']} |")
+        else:
+            share = rate(one) / rate(found["ptf"][0])
+            lines.append(f"{names} {spread([one])} | {share:.2f} | {one['added_mib']:,.0f} | {one['hardware']} |")
+    return lines
+
+
 def write(rounds: int) -> None:
     """The page, of the rounds that are kept."""
-    every = [(name, dtype) for name in MODELS for dtype in APART]
-    order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all settings is the fastest known
+    stored = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    every = [
+        (name, dtype, hardware)
+        for name in MODELS
+        for dtype in APART
+        for hardware in dict.fromkeys(row["hardware"] for row in stored)
+        if kept(name, dtype, hardware)
+    ]
+    order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all cells is the fastest known
     table, grid, slower, larger, unfinished, dates = [], [], [], [], [], set()
     for key in order:
-        rows, name = kept(*key), f"{key[0]} | {key[1]}"
+        rows, title = kept(*key), f"{key[0]} | {key[1]}"
         best = fastest(rows)
-        found = {system: [row for row in rows if row["system"] == system] for system in ("ptf", *CELLS)}
+        found = {system: [row for row in rows if row["system"] == system] for system in CELLS}
         found = {system: of for system, of in found.items() if of}
         dates |= {row["date"] for row in rows}
-        measured = ", ".join(sorted({f"{row['hardware']}, {row['commit']}" for row in rows}))
+        measured = f"{key[2]}, {', '.join(sorted({row['commit'] for row in rows}))}"
         if planned(*key, rounds):
-            unfinished.append(" in ".join(key))
-        ratios = [rate(a) / rate(b) for a, b in zip(found["ptf"], found[best], strict=False)]
-        added = {system: median(one["added_mib"] for one in found[system]) for system in ("ptf", best)}
-        apart = max(
-            abs(a - b)
-            for of in found.values()
-            for one in of
-            for a, b in zip(one["losses"], found["ptf"][0]["losses"], strict=True)
-        )
-        ratio = f"**{median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f})"
+            unfinished.append(" in ".join(key[:2]))
+        added = {system: median(one["added_mib"] for one in found[system]) for system in (*OURS, best)}
+        most = max(apart(one, found["ptf"][0]) for of in found.values() for one in of if "refused" not in one)
+        columns = [title]
+        for system in OURS:
+            factor, ratio = ratios(found[system], found[best])
+            columns += [spread(found[system]), ratio]
+            if factor <= 1:
+                slower.append(f"{' in '.join(key[:2])}, {best} is {1 / factor:.2f} times as fast as {system}")
         memory = f"{added['ptf']:.0f} / {added[best]:.0f} = {added['ptf'] / added[best]:.2f}"
-        table.append(
-            f"| {name} | {cell(found['ptf'])} | {best} | {cell(found[best])} | {ratio} | {memory} | {apart:.1e} | "
-            f"{measured} |"
-        )
-        if median(ratios) <= 1:
-            slower.append(f"{key[0]} in {key[1]}: {best} is {1 / median(ratios):.2f} times as fast")
+        table.append(f"| {' | '.join(columns)} | {best} | {spread(found[best])} | {memory} | {most:.1e} | {measured} |")
         if added["ptf"] > added[best]:
-            larger.append(f"{' in '.join(key)} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
-        for system, of in {
-            "ptf": found["ptf"][:1],
-            **{cell: of[:1] for cell, of in found.items() if cell != "ptf"},
-        }.items():
-            attention = OURS if system == "ptf" else CELLS[system]["attention"]
-            mark = " (the best)" if system == best else ""
-            quicker = rate(of[0]) / rate(found["ptf"][0])
-            grid.append(
-                f"| {name} | {system}{mark} | {attention} | {cell(of)} | {quicker:.2f} | {of[0]['added_mib']:,.0f} |"
-            )
+            larger.append(f"{' in '.join(key[:2])} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
+        grid += grid_lines(title, found, best)
     loses = (
         "ptf loses here: " + "; ".join(slower) + ".\n\n"
         if slower
-        else "On one thread of this CPU no setting of a peer is faster than ptf, of what was measured.\n\n"
+        else "On one thread no setting of a peer is faster than ptf, of what was measured.\n\n"
     )
     if larger:
         loses += f"ptf's step adds more memory than that of the fastest peer: {', '.join(larger)}.\n\n"
-    if left := [*unfinished, *(" in ".join(key) for key in every if key not in order)]:
+    absent = [f"{name} in {dtype}" for name in MODELS for dtype in APART if (name, dtype) not in {k[:2] for k in order}]
+    if left := [*unfinished, *absent]:
         loses += f"Not all rounds were made yet: {', '.join(left)}.\n\n"
     bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in APART.items())
     RESULTS.write_text(
@@ -308,24 +400,26 @@ def write(rounds: int) -> None:
         "its own; median and range. The same sequences in the same order from the same weights: "
         "packed documents of log-normal lengths\n"
         "(median 180, p99 about 2,000), the first 40 % prompt, sequences of 2,048; fused AdamW, clip 1. "
-        "The script asserts that all count\n"
-        f"the same tokens and that the losses of every step agree (to {bounds}); the largest\n"
-        "difference of any stands in the table. `small4`: Qwen3 shape, width 256, 4 layers, 4 heads of 64, "
-        "vocabulary 4,096,\n"
-        f"{SEQUENCES['small4']} sequences a step; `bigvocab`: vocabulary 151,936, tied, "
-        f"{SEQUENCES['bigvocab']} sequence a step. TRL: "
-        "SFTTrainer, whose head makes no full\n"
-        "logits; transformers: a loop with the model's own loss over full logits; "
-        "versions in `benchmarks/requirements-peers.txt`;\n"
-        "bf16 is autocast over weights of fp32 for all. ptf: its defaults (`train.compile` is off on a CPU), "
-        "all sequences of a step in one pass.\n"
+        "The script asserts that all start\n"
+        "from the same weights, train the same token ids in the same order and count the same tokens, "
+        f"and that the losses of every step\nagree (to {bounds}); the largest difference of any stands in the table. "
+        "`small4`: Qwen3 shape, width 256,\n"
+        f"4 layers, {HEADS}, vocabulary 4,096, {SEQUENCES['small4']} sequences a step; `bigvocab`: vocabulary "
+        f"151,936, tied,\n{SEQUENCES['bigvocab']} sequence a step. TRL: SFTTrainer, whose head makes no full "
+        "logits; Trainer: transformers' own; transformers: a loop with the\n"
+        "model's own loss over full logits; versions in `benchmarks/requirements-peers.txt`; "
+        "bf16 is autocast over weights of fp32 for all.\nA step has the same sequences in every cell; what a pass "
+        "does not hold is accumulated. ptf: its defaults (`train.compile` is off on a\nCPU), and with "
+        "`train.compile: true`; all sequences of a step in one pass. "
+        "One step of the same\nshapes comes before the timed one.\n"
         "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
-        "| model | dtype | ptf | fastest peer | its tokens per CPU-second | ratio | MiB that the step adds | losses "
-        "apart | measured |\n"
-        "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
-        "All settings, one round each, beside ptf's in the same minutes:\n\n"
-        "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added |\n"
-        "|---|---|---|---|---|---|---|\n" + "\n".join(grid) + "\n"
+        "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
+        "| MiB that the step adds | losses apart | CPU, commit |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
+        "All settings, one round each, beside ptf's in the same minutes; what a library refuses stands here in its own "
+        "words:\n\n"
+        "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added | CPU |\n"
+        "|---|---|---|---|---|---|---|---|\n" + "\n".join(grid) + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")
 
