@@ -14,6 +14,7 @@ import yaml
 import ptf
 from ptf import cli, published_versions, storage
 from ptf.errors import UserError
+from ptf.evaluation import evaluate_model
 from ptf.model.adapter_directory import AdapterDirectory
 from ptf.training_run import EVALUATED
 from tests.tiny import arithmetic
@@ -81,6 +82,12 @@ def test_the_commands_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{loss:.4f}" in table, "the same model by the same rows"
     assert "start" not in table
     assert not list((tmp_path / "runs").glob(".partial*"))
+
+
+def test_the_evaluation_of_a_model_is_checked_before_the_model_is_read(tmp_path: Path) -> None:
+    job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other"])
+    with pytest.raises(UserError, match=r"publish\.metric: .*loss/other"):
+        evaluate_model(job, str(tmp_path / "no-model"))
 
 
 @pytest.mark.parametrize("command", ["evaluate", "publish"])

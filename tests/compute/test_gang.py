@@ -17,7 +17,7 @@ from ray._raylet import get_authentication_mode
 
 from ptf import scratch
 from ptf.compute.gang import Gang, layout, make_pool, run_gang
-from ptf.compute.ray_session import _resolved, ray_session
+from ptf.compute.ray_session import ray_session
 from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
 from ptf.errors import UserError
@@ -224,14 +224,6 @@ def test_no_process_file_or_directory_outlives_a_session_or_its_killed_driver(tm
     assert family(directory) == []
     assert not directory.exists()
     assert not any((tmp_path / "home").rglob("*")), "something was written under the home directory"
-
-
-def test_the_address_of_a_cluster_is_the_given_one_or_that_of_the_environment(monkeypatch):
-    assert _resolved("head:6379") == "head:6379"
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6380")
-    assert _resolved("auto") == "127.0.0.1:6380"
-    with pytest.raises(UserError, match="write host:port"):
-        _resolved("head")
 
 
 def test_an_unreachable_cluster_is_said_to_be_one():

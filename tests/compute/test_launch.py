@@ -13,7 +13,9 @@ import yaml
 
 from ptf.compute import launch
 from ptf.compute.launch import needs_ray
+from ptf.compute.ray_session import _resolved
 from ptf.config.sections.compute import ComputeConfig
+from ptf.errors import UserError
 from tests.tiny import arithmetic
 
 CODE = """
@@ -90,3 +92,13 @@ def test_threads_are_the_cores_of_a_machine_divided_by_its_own_ranks(monkeypatch
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "16")
     assert launch.default_threads() == 4
     assert launch.default_threads(100) == 1
+
+
+def test_the_address_of_a_cluster_is_the_given_one_or_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _resolved("head:6379") == "head:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6380")
+    assert _resolved("auto") == "192.0.2.7:6380"
+    with pytest.raises(UserError, match="write host:port"):
+        _resolved("head")

@@ -1,13 +1,15 @@
 """Sinks besides the file and the console."""
 
+import contextlib
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ptf.compute.tracking import Tracker, read_metrics
+from ptf.compute.tracking import StepLines, Tracker, read_metrics
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from tests.tiny import arithmetic
@@ -70,3 +72,20 @@ def test_a_run_whose_metrics_were_damaged_does_not_go_on_as_if_they_ended_there(
     assert file.read_bytes() == held
     file.write_text("".join(lines))
     assert facts(train(raw, "a")) == whole
+
+
+def test_steps_lines_do_not_ask_an_object_store_for_the_lease(tmp_path: Path) -> None:
+    """They are written at each step, and an object store takes a tenth of a second to answer."""
+    asked: list[bool] = []
+
+    class Held:
+        @contextlib.contextmanager
+        def commit(self, local: bool = False) -> Iterator[None]:
+            asked.append(local)
+            yield
+
+    lines = StepLines(tmp_path / "lines.jsonl", 0, Held())  # type: ignore[arg-type]
+    lines.add({"step": 1})
+    lines.close()
+    assert asked == [True, True]
+    assert [row["step"] for row in read_metrics(tmp_path / "lines.jsonl")] == [1]

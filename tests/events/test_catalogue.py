@@ -50,6 +50,12 @@ def test_a_slate_is_read_as_items_and_what_names_none_is_none(made: Path) -> Non
         assert len(state) == item.text.count("<") + 1
 
 
+def test_the_template_of_a_tokenizer_names_what_its_tokens_stand_for_if_that_is_given(tmp_path: Path) -> None:
+    plain, named = (event_tokenizer(["<a>"], tmp_path / of, of).hf.chat_template for of in ("", "items"))
+    assert plain == event_tokenizer(["<a>"], tmp_path / "default").hf.chat_template
+    assert named == "{# items #}" + plain
+
+
 def test_a_catalogue_of_another_tokenizer_is_refused(made: Path, tmp_path: Path) -> None:
     catalogue = Catalogue.load(str(made / "catalogue.json"))
     catalogue.raise_if_different(extended(made), "the model's")
