@@ -85,7 +85,7 @@ def test_the_commands_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_evaluation_of_a_model_is_checked_before_the_model_is_read(tmp_path: Path) -> None:
-    job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other"])
+    job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other", "publish.metric_direction=min"])
     with pytest.raises(UserError, match=r"publish\.metric: .*loss/other"):
         evaluate_model(job, str(tmp_path / "no-model"))
 
