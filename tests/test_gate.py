@@ -25,9 +25,9 @@ from tests.rl.test_controller import raw as rl_raw  # noqa: F401  a fixture
 from tests.tiny import arithmetic, write_jsonl
 
 
-@pytest.mark.parametrize("freedom", [4, 5, 9, 30, 511])
-def test_the_quantile_is_students(freedom: int) -> None:
-    assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
+@pytest.mark.parametrize(("freedom", "error"), [(4, 4e-4), (6, 5e-5), (10, 4e-6), (30, 1e-7), (511, 1e-9)])
+def test_the_quantile_is_students(freedom: int, error: float) -> None:
+    assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=error)
 
 
 def test_the_interval_of_equal_denominators_is_students() -> None:

@@ -48,3 +48,24 @@ def test_a_cluster_that_takes_no_jobs_is_an_error_after_the_deadline(monkeypatch
         pass
     assert len(attempts) > 1
     assert capsys.readouterr().out.count("trying again") == 1
+
+
+def test_the_output_of_a_job_is_printed_whole_and_once(monkeypatch, capsys):
+    submitted = []
+    answers = iter([("RUNNING", ""), ("RUNNING", "first\n"), ("SUCCEEDED", "first\nsecond\n")])
+
+    class Client(Jobs):
+        def submit_job(self, entrypoint: str, submission_id: str):
+            submitted.append(submission_id)
+
+        def get_job_info(self, name: str):
+            status, self.logs = next(answers)
+            return SimpleNamespace(status=JobStatus(status), message="", driver_exit_code=0)
+
+        def get_job_logs(self, name: str):
+            return self.logs
+
+    monkeypatch.setattr(ray_jobs, "EVERY_S", 0.01)
+    outcome = ray_jobs._follow(Client(), "here", "a-job", ["train"], lambda: None)
+    assert (outcome.status, submitted) == (JobStatus.SUCCEEDED, ["a-job"])
+    assert capsys.readouterr().out == "job a-job submitted to here\nfirst\nsecond\n"

@@ -1,6 +1,7 @@
 """Our Qwen3 against transformers': logits, gradients, packing, and the way through a checkpoint and back."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,10 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
         file.truncate(5000)
     with pytest.raises(UserError, match="cannot be read"):
         ours(directory)
+
+
+def test_a_qwen2_moe_without_the_setting_has_no_windows():
+    config = {**bridge.family_of({"model_type": "qwen2_moe"}).random_config(random.Random(0)), "sliding_window": 8}
+    for given in ({}, {"use_sliding_window": False}):
+        plain = {k: v for k, v in config.items() if k not in ("use_sliding_window", "layer_types")} | given
+        assert {layer.window for layer in bridge.family_of(plain).config(plain).layers} == {None}

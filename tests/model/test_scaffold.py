@@ -224,3 +224,21 @@ def test_projections_of_latent_attention_are_mapped_where_the_config_has_some(in
     assert (kind, ours) == ("Rename", ("layers.{i}.attn." + inner.replace("layernorm", "norm"),))
     del settings["kv_lora_rank"]
     assert tensors._attention(inner, (8, 32), settings) is None
+
+
+def test_classes_that_differ_in_words_alone_are_the_same(tmp_path, monkeypatch):
+    """Docstrings, comments, types and the model's name are left out; a first statement is not."""
+    body = "    {doc}\n    def forward(self, x{types}):\n        {inner}\n        y = x + 1\n        return y{more}\n"
+    tail = "class {name}ForCausalLM:\n    pass\n"
+
+    def lines(name, doc, types, inner, more):
+        text = f"class {name}MLP:\n" + body.format(doc=doc, types=types, inner=inner, more=more)
+        (tmp_path / f"words_{name.lower()}.py").write_text(text + tail.format(name=name))
+        return nearest._sources(f"words_{name.lower()}")["MLP"]
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plain = lines("Ant", "pass", "", "x = x", "")
+    assert plain == lines("Bee", "pass", ": int", "x = x  # itself", "  # the sum")
+    assert "y = x + 1" in "".join(plain)
+    assert any("x = x" in line for line in plain), "the first statement stays where there is no docstring"
+    assert not any("Words" in line for line in lines("Dog", '"""Words."""', "", '"""Words."""', ""))

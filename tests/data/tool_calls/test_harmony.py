@@ -120,3 +120,10 @@ def test_a_reader_that_takes_calls_for_content_is_caught():
     text = "<|channel|>commentary to=functions.f<|message|>{}"
     assert [message.recipient for message in messages(text)] == ["functions.f"]
     assert [message.recipient for message in messages(text.replace("to=functions.f", ""))] == [None]  # the control
+
+
+def test_plain_text_is_closed_where_a_message_follows_it():
+    assert [(m.channel, m.text, m.closed) for m in messages("plain")] == [("final", "plain", False)]
+    first, second = messages("plain<|start|>assistant<|channel|>final<|message|>b<|end|>")
+    assert (first.text, first.closed) == ("plain", True)
+    assert (second.text, second.closed) == ("b", True)
