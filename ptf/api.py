@@ -148,9 +148,10 @@ def chat(
     most `max_new_tokens`; without it 256, or what the model can still read. Raises UserError for a model that generates
     no responses."""
     from ptf.conversation import Chat
+    from ptf.publishing import versions_of
 
     if isinstance(model, Job):
-        where = model.versions
+        where = versions_of(model)
     else:
         where = fspath(model) if isinstance(model, str | PathLike) else fspath(model.model)
     return Chat(where, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -169,11 +170,12 @@ def serve(
     a job (whose published version is served), or a directory, a URI or a Hugging Face id of a model, of an adapter in
     PEFT format, or of a run. Clients ask for it as `name`. A host that other machines reach needs `api_key`. Raises
     UserError for a model or an address that cannot be served."""
+    from ptf.publishing import versions_of
     from ptf.serving.command import serve as serve_model
     from ptf.serving.served_model import ServedModel
 
     if isinstance(model, Job):
-        served = ServedModel(model.versions, name or model.output.rstrip("/").rpartition("/")[2], model)
+        served = ServedModel(versions_of(model), name or model.output.rstrip("/").rpartition("/")[2], model)
     elif isinstance(model, str | PathLike) and not os.path.isfile(os.path.join(fspath(model), "job.yaml")):
         served = ServedModel(fspath(model), name or fspath(model).rstrip("/").rpartition("/")[2])
     else:

@@ -22,6 +22,15 @@ ATTEMPTS = 10
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", storage.MANIFEST)
 
 
+def versions_of(job: Job) -> str:
+    """Return where a job's published versions are. Raises UserError if it has published none."""
+    if published_versions.pointer(job.versions) is None:
+        raise UserError(
+            f"nothing is published in {job.versions}: run the job's flow, or publish a run of it (ptf publish RUN)"
+        )
+    return job.versions
+
+
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the run's model as a version, and return the artifact with the version's address.
 

@@ -84,6 +84,16 @@ def test_the_commands_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list((tmp_path / "runs").glob(".partial*"))
 
 
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_job_that_has_published_nothing_is_refused_with_what_publishes(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, config(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "nothing is published in" in told
+    assert "run the job's flow, or publish a run of it (ptf publish RUN)" in told
+
+
 def test_the_evaluation_of_a_model_is_checked_before_the_model_is_read(tmp_path: Path) -> None:
     job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other", "publish.metric_direction=min"])
     with pytest.raises(UserError, match=r"publish\.metric: .*loss/other"):

@@ -9,7 +9,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from sft_cell import Clock, arguments, documents_of, laid_out, model_of, printed, units_of, weight_of
+from sft_cell import CellClock, arguments, documents_of, laid_out, model_of, printed, units_of, weight_of
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 
@@ -22,7 +22,7 @@ class InOrder(Trainer):
 def measured(given: dict[str, Any]) -> dict[str, Any]:
     documents, rows = documents_of(given["documents"])
     units = units_of(given, rows)
-    model, clock = model_of(given), Clock(given["warmup"])
+    model, clock = model_of(given), CellClock(given["warmup"])
     weight = weight_of(model)
     with tempfile.TemporaryDirectory() as out:
         trainer = InOrder(

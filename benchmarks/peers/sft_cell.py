@@ -101,13 +101,16 @@ def model_of(given: dict[str, Any]) -> Any:
 
 
 def printed(measured: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Print what was measured of the given cell or, where a library refuses the setting, its own words."""
+    """Print what was measured of the given cell or, where a library refuses kernels of a GPU, its own words. Any other
+    error is a fault of the benchmark, and ends it."""
     given = json.loads(sys.argv[1])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     try:
         made = measured(given)
     except Exception as error:
+        if not (given["liger"] or given["attention"] == "flex_attention"):
+            raise
         traceback.print_exc()
         words = " ".join(str(error).split())[:300]
         made = {"refused": f"{type(error).__name__}: {words}"}
@@ -115,16 +118,12 @@ def printed(measured: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 class Clock(TrainerCallback):
-    """CPU-seconds, losses, real tokens and trained ids of every step of a Trainer."""
+    """CPU-seconds of every timed step of a Trainer, and the losses of all."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.cpu, self.losses, self.tokens, self.ids = warmup, [], [], [], []
-        self.memory: Memory | None = None
+        self.warmup, self.cpu, self.losses = warmup, [], []
 
     def on_step_begin(self, args, state, control, **more) -> None:
-        self.memory = self.memory or Memory()
-        self.tokens.append(0)
-        self.ids.append(0)
         self.began = time.process_time()
 
     def on_step_end(self, args, state, control, **more) -> None:
@@ -134,6 +133,21 @@ class Clock(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **more) -> None:
         if logs and "loss" in logs:
             self.losses.append(logs["loss"])
+
+
+class CellClock(Clock):
+    """A clock that also knows the real tokens and the trained ids of every step, and the memory that they add."""
+
+    def __init__(self, warmup: int) -> None:
+        super().__init__(warmup)
+        self.tokens, self.ids = [], []
+        self.memory: Memory | None = None
+
+    def on_step_begin(self, args, state, control, **more) -> None:
+        self.memory = self.memory or Memory()
+        self.tokens.append(0)
+        self.ids.append(0)
+        super().on_step_begin(args, state, control, **more)
 
     def watch(self, trainer: Trainer) -> None:
         """Count what every pass of the trainer holds."""

@@ -8,13 +8,13 @@ dtype, learning rate, beta; prints one JSON line. Pairs are token ids already an
 import json
 import sys
 import tempfile
-import time
 
 import numpy as np
 import torch
 from datasets import Dataset
+from sft_cell import Clock
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, logging
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, logging
 from trl import DPOConfig, DPOTrainer
 
 
@@ -26,22 +26,6 @@ class Given(DPOTrainer):
 
     def _get_train_sampler(self, *more):
         return SequentialSampler(self.train_dataset)
-
-
-class Clock(TrainerCallback):
-    def __init__(self, warmup: int) -> None:
-        self.warmup, self.cpu, self.losses = warmup, [], []
-
-    def on_step_begin(self, args, state, control, **more) -> None:
-        self.began = time.process_time()
-
-    def on_step_end(self, args, state, control, **more) -> None:
-        if state.global_step > self.warmup:
-            self.cpu.append(time.process_time() - self.began)
-
-    def on_log(self, args, state, control, logs=None, **more) -> None:
-        if logs and "loss" in logs:
-            self.losses.append(logs["loss"])
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from sft_cell import Clock, arguments, documents_of, labels_of, model_of, printed, units_of, weight_of
+from sft_cell import CellClock, arguments, documents_of, labels_of, model_of, printed, units_of, weight_of
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -47,7 +47,7 @@ def measured(given: dict[str, Any]) -> dict[str, Any]:
             for unit in units
         ]
     )
-    model, clock = model_of(given), Clock(given["warmup"])
+    model, clock = model_of(given), CellClock(given["warmup"])
     weight = weight_of(model)
     with tempfile.TemporaryDirectory() as out:
         args = SFTConfig(

@@ -89,14 +89,7 @@ def local_directory(
         return Path(path)
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return hub.fetch(path, revision)
-    raise UserError(
-        f"model.path: there is no directory {path}"
-        + (
-            "; nothing is published there: run the job's flow, or ptf publish RUN"
-            if path.endswith("/published")
-            else ""
-        )
-    )
+    raise UserError(f"model.path: there is no directory {path}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_a_cluster_that_takes_no_jobs_is_an_error_after_the_deadline(monkeypatch
 
 def test_the_output_of_a_job_is_printed_whole_and_once(monkeypatch, capsys):
     submitted = []
-    answers = iter([("RUNNING", ""), ("RUNNING", "first\n"), ("SUCCEEDED", "first\nsecond\n")])
+    answers = iter([("RUNNING", "first\n"), ("SUCCEEDED", "first\nsecond\n")])
 
     class Client(Jobs):
         def submit_job(self, entrypoint: str, submission_id: str):

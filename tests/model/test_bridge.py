@@ -74,8 +74,6 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
         bridge.locate(str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"no directory .*absent$"):
         bridge.locate(str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"no directory .*published; nothing is published there: run the job's flow"):
-        bridge.locate(str(tmp_path / "published"))
     with pytest.raises(UserError, match=r"qwen2_mo.*nearest: qwen2_moe"):
         bridge.family_of({"model_type": "qwen2_mo"})
     config = bridge.read_config(directory)

@@ -280,7 +280,8 @@ def test_bounds_keys_and_closed_sessions(tokenizer):
             found["large"] = await post("/v1/chat/completions", "agent", {**body, "user": "x" * (1 << 24)})
             found["second"] = await post("/v1/chat/completions", "agent", {**body, "n": 2})
             scorer = {"authorization": f"Bearer {session.scorer_key}"}
-            found["close"] = await post("/close", "agent"), (await client.post(f"{base}/close", headers=scorer)).json()
+            closed = await client.post(f"{base}/close", headers=scorer)
+            found["close"] = await post("/close", "agent"), closed.status_code, closed.json()
             found["after"] = await post("/v1/chat/completions", "agent")
         return found
 
@@ -296,7 +297,7 @@ def test_bounds_keys_and_closed_sessions(tokenizer):
         "model": 404,
         "large": 413,
         "second": 429,
-        "close": (401, {"closed": True}),
+        "close": (401, 200, {"closed": True}),
         "after": 410,
     }
     assert served.session.reward == 0.25
