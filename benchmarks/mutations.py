@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -146,12 +146,10 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 
 def standing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last trial of each mutation, with `first`, the outcome of its first, and `reason` of an equivalent one."""
-    reasons, found = equivalents(), dict[tuple[int, int], dict[str, Any]]()
+    reasons, found = equivalents(), dict[str, dict[str, Any]]()
     for row in rows:
-        key, first = (row["seed"], row["number"]), row["outcome"]
-        if key in found and all(found[key][name] == row[name] for name in ("file", "before", "after")):
-            first = found[key]["first"]
-        found[key] = row | {"first": first}
+        first = found[row["line_id"]]["first"] if row["line_id"] in found else row["outcome"]
+        found[row["line_id"]] = row | {"first": first}
     for row in found.values():
         reason = reasons.get((row["file"], row["before"], row["after"]))
         if reason is not None and row["outcome"] != "caught":
@@ -216,7 +214,8 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
         "A mutation changes one line of `ptf/`: a comparison, an arithmetic or boolean operator, a constant, "
         "a condition negated, a statement\ndeleted, `None` returned, a bound of a slice, `min` and `max`, a default. "
         "Docstrings, annotations, messages, f-strings and\n`__all__` are left alone. The line is drawn uniformly among "
-        "all lines to which an operator applies, then the operator. The fastest tests run\nfirst, until one fails or "
+        "all lines to which an operator applies, by a\ndigest of its file and text, then the operator: a trial counts as "
+        "long as its line stays in the package. The fastest tests run\nfirst, until one fails or "
         f"{TESTS_S:g} s are over, on a copy in namespaces of its own. Every test that failed passes without the "
         "mutation. A test\nthat hangs counts as one that fails. The map of lines leaves out tests that need Ray, "
         "flows, a cluster or a GPU, the main job, and tests\nthat take longer than "
@@ -230,9 +229,9 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
     )
 
 
-def write() -> int:
-    """Write the page; the exit status."""
-    trials, sound = kept(), 0.0
+def write(drawn: Mapping[str, Mutation]) -> int:
+    """Write the page of what is drawn from ptf/ as it is; the exit status."""
+    trials, sound = [row for row in kept() if is_drawn(row, drawn)], 0.0
     if trials:
         RESULTS.write_text(page(trials, " ".join(["python", "benchmarks/mutations.py"])))
         sound = share(standing(trials))
@@ -252,16 +251,15 @@ def slow(report: Path | None) -> frozenset[str]:
     )
 
 
-def play(seed: int, numbers: Sequence[int], drawing: Drawing, tests: LineMap, unsound: set[str], until: float) -> None:
+def play(mutations: Mapping[str, Mutation], seed: int, tests: LineMap, unsound: set[str], until: float) -> None:
     """Try these mutations until that time (monotonic), and add the trials to the ledger."""
     about = {"commit": commit(), "tests_at": git(ROOT, "log", "-1", "--format=%h", "--", "tests")}
     about |= {"date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
-    for number in numbers:
+    for line_id, mutation in mutations.items():
         if time.monotonic() > until:
             break
-        mutation = drawing.drawn(seed, number)
         before, after = mutation.lines((ROOT / mutation.file).read_bytes())
-        row = {"seed": seed, "number": number, "file": mutation.file, "line": mutation.line}
+        row = {"seed": seed, "line_id": line_id, "file": mutation.file, "line": mutation.line}
         row |= {"operator": mutation.operator, "before": before, "after": after}
         line = json.dumps(row | trial(mutation, tests, unsound) | about)
         with LEDGER.open("a") as file:
@@ -292,12 +290,10 @@ def in_processes(jobs: int, work: Callable[[int], object]) -> None:
         raise SystemExit("a process of --jobs failed")
 
 
-def is_drawn(row: dict[str, Any], drawing: Drawing) -> bool:
-    """Whether this seed and number draw the mutation of a trial from ptf/ as it is now."""
-    mutation = drawing.drawn(row["seed"], row["number"])
-    if mutation.file != row["file"]:
-        return False
-    return mutation.lines((ROOT / mutation.file).read_bytes()) == (row["before"], row["after"])
+def is_drawn(row: dict[str, Any], drawn: Mapping[str, Mutation]) -> bool:
+    """Whether the mutation of a trial is among these."""
+    mutation = drawn.get(row["line_id"])
+    return mutation is not None and mutation.lines((ROOT / mutation.file).read_bytes()) == (row["before"], row["after"])
 
 
 def main() -> int:
@@ -310,8 +306,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     asked = parser.parse_args()
+    drawn = Drawing(ROOT, "ptf").drawn(asked.seed, asked.mutations)
     if asked.page:
-        return write()
+        return write(drawn)
     until = time.monotonic() + 60 * asked.minutes
     prepare(ROOT, CACHE / "tree")
     cache = CACHE / git(ROOT, "rev-parse", "HEAD:ptf")
@@ -320,18 +317,20 @@ def main() -> int:
         lambda job: measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until, job, asked.jobs),
     )
     tests, _ = read(ROOT, cache)
-    drawing, rows = Drawing(ROOT, "ptf"), standing(kept())
-    # a line that was drawn from another state of ptf/ is another mutation
-    known = {(row["seed"], row["number"]): row["outcome"] for row in rows if is_drawn(row, drawing)}
+    known = {row["line_id"]: row["outcome"] for row in standing([row for row in kept() if is_drawn(row, drawn)])}
     repeated = ("survived", "no test") if asked.again else ()
-    due = [n for n in range(asked.mutations) if known.get((asked.seed, n), "new") in ("new", *repeated)]
+    due = [line_id for line_id in drawn if known.get(line_id, "new") in ("new", *repeated)]
+
+    def attempts(line_ids: Sequence[str], unsound: set[str]) -> None:
+        play({line_id: drawn[line_id] for line_id in line_ids}, asked.seed, tests, unsound, until)
+
     before = len(kept())
-    in_processes(asked.jobs, lambda job: play(asked.seed, due[job :: asked.jobs], drawing, tests, set(), until))
+    in_processes(asked.jobs, lambda job: attempts(due[job :: asked.jobs], set()))
     tried = kept()[before:]
     unsound = controls(tried, tests)
     if unsound:
-        play(asked.seed, [row["number"] for row in tried if row.get("by") in unsound], drawing, tests, unsound, until)
-    return write()
+        attempts([row["line_id"] for row in tried if row.get("by") in unsound], unsound)
+    return write(drawn)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Mutations of the package: small faults, each put into one line of its source, by which a suite of tests is judged
 (DeMillo, Lipton and Sayward, "Hints on test data selection", 1978).
 
-A mutation is drawn by (seed, number): a line uniformly among those to which an operator applies, then an
-operator uniformly among those that apply there, then a place of it. The same source gives the same mutations.
+A seed orders the lines to which an operator applies by digests of what they say; the mutation of a number is that of
+the line at this place, with an operator drawn uniformly among those that apply there, then a place of it. The same
+source gives the same mutations, and a change of the source leaves those of all other lines as they are.
 """
 
 import ast
+import hashlib
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,23 +260,29 @@ class Drawing:
     """Draws mutations of all Python files of a package."""
 
     def __init__(self, root: Path, package: str) -> None:
-        self.lines: list[tuple[str, int]] = []
-        self.found: dict[tuple[str, int], dict[str, list[Mutation]]] = {}
-        for path in sorted((root / package).rglob("*.py")):
-            file = path.relative_to(root).as_posix()
-            at: dict[int, dict[str, list[Mutation]]] = defaultdict(lambda: defaultdict(list))
-            for mutation in Finder(file, path.read_bytes()).found:
-                at[mutation.line][mutation.operator].append(mutation)
-            self.found |= {(file, line): dict(at[line]) for line in at}
-            self.lines += [(file, line) for line in sorted(at)]
         self.root = root
+        self.lines: dict[str, dict[str, list[Mutation]]] = {}  # by file, text, and how often it stood above in the file
+        for path in sorted((root / package).rglob("*.py")):
+            file, source = path.relative_to(root).as_posix(), path.read_bytes()
+            at: dict[int, dict[str, list[Mutation]]] = defaultdict(lambda: defaultdict(list))
+            for mutation in Finder(file, source).found:
+                at[mutation.line][mutation.operator].append(mutation)
+            rows, seen = source.splitlines(), Counter[bytes]()
+            for line in sorted(at):
+                text = rows[line - 1].strip()
+                self.lines[f"{file}\n{text.decode()}\n{seen[text]}"] = dict(at[line])
+                seen[text] += 1
 
-    def drawn(self, seed: int, number: int) -> Mutation:
-        """The mutation of this number; one that changes nothing is drawn again."""
-        rng = random.Random(f"{seed}/{number}")
-        while True:
-            operators = self.found[self.lines[rng.randrange(len(self.lines))]]
+    def drawn(self, seed: int, count: int) -> dict[str, Mutation]:
+        """The first mutations of a seed, by digests that stay as long as their lines do; lines whose mutation changes
+        nothing are passed over."""
+        found = dict[str, Mutation]()
+        for digest, key in sorted((hashlib.sha256(f"{seed}\n{key}".encode()).hexdigest(), key) for key in self.lines):
+            if len(found) == count:
+                break
+            rng, operators = random.Random(f"{seed}\n{key}"), self.lines[key]
             places = operators[sorted(operators)[rng.randrange(len(operators))]]
             mutation = places[rng.randrange(len(places))]
             if is_change(mutation, (self.root / mutation.file).read_bytes()):
-                return mutation
+                found[digest[:16]] = mutation
+        return found

@@ -70,11 +70,12 @@ def test_what_is_drawn_repeats_and_is_one_change_of_the_line_it_names(tmp_path):
     (tmp_path / "package" / "a.py").write_bytes((here / "mutants.py").read_bytes())
     (tmp_path / "package" / "b.py").write_bytes((here / "isolated.py").read_bytes())
     drawing, other = Drawing(tmp_path, "package"), Drawing(tmp_path, "package")
-    drawn = [drawing.drawn(3, number) for number in range(20)]
-    assert drawn == [other.drawn(3, number) for number in range(20)]
-    assert drawn != [other.drawn(4, number) for number in range(20)]  # negative control
-    assert len(set(drawn)) > 10
-    for mutation in drawn:
+    drawn = drawing.drawn(3, 20)
+    assert list(drawn.items()) == list(other.drawn(3, 20).items())
+    assert list(drawn.items())[:10] == list(other.drawn(3, 10).items())
+    assert drawn.keys() != other.drawn(4, 20).keys()  # negative control
+    assert len(drawn) == 20
+    for mutation in drawn.values():
         source = (tmp_path / mutation.file).read_bytes()
         after = mutation.applied(source).decode().splitlines()
         before = source.decode().splitlines()
@@ -82,3 +83,15 @@ def test_what_is_drawn_repeats_and_is_one_change_of_the_line_it_names(tmp_path):
         removed = len(before) - len(after)
         assert after[mutation.last_line - removed :] == before[mutation.last_line :]
         assert after != before
+
+
+def test_new_lines_leave_the_drawing_of_the_others(tmp_path):
+    (tmp_path / "package").mkdir()
+    module = tmp_path / "package" / "a.py"
+    module.write_bytes((Path(__file__).parent / "isolated.py").read_bytes())
+    before = Drawing(tmp_path, "package").drawn(0, 30)
+    module.write_text("b = 1 < 2\n" * 2 + module.read_text())
+    after = Drawing(tmp_path, "package").drawn(0, 30)
+    assert len(before.keys() - after.keys()) <= 2
+    kept = before.keys() & after.keys()
+    assert all((after[key].operator, after[key].line) == (before[key].operator, before[key].line + 2) for key in kept)
