@@ -31,6 +31,8 @@ from ptf.errors import UserError
 
 Entries = dict[str, dict[str, Any]]  # size and SHA-256 by name in the checkpoint's directory
 TENSORS = "tensors"
+# not within `write`: threads of one process that change the filters for a moment would leave them changed
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
 
@@ -74,9 +76,7 @@ def write(
     writer, files = dcp_files.writer(f"{directory}/{TENSORS}")
     error = None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=world.size == 1)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=world.size == 1)
         entries = {uri.removeprefix(f"{directory}/"): entry for uri, entry in files.entries.items()}
         for name, state in host.items():
             entries[name] = save_host(f"{directory}/{name}", state)

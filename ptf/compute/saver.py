@@ -1,13 +1,14 @@
 """Checkpoints written while training continues.
 
-A step waits until its state is copied to the host; a thread then writes the copy, over a process group of its own, and
-the leading rank's thread ends with the manifest. One checkpoint is written at a time, and a failure is raised by the
-next call.
+A step waits until its state is copied to the host; a thread then writes the copy, over a process group of its own. One
+checkpoint is written at a time, and a failure is raised by the next call. In an offline run the leading rank's thread
+ends with the manifest; in an online run the controller commits what its roles have written.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ptf import disk, storage
-from ptf.compute.checkpoint import Checkpoints, copied, tensors_of, write
+from ptf.compute.checkpoint import Checkpoints, Entries, copied, tensors_of, write
 from ptf.compute.lease import LeaseLost
 from ptf.compute.world import World
 from ptf.errors import UserError
@@ -28,17 +29,80 @@ def host_file(rank: int) -> str:
     return f"host_{rank:05}.pt"
 
 
-class Saver:
-    """Writes checkpoints in a thread; all ranks construct it and call its methods together."""
+class BackgroundWriter:
+    """Writes one checkpoint at a time in a thread; all ranks construct it and call its methods together."""
 
-    def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
-        self._saves, self._world, self._timeout_s = saves, world, timeout_s
+    def __init__(self, world: World, timeout_s: float) -> None:
+        self._world = world
         self._group: Any = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         )
         self._thread: threading.Thread | None = None
+        self._entries: Entries = {}
         self._error: BaseException | None = None
-        self._step = self._bytes = 0  # of the checkpoint being written, on this rank
+        self.num_bytes = 0  # of this rank's tensors in the checkpoint that was begun last
+
+    def begin(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        host: Mapping[str, dict],
+        before: Callable[[], None] | None = None,
+        after: Callable[[Entries], None] | None = None,
+    ) -> None:
+        """Copy the state, and begin to write it to the directory `path`, with this rank's `host` state by file name.
+
+        The thread calls `before` first, and `after` with the entries of the files of all ranks. The host state must not
+        change any more. The checkpoint before must have been waited for.
+        """
+        assert self._thread is None
+        tensors = copied(tensors_of(model, optimizer))
+        self.num_bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+        self._error = None
+
+        def work() -> None:
+            try:
+                if self._world.device.type == "cuda":
+                    torch.cuda.set_device(self._world.device)  # a new thread uses the first device
+                if before:
+                    before()
+                self._entries = write(path, tensors, host, self._world, self._group)
+                if after:
+                    after(self._entries)
+            except BaseException as e:  # raised by `wait`, in the thread that trains
+                self._error = e
+
+        self._thread = threading.Thread(target=work, name="ptf-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether every checkpoint that was begun has been waited for."""
+        return self._thread is None
+
+    def wait(self, wait_s: float) -> Entries | None:
+        """Return the entries of the files of all ranks, or None if they are not written within `wait_s` seconds.
+
+        Raises what writing them raised.
+        """
+        assert self._thread is not None
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            return None
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._entries
+
+
+class Saver:
+    """Writes the checkpoints of an offline run in a thread; all ranks construct it and call its methods together."""
+
+    def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
+        self._saves, self._world, self._timeout_s = saves, world, timeout_s
+        self._writer = BackgroundWriter(world, timeout_s)
+        self._step = 0  # of the checkpoint being written
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, host: dict, manifest: Mapping[str, Any]
@@ -49,25 +113,15 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        world = self._world
-        path = str(world.broadcast_object(self._saves.begin(step) if world.leads else None))
-        tensors = copied(tensors_of(model, optimizer))
-        self._bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+        world, saves, self._step = self._world, self._saves, step
+        path = str(world.broadcast_object(saves.begin(step) if world.leads else None))
 
-        def work() -> None:
-            try:
-                if world.device.type == "cuda":
-                    torch.cuda.set_device(world.device)  # a new thread uses the first device
-                self._saves.lease.check()  # on every rank, before it writes its part
-                entries = write(path, tensors, {host_file(world.rank): host}, world, self._group)
-                if world.leads:
-                    self._saves.commit(step, entries, manifest)
-            except BaseException as e:  # raised by `wait`, in the thread that trains
-                self._error = e
+        def commit(entries: Entries) -> None:
+            if world.leads:
+                saves.commit(step, entries, manifest)
 
-        self._step = step
-        self._thread = threading.Thread(target=work, name="ptf-save", daemon=True)
-        self._thread.start()
+        # the lease is checked on every rank, before it writes its part
+        self._writer.begin(path, model, optimizer, {host_file(world.rank): host}, saves.lease.check, commit)
         return time.perf_counter() - began
 
     def wait(self) -> None:
@@ -75,20 +129,22 @@ class Saver:
 
         Raises UserError on all ranks if it could not be written, LeaseLost if another process has taken the run over.
         """
-        if self._thread is None:
+        if self._writer.is_waited_for:
             return
-        self._thread.join(self._timeout_s)
-        late = self._thread.is_alive()
-        self._thread = None
-        failed = self._error or (TimeoutError(f"not done after {self._timeout_s:g} s") if late else None)
+        failed: BaseException | None = None
+        try:
+            if self._writer.wait(self._timeout_s) is None:
+                failed = TimeoutError(f"not done after {self._timeout_s:g} s")
+        except BaseException as error:
+            failed = error
         if self._world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
             why = str(failed or "see the lines of the other ranks")
             if storage.is_local(root := self._saves.root) and (
-                "No space left" in why or "quota exceeded" in why or disk.room(root) < self._bytes
+                "No space left" in why or "quota exceeded" in why or disk.room(root) < self._writer.num_bytes
             ):
-                why = disk.full(root, needed=self._bytes)
+                why = disk.full(root, needed=self._writer.num_bytes)
             raise UserError(
                 f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; "
                 "the one before it is whole"
@@ -96,5 +152,6 @@ class Saver:
 
     def close(self, grace_s: float = 60.0) -> None:
         """After an error, wait up to `grace_s` for a checkpoint that is being written."""
-        if self._thread is not None:
-            self._thread.join(grace_s)
+        if not self._writer.is_waited_for:
+            with contextlib.suppress(BaseException):
+                self._writer.wait(grace_s)

@@ -94,6 +94,7 @@ def _online_as_json(plan: OnlineBudget) -> dict[str, object]:
         "gpus": plan.gpus,
         "memory_gib": phases,
         "host_gib_per_worker": plan.host / GIB,
+        "checkpoint_host_gib_per_worker": plan.copied / GIB,
         "engine": engine | {"responses": plan.engine.responses},
         "sync": sync,
         **update,
@@ -114,7 +115,7 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         ),
         (
             f"sync: {sync.sent / GIB:.2f} GiB by {plan.transport}, at least {sync.seconds:.2g} s; host memory for each "
-            f"worker: {plan.host / GIB:.1f} GiB"
+            f"worker: {plan.host / GIB:.1f} GiB, and {plan.copied / GIB:.1f} GiB while a checkpoint is written"
         ),
         (
             f"update: {update.flops:.3g} FLOPs for {update.tokens:,} tokens, {update.seconds:.3g} s on "

@@ -40,6 +40,7 @@ from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
+from ptf.rl.online_saver import CONTROLLER_FILE, OnlineSaver
 from ptf.rl.response_log import ResponseLog
 from ptf.rl.rewards.by_source import GroupScoring, Rewards, mark_without_result
 from ptf.rl.rewards.model import RewardModelClient
@@ -99,6 +100,8 @@ class Controller:
         self.transport = resolve_transport(job, cluster.gpu)
         self.directory = run
         self.saves = Checkpoints.of(job, run, lease)
+        trained = {"": policy} | ({CRITIC: critic} if critic else {})
+        self.saver = OnlineSaver(self.saves, cluster, trained, job.compute.timeout_s)
         self.stop_signal = StopSignal(run)
         # whether the trainer computes the log-probs of the sampled tokens before the update
         stale = job.rollout.max_staleness > 0  # then only tokens of the newest weights can be compared
@@ -131,6 +134,7 @@ class Controller:
             self.cluster.table.clear()
             with self.asynchronous.step(self.step) if self.asynchronous else nullcontext() as sampled:
                 groups, metrics, reward_s = self.scored(sampled) if sampled else self.rollouts()
+                self.saver.commit_if_written()
                 groups, difference = self.logprobs_and_values(groups)
                 units = self.recipe.compute_advantages(groups)
                 self.samples.log(self.step + 1, groups, units)
@@ -141,11 +145,14 @@ class Controller:
             if self.held_out and self.job.train.validate_every and self.step % self.job.train.validate_every == 0:
                 metrics |= self.validate()
             self._log(metrics, began, reward_s)
+            self.saver.commit_if_written()
             if self.step == first:
                 print(f"step {first}, its phases:\n{phase_table(self.cluster.table)}", flush=True)
             leaving = self.stop_signal.is_set
             if self.saves.due(self.step) or leaving:
                 self.save()
+            if leaving or self.step == self.steps:
+                self.saver.wait()
             if leaving and self.step < self.steps:
                 raise Stopped(self.step, self.steps, self.saves.path(self.step))
 
@@ -468,22 +475,14 @@ class Controller:
         self.track.log(self.step, metrics | speed | seconds | memory)
 
     def save(self) -> None:
-        """Write a checkpoint of the finished step."""
-        path = self.saves.begin(self.step)
-        with self.cluster.phase(self.policy, "save"):
-            entries = self.policy.call("save", path)
-        if self.critic:
-            with self.cluster.phase(self.critic, "save"):
-                written = self.critic.call("save", f"{path}/{CRITIC}")
-            entries |= {f"{CRITIC}/{name}": entry for name, entry in written.items()}
+        """Begin to write a checkpoint of the finished step."""
         state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
         if self.asynchronous:
             state["in_flight"] = self.asynchronous.state()
-        entries["controller.pt"] = checkpoint.save_host(f"{path}/controller.pt", state)
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
         if self.samples.lines:
             manifest["samples"] = self.samples.lines.state
-        self.saves.commit(self.step, entries, manifest)
+        self.saver.begin(self.step, state, manifest)
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
         """Load the newest checkpoint. Return its step and manifest; (0, {}) if there is none."""
@@ -500,7 +499,7 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "load"):
                 self.critic.call("load", f"{path}/{CRITIC}")
-        state = checkpoint.load_host(f"{path}/controller.pt")
+        state = checkpoint.load_host(f"{path}/{CONTROLLER_FILE}")
         self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
@@ -511,7 +510,9 @@ class Controller:
         return step, manifest
 
     def close(self) -> None:
-        """Close the logs, end what is in flight, and the processes of rewards and environments."""
+        """Commit the checkpoint that is being written, close the logs, end what is in flight, and the processes of
+        rewards and environments."""
+        self.saver.close()
         if self.asynchronous:
             self.asynchronous.close()
         if self.functions:

@@ -72,6 +72,7 @@ class OnlineBudget:
     transport: str
     sync: SyncTraffic
     host: float  # bytes of host memory per worker, for what the worker's pool offloads and what a sync carries
+    copied: float  # bytes of host memory per worker while a checkpoint is written: the policy's and the critic's copies
     room: float  # bytes of a GPU
     problems: Sequence[str]
 
@@ -113,7 +114,8 @@ def online_budget(
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
     host += sum(of.host for of in trained) + sync.host
-    return OnlineBudget(pools, update, engine, transport, sync, host, room, problems)
+    copied = sum(of.copied for of in trained)
+    return OnlineBudget(pools, update, engine, transport, sync, host, copied, room, problems)
 
 
 def _trained(planned: Budget, workers: int, update: str, forward: str | None) -> RoleMemory:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from ptf.compute import checkpoint
 from ptf.compute.meter import peak_memory_gib
 from ptf.compute.offload import OffloadedTensors, own_file
+from ptf.compute.saver import BackgroundWriter
 from ptf.compute.world import World, alone
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.config.sections.model import ModelConfig
@@ -199,6 +200,7 @@ class Learner:
         shares = self.model.supports_shared_prefixes
         warm_up(self.model, model_world, seq_len, trained=most, scored=most, share_prefixes=shares)
         self.sender: Sender | None = None
+        self.writer: BackgroundWriter | None = None
 
     @broadcast
     def kernels(self) -> dict[str, str]:
@@ -346,11 +348,19 @@ class Learner:
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast
-    def save(self, directory: str) -> checkpoint.Entries:
-        """Write a checkpoint; return the manifest entries of the files of all ranks."""
+    def save(self, directory: str, timeout_s: float) -> int:
+        """Copy the state to the host, and begin to write a checkpoint; return the bytes of rank 0's tensors."""
+        self.writer = self.writer or BackgroundWriter(self.world, timeout_s)
         with self.trainer.whole_optimizer():
-            tensors = checkpoint.tensors_of(self.model, self.trainer.optimizer)
-            return checkpoint.write(directory, tensors, {}, self.world)
+            self.writer.begin(directory, self.model, self.trainer.optimizer, {})
+        return self.writer.num_bytes
+
+    @broadcast
+    def saved(self, wait_s: float) -> checkpoint.Entries | None:
+        """Return the manifest entries of the files of all ranks; None if they are not written within `wait_s` seconds.
+        Raises what writing them raised."""
+        assert self.writer is not None
+        return self.writer.wait(wait_s)
 
     @broadcast
     def load(self, directory: str) -> None:

@@ -85,7 +85,7 @@ class Budget:
     room: float  # bytes
     # bytes of host memory for each worker: the optimizer's averages and the inputs of layers that are offloaded
     host: float = 0.0
-    copied: float = 0.0  # bytes of host memory for each worker of an offline job, while it writes a checkpoint
+    copied: float = 0.0  # bytes of host memory for each worker while it writes a checkpoint
 
     @property
     def fits(self) -> bool:
