@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 from ray.job_submission import JobStatus
 
-from ptf.compute import ray_jobs
-from ptf.errors import Retryable
+from ptf.compute import ray_jobs, shutdown
+from ptf.config import loads
+from ptf.errors import Retryable, UserError
+from ptf.run import submit_and_wait
 
 
 class Jobs:
@@ -69,3 +71,37 @@ def test_the_output_of_a_job_is_printed_whole_and_once(monkeypatch, capsys):
     outcome = ray_jobs._follow(Client(), "here", "a-job", ["train"], lambda: None)
     assert (outcome.status, submitted) == (JobStatus.SUCCEEDED, ["a-job"])
     assert capsys.readouterr().out == "job a-job submitted to here\nfirst\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "stopped", "raised"),
+    [
+        (JobStatus.SUCCEEDED, 0, False, None),
+        (JobStatus.FAILED, 2, False, UserError),  # the job was refused
+        (JobStatus.FAILED, 2, True, Retryable),  # it ended because it was asked to stop
+        (JobStatus.FAILED, 1, False, Retryable),
+        (JobStatus.STOPPED, None, False, Retryable),
+    ],
+)
+def test_a_job_that_does_not_succeed_is_refused_or_may_be_repeated(
+    tmp_path, monkeypatch, status, code, stopped, raised
+):
+    train = "train: {steps: 1, lr: 1e-3}"
+    data = "data: {seq_len: 8, sources: {s: {path: d.jsonl}}}"
+    job = loads(f"recipe: sft\noutput: {tmp_path}\nmodel: {{path: m}}\n{data}\n{train}\n")
+    if stopped:
+        (tmp_path / shutdown.STOP).touch()
+    followed = []
+
+    def follow(address, name, command, timeout_s, anew):
+        followed.append((name, command))
+        return ray_jobs.JobOutcome(False, status, "what it said last", code)
+
+    monkeypatch.setattr(ray_jobs, "follow", follow)
+    expected = pytest.raises(raised, match="what it said last") if raised else contextlib.nullcontext()
+    with expected as found:
+        submit_and_wait(job, "a", tmp_path)
+    assert not raised or type(found.value) is raised
+    [(name, command)] = followed
+    assert name == "ptf-a-train"
+    assert command[-1] == f"output={tmp_path}"

@@ -5,6 +5,7 @@ import contextlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ptf.data.trajectory import Reward, Trajectory
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalRoleGroup
-from ptf.rl.controller import rewards_differ
+from ptf.rl.controller import Controller, rewards_differ
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
@@ -506,3 +507,25 @@ def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, chan
         said = r"responses ended with \[.*\], now with \[.*generation_config.json"
     with pytest.raises(UserError, match=said):
         train({**raw, "train": {**raw["train"], "steps": 2, "validate_every": 0}})
+
+
+@pytest.mark.parametrize(
+    ("harness", "play", "reward", "model", "named"),
+    [
+        (True, None, None, False, "the harness"),
+        (False, "a:play", None, False, "the rollout function a:play"),
+        (False, None, "b:score", False, "the reward b:score"),
+        (False, None, None, True, "the reward model"),
+        (False, "a:play", "b:score", False, "the rollout function a:play or the reward b:score"),
+        (False, None, None, False, "the environment c:E, d:E"),
+    ],
+)
+def test_messages_name_what_gave_the_reward(harness, play, reward, model, named):
+    environments = {"x": SimpleNamespace(use="c:E"), "y": SimpleNamespace(use="d:E")}
+    config = SimpleNamespace(
+        harness=harness, play=play and SimpleNamespace(use=play), environments_by_source=environments
+    )
+    controller = SimpleNamespace(
+        rollout_config=config, rewards=reward and SimpleNamespace(name=reward), reward_model=model
+    )
+    assert Controller.reward_source(controller) == named  # pyright: ignore[reportArgumentType]

@@ -126,7 +126,7 @@ def test_an_answer_at_the_limit_is_incomplete(tokenizer):
     served, _ = played(agent, engine, tokenizer)
     whole, last = served.result
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert whole.usage.output_tokens == 5
+    assert whole.usage.output_tokens == whole.max_output_tokens == last.response.max_output_tokens == 5
     assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
 
 
