@@ -39,3 +39,14 @@ def test_what_a_killed_commit_did_not_drop_is_dropped_by_the_next_attempt(
     assert found[0] == 5
     commit(again, 6)
     assert storage.children(root) == [*kept[: bool(best)], "step_00000005", "step_00000006"]
+
+
+def test_a_checkpoint_of_another_step_under_this_name_is_damaged(tmp_path: Path, capsys) -> None:
+    saves = Checkpoints(str(tmp_path), every=1, keep=9, steps=9)
+    commit(saves, 1)
+    commit(saves, 2)
+    (tmp_path / "step_00000002").rename(tmp_path / "step_00000003")
+    found = saves.latest()
+    assert found is not None
+    assert found[:2] == (1, str(tmp_path / "step_00000001"))
+    assert "step_00000003 is damaged (its manifest is of step 2)" in capsys.readouterr().out

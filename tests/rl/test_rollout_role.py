@@ -1,9 +1,14 @@
 """What an engine is given, by its name."""
 
+import json
+
+import pytest
 import yaml
 
 from ptf.config import Job, loads
-from ptf.rl.rollout_role import _engine_options, rollout_options
+from ptf.errors import UserError
+from ptf.rl.rollout_role import _engine_options, rollout_options, sampler_spec
+from ptf.tasks.tiny import write_model
 
 
 def job(**sections) -> Job:
@@ -41,3 +46,27 @@ def test_the_limits_of_environments_are_their_own_or_else_those_of_rewards():
     assert limits(reward_processes=2, reward_timeout_s=7) == (2, 7, 3)
     own = {"environment_processes": 5, "environment_timeout_s": 9, "environment_retries": 0}
     assert limits(reward_processes=2, reward_timeout_s=7, **own) == (5, 9, 0)
+
+
+def test_a_model_that_an_engine_cannot_hold_is_refused_before_one_starts(tmp_path):
+    write_model(tmp_path, "abc")
+    positions = json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"]
+
+    def spec(length: int, processes: int):
+        return sampler_spec(
+            job(),
+            tmp_path,
+            str(tmp_path),
+            tmp_path,
+            engine="native",
+            for_training=True,
+            engines=1,
+            length=length,
+            tensor_parallel_size=processes,
+        )
+
+    assert spec(positions, 1).workers == 1
+    with pytest.raises(UserError, match=f"take {positions + 1} tokens together, but .* has {positions} positions"):
+        spec(positions + 1, 1)
+    with pytest.raises(UserError, match="attention heads cannot be divided among 3 processes"):
+        spec(positions, 3)
