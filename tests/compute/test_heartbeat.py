@@ -1,5 +1,6 @@
 """A launcher hears which rank was stopped and which one hangs, and keeps quiet about those that work."""
 
+import json
 import os
 import signal
 import subprocess
@@ -98,6 +99,17 @@ def test_a_rank_that_hangs_in_a_phase_whose_length_is_known_is_named(child):
     rank = child("forward_backward")
     assert rank.hear("seem to be stuck", 10), rank.news
     assert rank.news[1].startswith("  rank 1: step 6, forward_backward for ")
+
+
+@pytest.mark.parametrize(("times", "for_s", "stuck"), [(2, 99.0, False), (3, 3.0, False), (3, 3.1, True)])
+def test_a_phase_is_judged_by_its_longest_run_once_it_has_ended_three_times(times, for_s, stuck):
+    beat = {"number": 1, "ended": False, "step": 4, "phase": "update", "where": "here", "lines": []}
+    monitor = Monitor("train")
+    assert monitor._store is not None
+    monitor._store.set("1", json.dumps({**beat, "times": times, "for_s": for_s, "longest_s": 1.0}))
+    found = monitor.poll([0, 1])
+    assert [line for line in found if "seem to be stuck" in line] == (found[:1] if stuck else [])
+    assert bool(found) == stuck
 
 
 @pytest.mark.long

@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import AutoConfig
 
 from ptf import cli
@@ -49,6 +51,13 @@ def test_a_setting_that_is_not_read_is_refused_by_name():
         with pytest.raises(UserError, match=r"qwen3: not supported: attention_dropout: 0\.1"):
             family.config({**c, "attention_dropout": 0.1})
     assert draft.findings.unread["attention_dropout"].startswith("0.0")
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    reference = reference_of("qwen3")
+    assert reference.layer(0) is not reference.layer(1)
+    with pytest.raises(UserError, match="qwen3: transformers' model has no list of layers"):
+        replace(reference, model=nn.Linear(1, 1)).layer(0)
 
 
 def test_what_cannot_be_mapped_is_reported(tmp_path, capsys):

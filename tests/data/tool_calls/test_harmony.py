@@ -127,3 +127,33 @@ def test_plain_text_is_closed_where_a_message_follows_it():
     first, second = messages("plain<|start|>assistant<|channel|>final<|message|>b<|end|>")
     assert (first.text, first.closed) == ("plain", True)
     assert (second.text, second.closed) == ("b", True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "known"),
+    [
+        ("", (None, None)),
+        (" <|chan", (None, None)),  # may become a header
+        ("to", (None, None)),
+        ("to=functions.add", (None, None)),
+        ("Hel", (None, "Hel")),  # plain text
+        ("<|channel|>analysis<|message|>hm", ("hm", "")),
+        ("<|channel|>analysis<|message|>hm<|en", ("hm", "")),  # of a mark
+        ("<|channel|>final<|message|>Yes", (None, "Yes")),
+    ],
+)
+def test_what_is_known_of_the_beginning_of_a_response(begun, known):
+    assert divide(begun, ended=False) == known
+
+
+def test_what_is_known_only_grows():
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes, I do."
+    whole = divide(text, ended=True)
+    assert whole == ("hm", "Yes, I do.")
+    before = ("", "")
+    for n in range(len(text) + 1):
+        thinking, content = divide(text[:n], ended=False)
+        now = (thinking or "", content or "")
+        assert all(one.startswith(other) for one, other in zip(now, before, strict=True)), text[:n]
+        before = now
+    assert before == whole
