@@ -108,6 +108,9 @@ def test_every_basket_is_trained_once_and_no_row_is_longer_than_the_window(
     made: Path, tmp_path: Path, window: int
 ) -> None:
     prepare(str(tmp_path), events=str(made / "events.jsonl"), items=str(made / "items.jsonl"), window=window)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (128, 2)
+    assert config["max_position_embeddings"] == 2 * window
     trained = sum(
         len(entry)
         for row in rows(tmp_path / "train.jsonl")

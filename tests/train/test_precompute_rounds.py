@@ -1,0 +1,54 @@
+"""The rows that frozen models compute at a time: all up to the limit, in rounds that end with their block."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptf.data.sample import Sample
+from ptf.train import precompute
+
+
+@pytest.mark.parametrize(
+    ("limit", "rounds"),
+    [
+        (None, [([0, 1, 2], False), ([3], True), ([4, 5, 6], False), ([7], True)]),
+        (0, []),
+        (2, [([0, 1], True)]),
+        (4, [([0, 1, 2], False), ([3], True)]),
+        (5, [([0, 1, 2], False), ([3], True), ([4], True)]),
+    ],
+)
+def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
+    """Two blocks of four rows with 10 tokens each; a round has at least 24 tokens, or ends with its block."""
+
+    class Block:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __len__(self) -> int:
+            return 4
+
+        def row(self, i: int) -> int:
+            return self.first + i
+
+    def decoded(row: int, _: str) -> list[Any]:
+        return [(Sample(np.full(10, row, np.int32), np.ones(10, np.float32)),)]
+
+    read = list[int]()
+
+    def once(_: Any) -> Any:
+        for first in (0, 4):
+            read.append(first)
+            yield Block(first), None
+
+    monkeypatch.setattr(precompute, "ROUND", 3)
+    monkeypatch.setattr(precompute, "blocks_once", once)
+    monkeypatch.setattr(precompute.tokenized, "decode", decoded)
+    of: Any = object.__new__(precompute._Precomputing)
+    of.job = SimpleNamespace(train=SimpleNamespace(micro_batch_sequences=2), data=SimpleNamespace(seq_len=2))
+    of.world = SimpleNamespace(data_parallel_size=2)
+    found = [([int(row[0][0].tokens[0]) for row in rows], ends) for rows, ends in of._rounds(None, limit)]
+    assert found == rounds
+    assert read == ([0, 4] if limit in (None, 5) else [0]), "no block is read beyond the limit"
