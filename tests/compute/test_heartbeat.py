@@ -110,6 +110,7 @@ def test_a_phase_is_judged_by_its_longest_run_once_it_has_ended_three_times(time
     found = monitor.poll([0, 1])
     assert [line for line in found if "seem to be stuck" in line] == (found[:1] if stuck else [])
     assert bool(found) == stuck
+    monitor.close()
 
 
 @pytest.mark.long
@@ -222,3 +223,21 @@ def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ra
         assert "| rank 1 was here" in str(caught.value)
         assert "rank 0 (" not in str(caught.value)
     assert "train rank 1 has not answered for" in capsys.readouterr().out
+
+
+def test_a_heartbeat_says_where_a_process_is_and_what_it_printed_last(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monitor, clock = Monitor("train"), Clock()
+    monkeypatch.setenv(ADDRESS, monitor.address)
+    clock.step = 4
+    with heartbeat.beating(clock, 1), clock.phase("update"):
+        print("made step 4")
+        deadline = time.monotonic() + 30
+        while "made step 4" not in monitor.describe(1) and time.monotonic() < deadline:
+            assert monitor.poll([1]) == []
+            time.sleep(0.02)
+        said = monitor.describe(1)
+    assert "step 4, update for " in said
+    assert said.endswith("; its last lines:\n    | made step 4")
+    assert capsys.readouterr().out == "made step 4\n"
+    monitor.close()
