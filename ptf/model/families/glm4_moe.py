@@ -23,6 +23,7 @@ DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "topk_group": 1,
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131_072,
 }

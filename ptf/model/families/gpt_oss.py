@@ -37,6 +37,13 @@ MAPPINGS: tuple[TensorMapping, ...] = (
     Transpose(f"{OURS}down_proj", f"{LAYER}mlp.experts.down_proj"),
     Rename(f"{OURS}down_bias", f"{LAYER}mlp.experts.down_proj_bias"),
 )
+DEFAULTS = {  # the reference's where a config.json has none
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -49,7 +56,7 @@ YARN = {
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"sliding_window": 128, "rms_norm_eps": 1e-5, **c}
+    c = {**DEFAULTS, **c}
     types = c.get("layer_types") or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
     ]

@@ -10,12 +10,18 @@ from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rand
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {"max_position_embeddings": 2048, **c}  # the reference's default where a config.json has none
     raise_if_unsupported("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
     tied = c.get("tie_word_embeddings", False)
     return DecoderConfig(
-        **common(c), tied=tied, layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
+        **common(c),
+        tied=tied,
+        layers=layers,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=c.get("mlp_bias", False),
     )
 
 

@@ -9,6 +9,12 @@ from typing import Any
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, random_rope, rope
 
+DEFAULTS = {  # the reference's where a config.json has none
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262_144,
+}
 YARN = {  # the reference's default
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
@@ -37,7 +43,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     if beta:
         table = replace(table, query_growth=beta, original_positions=original)
     return DecoderConfig(
-        **common({"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **c}),
+        **common({**DEFAULTS, **c}),
         tied=c.get("tie_word_embeddings", False),
         layers=(Layer(table, c.get("sliding_window")),) * c["num_hidden_layers"],
     )

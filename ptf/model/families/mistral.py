@@ -10,6 +10,7 @@ from ptf.model.families import DENSE, Family, common, raise_if_unsupported, rand
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, **c}  # the reference's defaults
     raise_if_unsupported(
         "mistral",
         {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},

@@ -34,7 +34,7 @@ def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
     raise_if_unsupported(str(c["model_type"]), {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
     bias = c.get("attention_bias", False)
     return DecoderConfig(
-        **common({"rms_norm_eps": 1e-5, **c}),
+        **common({"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, **c}),
         tied=c.get("tie_word_embeddings", False),
         layers=layers,
         qk_width_norm=True,

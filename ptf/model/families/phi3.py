@@ -47,7 +47,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
     layer = Layer(rope(c, parameters, partial=1.0), c.get("sliding_window"))
     tied = c.get("tie_word_embeddings", False)
-    return DecoderConfig(**common({"rms_norm_eps": 1e-5, **c}), tied=tied, layers=(layer,) * c["num_hidden_layers"])
+    c = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **c}
+    return DecoderConfig(**common(c), tied=tied, layers=(layer,) * c["num_hidden_layers"])
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

@@ -39,6 +39,7 @@ LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
 MAPPINGS: tuple[TensorMapping, ...] = (*DENSE, *LINEAR_ATTENTION)
 DEFAULTS = {  # the reference's defaults where a config.json has none
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -111,7 +112,7 @@ def moe_config(c: Mapping[str, Any]) -> DecoderConfig:
         shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
-    return hybrid_config({**c, "intermediate_size": c.get("intermediate_size", 0)}, fused=False, moe=moe)
+    return hybrid_config({"intermediate_size": 0, "num_key_value_heads": 2, **c}, fused=False, moe=moe)
 
 
 def multimodal(of_text: Callable[[Mapping[str, Any]], DecoderConfig]) -> Callable[[Mapping[str, Any]], DecoderConfig]:

@@ -25,7 +25,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     plain = Layer(rope(c), window)
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    experts = c.get("num_experts", c.get("num_local_experts", 0))
+    experts = c.get("num_experts", c.get("num_local_experts", 128))
     layers = tuple(
         replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0)
         for i in range(c["num_hidden_layers"])
@@ -39,6 +39,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
     tied = c.get("tie_word_embeddings", False)
+    c = {"num_key_value_heads": 4, **c}
     return DecoderConfig(**common(c), tied=tied, layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
 
 

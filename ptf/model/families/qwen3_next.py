@@ -30,7 +30,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
         shared_gate=True,
     )
-    found = hybrid_config({"intermediate_size": 5632, **c}, fused=True, moe=moe)
+    found = hybrid_config({"intermediate_size": 5632, "num_key_value_heads": 2, **c}, fused=True, moe=moe)
     layers = tuple(
         replace(kind, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i, kind in enumerate(found.layers)
     )

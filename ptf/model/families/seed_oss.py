@@ -11,7 +11,7 @@ from ptf.model.families import DENSE, Family, llama, random_dense_config
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"head_dim": 128, "num_key_value_heads": 8, **c}  # the reference's defaults where a config.json has none
+    c = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288, **c}  # the reference's defaults
     return replace(llama.config(c), qkv_bias=c.get("attention_bias", True), out_bias=c.get("attention_out_bias", False))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import tempfile
@@ -53,6 +54,26 @@ DOUBLE_FORK = (
 def test_code(text, value):
     assert code({"tests": "assert f(3) == 9"}, text) == value
     assert code({"tests": ["assert f(3) == 9", "assert f(0) == 0"]}, text) == value
+
+
+@pytest.mark.parametrize(("asked_mib", "value"), [(200, 1), (1200, 0)])
+def test_a_response_has_as_much_memory_as_it_is_given(asked_mib, value):
+    answer = f"def f(x):\n    return len(bytearray({asked_mib} << 20)) and x * x"
+    assert code({"tests": "assert f(3) == 9"}, answer, memory_mib=1024) == value
+
+
+def test_after_a_fault_nothing_more_is_asked_of_a_response():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = remote.Link(ours)
+        with pytest.raises(remote.AnswerFault, match="the first"):
+            link.failed("the first")
+        ours.settimeout(1)
+        with pytest.raises(remote.AnswerFault, match="the first"):
+            link.ask("load")
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
 
 
 def test_a_secret_in_a_frame_pays_nothing():

@@ -1,0 +1,32 @@
+"""What a config.json leaves out is read as transformers reads it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from ptf.errors import UserError
+from ptf.model.families import MODULES, family_of
+
+
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with all settings that transformers adds."""
+    return type(AutoConfig.for_model(config["model_type"])).from_dict(dict(config)).to_dict()
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+def test_a_setting_that_is_left_out_has_transformers_default(model_type):
+    family, whole = family_of({"model_type": model_type}), filled({"model_type": model_type})
+    text, read = whole.get("text_config"), []
+    for key in (text or whole).keys() - {"model_type"}:
+        rest = {name: value for name, value in (text or whole).items() if name != key}
+        given = {**whole, "text_config": rest} if text else rest
+        try:
+            found = family.config(given)
+        except (KeyError, UserError):  # it may not be left out
+            continue
+        read.append(key)
+        assert found == family.config(filled(given)), key
+    assert {"rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"} <= {*read, *whole}
+    assert len(read) > 5
