@@ -231,6 +231,21 @@ def test_a_damaged_adapter_is_not_published(adapted: "ptf.Run", tmp_path: Path) 
     ptf.publish(copy)  # the control: the merged model is whole
 
 
+def test_a_model_with_a_changed_file_is_not_published(adapted: "ptf.Run", tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "runs" / adapted.name
+    shutil.copytree(adapted.directory, copy)
+    file = copy / "model" / "config.json"
+    whole = file.read_text()
+    file.write_text(whole + "\n")  # which changes nothing that the model computes
+    with pytest.raises(storage.Corrupt, match=r"config\.json"):
+        ptf.publish(copy)
+    assert published_versions.pointer(str(tmp_path / "runs" / "published")) is None
+    file.write_text(whole)
+    ptf.publish(copy)
+
+
 def test_an_adapter_is_no_model_to_train_from(adapted: "ptf.Run", tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is an adapter and not a whole model"):
         ptf.train(ptf.load(config(tmp_path, model={"path": str(adapted.directory / "adapter"), "init": "pretrained"})))

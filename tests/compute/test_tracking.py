@@ -1,6 +1,7 @@
 """Sinks besides the file and the console."""
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ptf.compute import tracking
 from ptf.compute.tracking import StepLines, Tracker, read_metrics
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
@@ -89,3 +91,12 @@ def test_steps_lines_do_not_ask_an_object_store_for_the_lease(tmp_path: Path) ->
     lines.close()
     assert asked == [True, True]
     assert [row["step"] for row in read_metrics(tmp_path / "lines.jsonl")] == [1]
+
+
+def test_a_row_is_on_the_disk_before_the_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, synced = StepLines(tmp_path / "lines.jsonl", 0), list[str]()
+    monkeypatch.setattr(tracking.os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    lines.add({"step": 1})
+    assert synced == [str(tmp_path / "lines.jsonl")]
+    assert [row["step"] for row in read_metrics(tmp_path / "lines.jsonl")] == [1]
+    lines.close()

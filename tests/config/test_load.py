@@ -839,3 +839,10 @@ def test_every_default_is_a_value_that_its_key_accepts():
 )
 def test_names_that_everybody_brings_have_a_hint(name, key):
     assert key in FOREIGN[name].keys
+
+
+def test_overrides_alone_are_a_config():
+    root = merge(overrides=["train.lr=2", "recipe=sft"]).root
+    assert sorted(root.value) == ["recipe", "train"]
+    assert root.value["train"].value["lr"].value == 2
+    assert str(merge().root.place).startswith("no file")

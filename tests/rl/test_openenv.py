@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ptf.errors import UserError
-from ptf.rl.environments.openenv import OpenEnv
+from ptf.rl.environments.openenv import REFUSED, OpenEnv
 from ptf.rl.environments.protocol import EnvironmentFault
 from tests.conftest import ROOT
 from tests.rl.openenv_server import served
@@ -109,3 +109,35 @@ def test_a_server_that_is_not_there_or_silent_is_an_error() -> None:
         asyncio.run(OpenEnv(ROWS[0], 0, url=f"http://127.0.0.1:{free_port()}").reset())
     with pytest.raises(UserError, match="no address of the form"):
         OpenEnv({}, 0, url="localhost:8000")
+
+
+class Socket:
+    """A server whose answers are given."""
+
+    def __init__(self, *answers: dict) -> None:
+        self.answers, self.sent = [json.dumps(answer) for answer in answers], list[dict]()
+
+    async def send(self, line: str) -> None:
+        self.sent.append(json.loads(line))
+
+    async def recv(self) -> str:
+        return self.answers.pop(0)
+
+
+def test_an_action_may_be_refused_but_a_session_may_not() -> None:
+    refusal = {"type": "error", "data": {"code": REFUSED, "message": "no", "errors": [{"msg": "a"}, {"msg": "b"}]}}
+    other = {"type": "error", "data": {"code": "BROKEN", "message": "gone"}}
+    environment = OpenEnv({"seed": 1}, 0, url="http://here:1", penalty=0.25)
+    environment.socket = socket = Socket(refusal, refusal, other)
+
+    async def played() -> None:
+        result = await environment.step("x")
+        assert (result.reward, result.done) == (-0.25, False)
+        assert result.environment_messages[0]["content"] == "Your action was refused: a; b"
+        with pytest.raises(RuntimeError, match=f"answers reset with {REFUSED}: no"):
+            await environment.ask("reset", {})
+        with pytest.raises(RuntimeError, match="answers step with BROKEN: gone"):
+            await environment.step("x")
+
+    asyncio.run(played())
+    assert [one["type"] for one in socket.sent] == ["step", "reset", "step"]

@@ -62,9 +62,16 @@ class Own(NativeEngine):
             return [dataclasses.replace(c, logprobs=self.raw(c)) for c in generations]
         if self.fault == "float64":
             return [dataclasses.replace(c, logprobs=c.logprobs.astype(np.float64)) for c in generations]
+        if self.fault == "ends early":
+            return [c if c.finished else self.first_part(c) for c in generations]
         if self.fault == "old stamp":
             return [dataclasses.replace(c, versions=c.versions - 1) for c in generations]
         return generations
+
+    @staticmethod
+    def first_part(generation):
+        arrays = {name: getattr(generation, name)[:-1] for name in ("sampled_ids", "logprobs", "versions")}
+        return dataclasses.replace(generation, **arrays)
 
     def raw(self, generation):
         return self.prompt_logprobs([np.concatenate([generation.context, generation.sampled_ids])])[0][
@@ -101,6 +108,7 @@ FOUND = {  # by which check
     "batch decides": "batch_independence",
     "never greedy": "greedy",
     "stop ignored": "stops",
+    "ends early": "stops",
     "one limit": "limits",
     "raw log-probs": "logprobs",
     "float64": "answers",
