@@ -1,8 +1,10 @@
 """The role that generates: its engine sleeps while another role has the devices."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
+from ptf.rl.engines.protocol import Sampling
 from ptf.rl.sampler import Sampler
 
 
@@ -14,3 +16,7 @@ def test_an_engine_sleeps_between_offload_and_onload():
     assert told == ["sleep"]
     sampler.onload()
     assert told == ["sleep", "wake"]
+
+
+def test_responses_are_sampled_from_the_whole_distribution_unless_asked_otherwise():
+    assert inspect.signature(Sampler.__init__).parameters["top_p"].default == Sampling(1, 1.0, ()).top_p == 1.0

@@ -166,3 +166,14 @@ def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> No
     assert facts(whole) == facts(resumed)
     raw["train"]["optimizer"] = "adamw"
     assert not same(weights(whole), weights(train("fp32"))), "negative control"
+
+
+def test_without_bitsandbytes_it_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(key: str) -> Any:
+        raise UserError(f"{key} needs bitsandbytes")
+
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 64))])
+    QuantisedMoments(optimizer)
+    monkeypatch.setattr(optimizer_8bit, "bitsandbytes_functions", missing)
+    with pytest.raises(UserError, match="train.optimizer: adamw_8bit needs bitsandbytes"):
+        QuantisedMoments(optimizer)
