@@ -3,10 +3,12 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from ptf.cli import main
 from ptf.config import loads
@@ -17,7 +19,7 @@ from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from ptf.model.rope import rotary
-from ptf.train.budget import Budget, budget
+from ptf.train.budget import Budget, _sizes, budget
 from tests.tiny import SIZES
 
 DENSE = {
@@ -226,3 +228,17 @@ def test_configs_of_real_models_can_be_planned_from_a_config_json(tmp_path, name
     directory(tmp_path, DENSE if "0p6b" in name else MOE)
     assert main(["plan", f"configs/sft/{name}.yaml", "--workers", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
     assert "GiB on each GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 3)])
+def test_the_largest_layer_counts_whichever_it_is(sizes):
+    class Layer(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(n))
+            self.codes = nn.Parameter(torch.zeros(2 * n, dtype=torch.uint8), requires_grad=False)
+
+    model: Any = nn.Module()
+    model.layers, model.head = nn.ModuleList(map(Layer, sizes)), None
+    found = _sizes(model)
+    assert (found.block, found.block_trained, found.block_quantised) == (5, 5, 10)

@@ -175,5 +175,5 @@ def test_without_bitsandbytes_it_is_refused_before_the_first_step(monkeypatch: p
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 64))])
     QuantisedMoments(optimizer)
     monkeypatch.setattr(optimizer_8bit, "bitsandbytes_functions", missing)
-    with pytest.raises(UserError, match="train.optimizer: adamw_8bit needs bitsandbytes"):
+    with pytest.raises(UserError, match=r"train\.optimizer: adamw_8bit needs bitsandbytes"):
         QuantisedMoments(optimizer)

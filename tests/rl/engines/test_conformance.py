@@ -188,3 +188,13 @@ def test_a_run_with_an_engine_of_ones_own(raw):
     raw["train"]["steps"] = 2
     rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")
     assert all(row["logprob_diff_max"] <= 1e-5 for row in rows)
+
+
+def test_a_response_that_is_missing_is_found(tmp_path, monkeypatch):
+    one = contract(tmp_path)
+    one.first_sync()
+    one.answers()
+    generate = one.generate
+    monkeypatch.setattr(one, "generate", lambda requests: generate(requests)[:-1])
+    with pytest.raises(ValueError, match="shorter"):
+        one.answers()
