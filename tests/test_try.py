@@ -1,5 +1,6 @@
 """`ptf try`: what is played, what is found in it, and that it finds nothing where nothing is wrong."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 import ptf
 from ptf.cli import main
 from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-from ptf.episode_preview import player, policies, scripts
+from ptf.episode_preview import player, policies, scripts, terminal
 from ptf.episode_preview.clock import EpisodeTimes, start_seconds, turns_of
 from ptf.episode_preview.repeats import differences
+from ptf.episode_preview.report import Piece, Preview, PreviewEpisode
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
@@ -309,3 +312,21 @@ def test_the_first_difference_of_two_plays_is_named() -> None:
         assert message in line
         assert differences([one], [one]) == []
     assert differences([trajectory(1, outcome=failed)], [trajectory(2, outcome=failed)]) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_the_policy_said_is_marked_in_colour_or_by_brackets(tmp_path: Path, is_terminal: bool) -> None:
+    said = (Piece("2+3=", False), Piece("5", True))
+    prompt = Prompt(np.array([1], np.int32), {}, "sums", 0)
+    episode = PreviewEpisode(prompt, None, "the \x1b[2J reward failed", True, 1.0, 0.5, (), (said,), {})
+    job = ptf.load(config(tmp_path, reward={"use": "ptf.rl.rewards:exact"}))
+    preview = Preview(job, "itself", (episode,), 1.0, 0.0, (), (), {}, ())
+    out = io.StringIO()
+    terminal.show(
+        preview,
+        Console(file=out, force_terminal=is_terminal, width=100, color_system="standard" if is_terminal else None),
+    )
+    text = out.getvalue()
+    assert ("what the policy answered is green" in text) == is_terminal
+    assert ("what the policy answered is in ⟦ ⟧" in text) == ("2+3=⟦5⟧" in text) == (not is_terminal)
+    assert "repeatable: not known: no episode has a result" in text

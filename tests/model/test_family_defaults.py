@@ -30,3 +30,10 @@ def test_a_setting_that_is_left_out_has_transformers_default(model_type):
         assert found == family.config(filled(given)), key
     assert {"rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"} <= {*read, *whole}
     assert len(read) > 5
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "qwen3"])
+def test_gemma_multiplies_embeddings_by_the_root_of_their_width(model_type):
+    config = filled({"model_type": model_type, "hidden_size": 256})
+    found = family_of(config).config(config).embed_scale
+    assert found == (16.0 if model_type.startswith("gemma") else 1.0)

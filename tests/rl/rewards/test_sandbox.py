@@ -22,7 +22,7 @@ from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.functions import brevity, code, exact, mathematics
-from ptf.rl.rewards.sandbox import remote, syscalls
+from ptf.rl.rewards.sandbox import plain, remote, syscalls
 from ptf.rl.rewards.sandbox.cells import MODES
 from ptf.rl.rewards.sandbox.run_tests import find_mode, run_tests, sandbox_line
 from ptf.rl.rewards.scoring import RewardWorkers
@@ -60,6 +60,18 @@ def test_code(text, value):
 def test_a_response_has_as_much_memory_as_it_is_given(asked_mib, value):
     answer = f"def f(x):\n    return len(bytearray({asked_mib} << 20)) and x * x"
     assert code({"tests": "assert f(3) == 9"}, answer, memory_mib=1024) == value
+
+
+def test_messages_that_arrive_together_are_read_one_by_one():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        messages = [["value", "x" * 3000], ["raise", 1], []]
+        for message in messages:
+            plain.send(theirs, message)
+        theirs.close()
+        assert [plain.receive(ours) for _ in messages] == messages
+        with pytest.raises(EOFError, match="the other side is gone"):
+            plain.receive(ours)
 
 
 def test_after_a_fault_nothing_more_is_asked_of_a_response():
