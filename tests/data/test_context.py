@@ -157,3 +157,22 @@ def test_a_text_is_certain_from_sixteen_characters_on():
     assert not context._certain("0123456789abcde", "0123456789abcdef and more")
     assert not context._certain("0123456789<bcdef", "0123456789<bcdef")
     assert not context._certain("0123456789abcdef", "0123456789abcdef 0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    ("tool", "renamed"),
+    [
+        (
+            {"type": "function", "function": {"name": "a", "x": 1}},
+            {"type": "function", "function": {"name": "b", "x": 1}},
+        ),
+        ({"name": "a", "x": 1}, {"name": "b", "x": 1}),
+        ({"function": "a"}, {"function": "a", "name": "b"}),
+        ("a", "a"),
+        (None, None),
+    ],
+)
+def test_a_tool_gets_another_name_if_it_has_one(tool, renamed):
+    before = repr(tool)
+    assert context._named(tool, "b") == renamed
+    assert repr(tool) == before
