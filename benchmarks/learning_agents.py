@@ -85,7 +85,7 @@ AGENTS = [
         "self-play: share of the moves that win against best play",
         0.9,
         0.45,
-        300,
+        250,
         control_steps=200,
         metric="episode/best_moves",
     ),

@@ -1,7 +1,8 @@
 """Self-play: the policy plays both sides of a game, small enough for a CPU.
 
 Two players in turn take one, two or three stones from a pile; who takes the last stone wins. A move that is not legal
-loses. Whoever faces a multiple of four loses against best play.
+loses. Whoever faces a multiple of four loses against best play. Games begin with each pile equally often, because games
+of a policy alone may leave piles out, and a network forgets what it does there.
 """
 
 import json
@@ -14,24 +15,22 @@ from ptf.rl.policy.policy import Policy
 from ptf.tasks.tiny import write_model
 
 MOST = 3  # stones of one move
-PILES = range(5, 13)
+PILES = range(1, 13)
 
 
 async def play(prompt: Prompt, policy: Policy, *, shuffled: bool = False) -> Trajectory:
-    """Play a game; the moves of the side that the row names are trained, with the reward 1 if it wins, otherwise 0.
+    """Play a game from the pile that the row names; its first move is trained, with the reward 1 if who made it wins,
+    otherwise 0.
 
     `episode/best_moves` is the share of the trained moves that win against best play, of those where one can win. With
     `shuffled`, who wins is drawn at random: a control, from which nothing can be learned.
     """
-    pile, side, turn, winner = int(prompt.row["pile"]), int(prompt.row["side"]), 0, None
-    mine, chances, best = [], 0, 0
+    pile, turn, winner = int(prompt.row["pile"]), 0, None
+    moves, best = [], pile % (MOST + 1)
     while winner is None:
         call = await policy.generate([{"role": "user", "content": str(pile)}])
         move = int(call.text) if call.text in ("1", "2", "3") else 0
-        if turn == side:
-            mine.append(call)
-            chances += pile % (MOST + 1) != 0
-            best += move != 0 and move == pile % (MOST + 1)
+        moves.append((call, move))
         if not 0 < move <= pile:
             winner = 1 - turn
         pile -= move
@@ -40,18 +39,17 @@ async def play(prompt: Prompt, policy: Policy, *, shuffled: bool = False) -> Tra
         turn = 1 - turn
     if shuffled:
         winner = random.Random(policy.seed).randrange(2)
-    counts = {"best_moves": best / chances} if chances else {}
-    return policy.trajectory(float(winner == side), calls=mine, counts=counts)
+    first, move = moves[0]
+    counts = {"best_moves": float(move == best)} if best else {}
+    return policy.trajectory(float(winner == 0), calls=[first], counts=counts)
 
 
 def prepare(directory: str) -> None:
-    """Write `games.jsonl`, the piles with the side that is trained, and `model/`."""
+    """Write `games.jsonl`, the piles that games begin with, and `model/`."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": str(pile)}], "pile": pile, "side": side}
-        for pile in PILES
-        for side in (0, 1)
+        {"messages": [{"role": "user", "content": str(pile)}], "pile": pile} for pile in PILES
     ]
     (root / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_model(root / "model", "0123456789", dim=64, layers=2)
