@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,35 @@ DRAWS = 8  # of tokens, at most
 BALANCE = 10.0  # weight of the load-balancing loss beside the logits, in the gradients
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a comparison with transformers found. Errors are relative to the largest magnitude of the reference."""
+
+    beside_fp32: float | None = None  # the largest error beside the reference in fp32, where one in fp64 was needed
+    problems: tuple[str, ...] = ()  # tensors that do not map, or change on the way back
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """The errors, each of which must be within the tolerance."""
+        raise NotImplementedError
+
+    @property
+    def largest(self) -> float:
+        """The largest error; infinite if one is not a number."""
+        return max(self.errors) if all(error < float("inf") for error in self.errors) else float("inf")
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are within the tolerance, and there are no problems."""
+        return self.largest <= TOLERANCE and not self.problems
+
+
+Compared = TypeVar("Compared", bound=Comparison)
+
+
 @dataclass(frozen=True, slots=True)
-class Case:
-    """The comparison of one config. Errors are relative to the largest magnitude of the reference."""
+class Case(Comparison):
+    """The comparison of one config."""
 
     config: dict[str, Any]
     logits: float = float("inf")
@@ -53,19 +79,11 @@ class Case:
     diverges: str = ""  # the first module whose outputs differ, if any
     balance: float = 0.0  # error of the load-balancing loss of experts
     redrawn: int = 0  # draws of tokens for which the reference chooses between nearly equal scores
-    beside_fp32: float | None = None  # the largest error beside the reference in fp32, where one in fp64 was needed
-    problems: tuple[str, ...] = ()  # tensors that do not map, or change on the way back
 
     @property
-    def largest(self) -> float:
-        """The largest error of logits, gradients and the load-balancing loss; infinite if one is not a number."""
-        errors = (self.logits, self.gradients, self.balance)
-        return max(errors) if all(error < float("inf") for error in errors) else float("inf")
-
-    @property
-    def passed(self) -> bool:
-        """Whether logits, gradients and the load-balancing loss agree and every tensor maps both ways."""
-        return self.largest <= TOLERANCE and not self.problems
+    def errors(self) -> tuple[float, ...]:
+        """The errors of logits, gradients and the load-balancing loss."""
+        return self.logits, self.gradients, self.balance
 
 
 @dataclass(slots=True)
@@ -139,6 +157,13 @@ def reference(directory: Path) -> "PreTrainedModel":
     )
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
     return corrected(model)
+
+
+def exact_reference(directory: Path) -> "PreTrainedModel":
+    """Return transformers' model of a checkpoint in fp64, in which it computes under `Double`."""
+    hf = reference(directory).double()
+    hf.set_experts_implementation("eager")  # the grouped product knows no fp64
+    return hf
 
 
 def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
@@ -246,8 +271,7 @@ def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], 
     """Compare our decoder with transformers' model `hf` of the same directory.
 
     Tokens for which the reference chooses experts by a margin within the tolerance are drawn again, DRAWS times at
-    most: either choice is right. If the largest error is above the tolerance, but no more than two results can differ
-    that are both within it, the reference is transformers' model in fp64.
+    most: either choice is right. Rounding does not decide either (`judged`).
     """
     config = bridge.read_config(directory)
     try:
@@ -258,15 +282,28 @@ def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], 
         if change is not None:
             change(ours)
         probe, theirs, redrawn = _clear_choices(hf, ours.config)
-        case = replace(_compare(config, ours, family, hf, problems, probe, theirs), redrawn=redrawn)
-        if case.passed or problems or not case.largest <= ROUNDING:
-            return case
-        double = reference(directory).double()
-        theirs = _run_reference(double, ours.config, probe, Double())
-        exact = _compare(config, ours, family, double, problems, probe, theirs)
-        return replace(exact, redrawn=redrawn, beside_fp32=case.largest) if exact.passed else case
+
+        def exactly() -> Case:
+            double = exact_reference(directory)
+            exact = _run_reference(double, ours.config, probe, Double())
+            return _compare(config, ours, family, double, problems, probe, exact)
+
+        case = judged(_compare(config, ours, family, hf, problems, probe, theirs), exactly)
+        return replace(case, redrawn=redrawn)
     except (UserError, AssertionError) as error:  # a setting, a tensor, or a parameter without a mapping
         return Case(config, problems=tuple(str(error).splitlines()))
+
+
+def judged(case: Compared, exactly: Callable[[], Compared]) -> Compared:
+    """Return the comparison, or the one beside transformers in fp64 that `exactly` makes, if rounding decided.
+
+    It did if the largest error is above the tolerance, but no more than two results can differ that are both within it,
+    and the comparison in fp64 passes, with the same tolerance.
+    """
+    if case.passed or case.problems or not case.largest <= ROUNDING:
+        return case
+    exact = exactly()
+    return replace(exact, beside_fp32=case.largest) if exact.passed else case
 
 
 def _clear_choices(hf: "PreTrainedModel", config: DecoderConfig) -> tuple[_Probe, "_Recording", int]:
@@ -288,8 +325,6 @@ def _run_reference(
     hf.eval()
     hf.zero_grad()
     cast("nn.Embedding", hf.get_input_embeddings()).padding_idx = None  # it would zero one row's gradient
-    if isinstance(mode, Double):
-        hf.set_experts_implementation("eager")  # the grouped product knows no fp64
     arguments = {"use_cache": False, **router_arguments(config.experts)}
     with mode:
         return _record(hf, _their_modules(hf), lambda: [hf(input_ids=d[None], **arguments) for d in probe.documents])

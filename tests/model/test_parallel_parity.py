@@ -1,9 +1,13 @@
 """Every family computes on two ranks what transformers computes in one process, and a wrong plan is caught."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from ptf.model import parallel_parity
 from ptf.model.families import MODULES
 from ptf.model.parallel_parity import ParallelCase, verify_parallel
 from ptf.model.sharding import COLWISE, PLAN, SEQUENCE, WHOLE
@@ -64,6 +68,44 @@ def test_a_wrong_plan_is_caught(mistake: str) -> None:
         assert any("q_width_norm" in problem for problem in caught[0].problems)
     if mistake == "the weight of the norm is whole":
         assert caught[0].problems[0].startswith("RuntimeError: The size of tensor")
+
+
+@pytest.mark.long
+def test_gradients_of_the_ranks_that_are_wrong_by_little_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = parallel_parity._found
+
+    def scaled(*args: Any) -> dict[str, Any]:
+        one = found(*args)
+        return {**one, "gradients": {name: g * (1 + 1.5e-5) for name, g in one["gradients"].items()}}
+
+    monkeypatch.setattr(parallel_parity, "_found", scaled)
+    cases = verify_parallel("qwen3_moe")
+    assert len(cases) == 2
+    for case in cases:
+        assert not case.passed
+        assert case.beside_fp32 is None
+        assert 1e-5 < case.largest <= 2e-5
+
+
+@pytest.mark.long
+def test_ranks_are_not_blamed_for_errors_of_transformers_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, computed = parallel_parity._step, []
+
+    def inexact(hf: Any, *args: Any) -> Any:
+        right = step(hf, *args)
+        computed.append(hf.dtype)
+        if hf.dtype != torch.float32:
+            return right
+        hf.get_output_embeddings().register_forward_hook(lambda module, args, out: out * (1 + 1.5e-5))
+        return replace(right, gradients={name: g * (1 + 1.5e-5) for name, g in right.gradients.items()})
+
+    monkeypatch.setattr(parallel_parity, "_step", inexact)
+    cases = verify_parallel("qwen3_moe")
+    assert computed == [torch.float32, torch.float32, torch.float64, torch.float64]
+    for case in cases:
+        assert case.passed
+        assert case.beside_fp32 is not None
+        assert 1e-5 < case.beside_fp32 <= 2e-5
 
 
 def test_the_plans_differ() -> None:

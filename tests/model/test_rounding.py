@@ -1,6 +1,9 @@
 """Rounding does not decide whether a family passes, and what is no rounding still fails."""
 
+import copy
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,18 @@ import torch
 from torch import Tensor
 
 from ptf.model.families import MODULES, family_of
+from ptf.model.parallel_parity import MESHES, ParallelCase, _groups, _judged, _Step, _step
 from ptf.model.rounding import Double, Margins
-from ptf.model.verify import ROUNDING, TOLERANCE, Case, _Probe, compare, quiet, random_reference, reference
+from ptf.model.verify import (
+    ROUNDING,
+    TOLERANCE,
+    Case,
+    _Probe,
+    compare,
+    exact_reference,
+    quiet,
+    random_reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +138,100 @@ def test_what_is_no_rounding_fails_beside_fp64_too(tmp_path: Path) -> None:
         assert case.largest > TOLERANCE
 
 
+class Stepped:
+    """A model, and what transformers in fp32 finds of its step: as the reference, and in place of two ranks."""
+
+    def __init__(self, base: Path) -> None:
+        quiet()
+        self.family = family_of({"model_type": "llama"})
+        self.member, self.base = base / "member", base
+        self.after = random_reference(self.family.random_config(random.Random("ranks")), 0)
+        self.after.save_pretrained(self.member)
+        self.stepped = _step(self.after, self.family, _groups(MESHES["FSDP"]), self.member)
+
+    def judged(
+        self,
+        theirs: Callable[[_Step, Any], _Step] = lambda step, after: step,
+        ours: Callable[[_Step, Any], _Step] = lambda step, after: step,
+    ) -> ParallelCase:
+        """Judge `ours`, a change of what was found and saved, beside `theirs`, a change of the reference in fp32."""
+        after, saved = copy.deepcopy(self.after), copy.deepcopy(self.after)
+        stepped, found = theirs(self.stepped, after), ours(self.stepped, saved)
+        saved.save_pretrained(self.base / "saved")
+        wrote = {"loss": found.loss, "gradients": found.gradients}
+        return _judged("FSDP", self.member, wrote, stepped, after, self.base / "saved")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Stepped:
+    return Stepped(tmp_path_factory.mktemp("ranks"))
+
+
+def wrong_gradients(step: _Step, after: Any, error: float) -> _Step:
+    return replace(step, gradients={name: g * (1 + error) for name, g in step.gradients.items()})
+
+
+def wrong_gradient(step: _Step, after: Any, error: float) -> _Step:
+    """One tensor's is wrong."""
+    name = max(step.gradients, key=lambda name: float(step.gradients[name].abs().max()))
+    return replace(step, gradients=step.gradients | {name: step.gradients[name] * (1 + error)})
+
+
+def missing_contribution(step: _Step, after: Any, error: float) -> _Step:
+    """A contribution to one entry of one gradient is missing."""
+    name = max(step.gradients, key=lambda name: float(step.gradients[name].abs().max()))
+    gradient = step.gradients[name].clone()
+    gradient.view(-1)[0] -= error * gradient.abs().max()
+    return replace(step, gradients=step.gradients | {name: gradient})
+
+
+def wrong_loss(step: _Step, after: Any, error: float) -> _Step:
+    return replace(step, loss=step.loss * (1 + error))
+
+
+def wrong_weights(step: _Step, after: Any, error: float) -> _Step:
+    """The logits of the model after the step are wrong."""
+    after.model.norm.weight.data *= 1 + error
+    return step
+
+
+WRONG = [wrong_gradients, wrong_gradient, missing_contribution, wrong_loss, wrong_weights]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_two_ranks_are_judged_beside_fp64_where_fp32_is_not_exact_enough(two_ranks: Stepped, wrong: Any) -> None:
+    case = two_ranks.judged(theirs=lambda step, after: wrong(step, after, 1.5e-5))
+    assert case.passed
+    assert case.beside_fp32 == pytest.approx(1.5e-5, rel=0.3)
+    assert TOLERANCE < case.beside_fp32 <= ROUNDING
+
+
+def test_two_ranks_within_the_tolerance_need_no_fp64(two_ranks: Stepped) -> None:
+    case = two_ranks.judged(theirs=lambda step, after: wrong_gradients(step, after, 5e-6))
+    assert case.passed
+    assert case.beside_fp32 is None
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("theirs", "ours"), [(0.0, 1.5e-5), (3e-5, 1.5e-5), (3e-5, 0.0)])
+def test_what_is_no_rounding_fails_on_two_ranks(two_ranks: Stepped, wrong: Any, theirs: float, ours: float) -> None:
+    """An error of the ranks of 1.5 tolerances; one of both, as far apart; and one that no rounding explains."""
+    case = two_ranks.judged(
+        theirs=lambda step, after: wrong(step, after, theirs) if theirs else step,
+        ours=lambda step, after: wrong(step, after, ours) if ours else step,
+    )
+    assert not case.passed
+    assert case.beside_fp32 is None
+    assert case.largest > TOLERANCE
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", MODULES)
 def test_every_family_is_computed_in_fp64(model_type: str, tmp_path: Path) -> None:
     quiet()
     model = random_reference(family_of({"model_type": model_type}).random_config(random.Random("double")), 0).eval()
     model.save_pretrained(tmp_path)
-    double = reference(tmp_path).double().eval()
-    double.set_experts_implementation("eager")
+    double = exact_reference(tmp_path).eval()
     types: set[torch.dtype] = set()
 
     def seen(module: Any, args: Any, out: Any) -> None:
