@@ -197,6 +197,9 @@ bench-dpo: setup                         ## the DPO step beside TRL's (make peer
 bench-grpo: setup                         ## the GRPO step beside TRL's (make peers first); writes benchmarks/results/grpo_step.md
 	$(PY) benchmarks/grpo_step.py
 
+bench-async-peer: setup                  ## asynchronous GRPO beside TRL's (make peers first); writes benchmarks/results/async_peer.md
+	$(PY) benchmarks/async_peer.py
+
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py
 

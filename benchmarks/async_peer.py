@@ -1,0 +1,444 @@
+"""Asynchronous GRPO beside TRL's AsyncGRPOTrainer, in one interleaved run: the same task, weights to start from, batch,
+optimizer and vLLM, on two cores. Keeps each run in results/async_peer.jsonl, and writes
+results/async_peer.md from it.
+
+    make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
+    python benchmarks/async_peer.py [--tasks count lengths] [--staleness 0 1 2 4] [--rounds 1] [--minutes 60]
+
+    count      from random weights: the next four digits after one; reward: the share of them that is right
+    lengths    a learning rate of nearly zero; lengths are geometric, about 75 tokens on average and at most 480
+
+ptf: a policy and a vLLM engine in pools of their own of a local Ray cluster, a thread each. TRL: its trainer with a
+thread, its rollout worker, and vLLM's HTTP server with a thread. Each at its own default for what is in flight at that
+staleness. The four stand-ins with which TRL's trainer runs without CUDA are in benchmarks/peers/trl_async_grpo.py.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "HF_HUB_OFFLINE": "1"}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
+
+from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
+from benchmarks.pages import write_page  # noqa: E402
+
+PAGE = results_page("async_peer.md")
+KEPT = PAGE.with_suffix(".jsonl")
+PEER = ROOT / ".venv-peers" / "bin" / "python"
+PROMPTS, GROUP = 16, 8
+WARM = 3  # steps that are not timed: the first begin with nothing in flight
+SYSTEMS = ("ptf", "TRL")
+# steps; most new tokens; tokens of a slice; learning rate; reward; length of the longest sequence
+TASKS: dict[str, dict[str, Any]] = {
+    "count": {"steps": 80, "tokens": 4, "slice": 4, "lr": 3e-3, "reward": "share", "longest": 128},
+    "lengths": {"steps": 9, "tokens": 480, "slice": 60, "lr": 1e-9, "reward": "length", "longest": 512},
+}
+BETAS = (0.9, 0.95)
+SERVER = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+EXPLAINED = """
+{prompts} prompts × {group} responses a step, one optimizer step of AdamW, fp32, no entropy bonus, no reference, clip
+0.2; the same random weights to start from. `count`: the four digits after one; the reward is the share of them that is
+right; learning rate {count[lr]}, {count[steps]} steps. `lengths`: a learning rate of nearly zero, and lengths that are
+geometric, about 75 tokens on average and at most {lengths[tokens]}; {lengths[steps]} steps. The first {warm} steps are
+not timed. A run of one system follows a run of the other.
+
+ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
+(`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
+trains with the trainer's log-probs as π_old and truncated importance weights; no response is dropped. k = 0 is its
+synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch × max(k, 1), a weight
+sync a step; its trainer (one thread), its rollout worker, and vLLM's HTTP server (one thread). It trains with the
+engine's log-probs as π_old, and drops samples that are older than k when the trainer takes them.
+
+TRL's trainer needs CUDA in three places and vLLM in its own environment; the stand-ins are in
+`benchmarks/peers/trl_async_grpo.py`: weights go by a file that vLLM's worker reads, in place of NCCL (through the
+trainer's own argument `weight_transfer`); attention is torch's SDPA, segment by segment, in place of the FlashAttention
+3 kernel; no peak of the device is looked up; the import of vLLM is not asked for. With fresh weights the ratio of the
+trainer's and the engine's probabilities, which TRL logs, is 1.0 and its `kl` 0.0. The seconds of its update are thus
+not those of its kernel, and the seconds of its sync not those of NCCL.
+
+CPU-seconds are those of all processes of a system (Ray's and the HTTP server's included), from the end of one step to
+that of the next. Wall seconds and the share of a step in which the policy waits for samples depend on the load: two
+cores were shared by as many processes as the last column says. `sampled tokens per trained one`: TRL's from vLLM's
+counter, with what is still in the queue; ptf's from the occupancy of its slices. Age: steps between the weights that
+sampled and the update; TRL takes the version at which a group was begun, ptf the mean over tokens (and, in `largest
+age`, the oldest token).
+"""
+OTHERS = [
+    (
+        "verl 0.9.1, `verl.experimental.fully_async_policy` (in the wheel)",
+        "a GPU for each worker: its resource pools are made with `use_gpu=True` (`single_controller/ray/base.py`, line "
+        "210)",
+        "ran `python -m verl.experimental.fully_async_policy.fully_async_main … trainer.device=cpu`: `ValueError: "
+        "Total available GPUs 0 is less than total desired GPUs 1` (the same file, line 240, from "
+        "`FullyAsyncTrainer.init_workers`)",
+    ),
+    (
+        "the same",
+        "vLLM under the distribution name `vllm`; the CPU build is named `vllm-cpu`",
+        "ran `import verl.workers.rollout.vllm_rollout`: `ValueError: vllm version None not supported and SGLang also "
+        "not Found`",
+    ),
+    (
+        "the same",
+        "a checkpoint engine (`nccl`, `nixl`, `mooncake`, …) between trainer and engine",
+        'ran `CheckpointEngineRegistry.get("nccl")`: `ValueError: Checkpoint engine nccl not registered, registered '
+        "backends: ['naive']`; its module imports `cupy`",
+    ),
+    (
+        "verl 0.9.1, `verl.trainer.ppo.v1.trainer_separate_async`",
+        "a checkpoint engine other than `naive` (an `assert` in line 68), GPUs of the rollout (line 65)",
+        "read, not run",
+    ),
+    (
+        "AReaL 1.0.4",
+        "torch < 2.11 and transformers ≤ 5.3, with which vLLM 0.28 (torch 2.13) does not install; its local scheduler "
+        "gives each worker a GPU (`infra/scheduler/local.py`, line 208, raises `GPUAllocationError`)",
+        "read, not run. Its FSDP engine knows a CPU platform (gloo), and weights can go by disk: with an older vLLM "
+        "built for CPUs it might run",
+    ),
+    (
+        "SkyRL 0.3.0, `skyrl.train.fully_async_trainer`",
+        '`init_device_mesh("cuda", …)` and `cpu:gloo,cuda:nccl` (`backends/skyrl_train/workers/worker.py`, lines 131 '
+        "and 122); vllm == 0.23.0, flash-attn == 2.8.3",
+        "read, not run",
+    ),
+    (
+        "OpenRLHF 0.11.2, `trainer/ppo_trainer_async.py`",
+        "deepspeed == 0.19.6 and flash-attn == 2.8.3; `torch.cuda.current_device()` for the weight sync "
+        "(`trainer/ray/ppo_actor.py`, line 148)",
+        "read, not run",
+    ),
+    (
+        "ART 0.5.18 (`openpipe-art`)",
+        "its local backend trains with unsloth, another with Megatron",
+        "metadata and layout read, not run",
+    ),
+    ("NeMo-RL, torchforge", "", "`nemo-rl` 0.0.0 and `torchforge` 0.0.1 on PyPI are placeholders without code"),
+    ("slime, prime-rl, open-instruct, rLLM", "", "not on PyPI (`slime` there is another package)"),
+]
+
+
+def reward(row: dict[str, Any], text: str) -> float:
+    """Return a reward that differs within a group and costs nothing."""
+    return (len(text) % 7) / 7
+
+
+def rows_of(task: str) -> list[dict[str, Any]]:
+    def row(question: str, answer: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}], "answer": answer}
+
+    if task == "count":
+        return [row(str(i % 10), "".join(str((i + k) % 10) for k in range(1, 5))) for i in range(640)]
+    return [row(f"{i}+{i}=", "1") for i in range(500)]
+
+
+def write_start(task: str, directory: Path) -> None:
+    """Write model, tokenizer and prompts from which both systems start."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.in_flight_engine import job
+    from ptf.tasks.tiny import write_model
+
+    if task == "count":
+        write_model(directory / "model", "0123456789", dim=64, layers=2)
+    else:
+        job(directory)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory / "model"), dtype=torch.float32)
+    model.save_pretrained(directory / "start")
+    for file in (directory / "model").iterdir():
+        (directory / "start" / file.name).write_bytes(file.read_bytes())
+    rows = rows_of(task)
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ours(task: str, k: int, seed: int, directory: Path) -> None:
+    """Run ptf; its metrics are in runs/a/metrics.jsonl."""
+    from ptf.compute.ray_session import ray_session
+    from ptf.config import loads
+    from ptf.run import run
+
+    of = TASKS[task]
+    raw = {
+        "recipe": "grpo",
+        "output": str(directory / "runs"),
+        "seed": seed,
+        "model": {"path": str(directory / "start")},
+        "data": {
+            "sources": {"p": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
+            "seq_len": of["longest"],
+        },
+        "rollout": {
+            "engine": "vllm",
+            "prompts_per_step": PROMPTS,
+            "group_size": GROUP,
+            "max_new_tokens": of["tokens"],
+            "reward": {"use": "benchmarks." + ("learning_rl:share" if task == "count" else "async_peer:reward")},
+            **({"max_staleness": k, "slice_tokens": of["slice"], "update_slices": 1} if k else {}),
+        },
+        "train": {
+            "steps": of["steps"],
+            "lr": of["lr"],
+            "weight_decay": 0.0,
+            "betas": list(BETAS),
+            "schedule": "constant",
+            "precision": "fp32",
+        },
+        "compute": {
+            "launcher": "ray",
+            "workers": 1,
+            "threads": 1,
+            "device": "cpu",
+            "timeout_s": 600,
+            "pools": {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout"]}},
+        },
+        "checkpoint": {"every": 100_000},
+        "track": {"tensorboard": False, "print_every": 1000},
+    }
+    with ray_session(workdir=directory / "ray", cpus=4, timeout_s=600):
+        run(loads(json.dumps(raw)), "a")
+
+
+def theirs(task: str, k: int, seed: int, directory: Path) -> None:
+    """Run vLLM's server and TRL; its metrics are in trl.jsonl."""
+    of, rows = TASKS[task], rows_of(task)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory / "start")]
+    server += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 29)]
+    server += ["--max-model-len", str(of["longest"]), "--max-num-seqs", "512", "--max-num-batched-tokens", "16384"]
+    server += ["--no-enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    server += ["--worker-extension-cls", "benchmarks.peers.vllm_weights.FileLoader", "--disable-uvicorn-access-log"]
+    server += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed)]
+    given = {
+        "model": str(directory / "start"),
+        "prompts": [row["messages"] for row in rows],
+        "answers": [row["answer"] for row in rows],
+        "prompts_per_step": PROMPTS,
+        "group": GROUP,
+        "tokens": of["tokens"],
+        "steps": of["steps"],
+        "lr": of["lr"],
+        "beta2": BETAS[1],
+        "staleness": k,
+        "reward": of["reward"],
+        "seed": seed,
+        "url": f"http://127.0.0.1:{port}",
+        "directory": str(directory),
+        "metrics": str(directory / "trl.jsonl"),
+    }
+    (directory / "given.json").write_text(json.dumps(given))
+    log = (directory / "server.log").open("w")
+    serving = subprocess.Popen(server, cwd=ROOT, env=os.environ | SERVER, stdout=log, stderr=log)
+    try:
+        peer = [str(PEER), "benchmarks/peers/trl_async_grpo.py", str(directory / "given.json")]
+        subprocess.run(peer, cwd=ROOT, env=os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1"}, check=True)
+    finally:
+        serving.terminate()
+        try:
+            serving.wait(30)
+        except subprocess.TimeoutExpired:
+            serving.kill()
+
+
+class Meter(threading.Thread):
+    """CPU-seconds of a process and all that it has started, several times a second."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.root, self.spent, self.done = psutil.Process(pid), dict[int, float](), threading.Event()
+        self.times, self.totals = list[float](), list[float]()
+
+    def run(self) -> None:
+        while not self.done.wait(0.25):
+            try:
+                family = [self.root, *self.root.children(recursive=True)]
+            except psutil.Error:
+                return
+            for process in family:
+                try:
+                    used = process.cpu_times()
+                except psutil.Error:
+                    continue
+                self.spent[process.pid] = used.user + used.system
+            self.times.append(time.time())
+            self.totals.append(sum(self.spent.values()))
+
+    def at(self, when: Sequence[float]) -> list[float]:
+        return np.interp(when, self.times, self.totals).tolist()
+
+
+def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
+    """Run a system in a process of its own; return what was found."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        write_start(task, directory)
+        one = [sys.executable, __file__, "--one", system, task, str(k), str(number), place]
+        with (directory / "log").open("w") as log:
+            process = subprocess.Popen(one, cwd=ROOT, stdout=log, stderr=log)
+            meter = Meter(process.pid)
+            meter.start()
+            status = process.wait()
+            meter.done.set()
+        if status:
+            raise SystemExit(f"{system}, {task}, k = {k}:\n{(directory / 'log').read_text()[-4000:]}")
+        file = directory / ("runs/a/metrics.jsonl" if system == "ptf" else "trl.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    ends = [row["time"] for row in rows]
+    about = {"system": system, "task": task, "k": k, "round": number, "reward": [round(r["reward"], 4) for r in rows]}
+    steps = len(rows) - WARM
+    spent = meter.at(ends)
+    found = {"step_s": (ends[-1] - ends[WARM - 1]) / steps, "cpu_s": (spent[-1] - spent[WARM - 1]) / steps}
+    timed = rows[WARM:]
+    if system == "ptf":
+        found["policy_waits"] = fmean(r["seconds/rollout"] for r in timed) / fmean(r["step_s"] for r in timed)
+        found["age"] = fmean(r["staleness"] for r in timed)
+        found["oldest"] = max(r.get("staleness_max", 0) for r in timed)
+        found["sampled"] = 1.0
+        if k:
+            room = TASKS[task]["slice"] * GROUP * (PROMPTS + PROMPTS * k // 2)
+            sampled = sum(r["slice_occupancy"] * r["slices"] * room for r in timed)
+            found["sampled"] = sampled / sum(r["sampled_tokens"] for r in timed)
+    else:
+        found["policy_waits"] = fmean(r["perf/rollout_wait_s"] for r in timed) / fmean(r["perf/step_s"] for r in timed)
+        found["age"] = fmean(r["sample/staleness_mean"] for r in timed)
+        found["oldest"] = max(r["sample/staleness_max"] for r in timed)
+        trained = sum(r["batch/trained_tokens_per_step"] for r in timed)
+        found["sampled"] = (rows[-1]["sampled"] - rows[WARM - 1]["sampled"]) / trained
+    when = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "load": round(os.getloadavg()[1], 1)}
+    return about | {name: round(value, 3) for name, value in found.items()} | when
+
+
+def kept() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--one"]:
+        system, task, k, number, place = sys.argv[2:]
+        (ours if system == "ptf" else theirs)(task, int(k), int(number), Path(place))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60, help="after which no further run is begun")
+    asked = parser.parse_args()
+    if not PEER.exists():
+        sys.exit("benchmarks/async_peer.py needs the peer's environment: make peers")
+    until = time.time() + 60 * asked.minutes
+    known = {(row["task"], row["k"], row["system"], row["round"]) for row in kept()}
+    for number in range(asked.rounds):
+        for task in asked.tasks:
+            for k in asked.staleness:
+                for system in SYSTEMS:
+                    if (task, k, system, number) in known or time.time() > until:
+                        continue
+                    found = measured(system, task, k, number)
+                    with KEPT.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
+                    print(json.dumps({name: v for name, v in found.items() if name != "reward"}), flush=True)
+    return page()
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return the median of rounds, with their range if there are several."""
+    around = f" ({min(values):.{digits}f} – {max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{median(values):.{digits}f}{around}"
+
+
+def page() -> int:
+    """Write the page of all runs that are kept; ends with status 1 if a group was older than its k."""
+    rows, missed = kept(), list[str]()
+    cells = sorted({(row["task"], row["k"]) for row in rows})
+    times, curves = list[str](), list[str]()
+    for task, k in cells:
+        for system in SYSTEMS:
+            runs = [row for row in rows if (row["task"], row["k"], row["system"]) == (task, k, system)]
+            if not runs:
+                continue
+            numbers = {
+                name: [run[name] for run in runs] for name in ("cpu_s", "step_s", "policy_waits", "sampled", "age")
+            }
+            oldest = max(run["oldest"] for run in runs)
+            loads = sorted(run["load"] for run in runs)
+            times.append(
+                f"| {task} | {k} | {system} | {spread(numbers['cpu_s'])} | {spread(numbers['step_s'], 1)} | "
+                f"{median(numbers['policy_waits']):.0%} | {spread(numbers['sampled'])} | "
+                f"{median(numbers['age']):.2f} | {oldest:.0f} | {loads[0]:.0f}"
+                + (f" – {loads[-1]:.0f} |" if len(runs) > 1 else " |")
+            )
+            if oldest > k:
+                missed.append(f"{task}, k = {k}, {system}: a group was older")
+            if task == "count":
+                of = np.mean([run["reward"] for run in runs], axis=0)
+                tens = [f"{np.mean(of[i : i + 10]):.2f}" for i in range(0, len(of), 10)]
+                curves.append(f"| {k} | {system} | " + " | ".join(tens) + " |")
+    steps = TASKS["count"]["steps"]
+    tens = [f"{i + 1}–{i + 10}" for i in range(0, steps, 10)]
+    about = (
+        "# Asynchronous GRPO beside TRL's asynchronous trainer\n\n"
+        f"Command: `python benchmarks/async_peer.py {' '.join(sys.argv[1:])}`".rstrip("` ")
+        + f"`  \nHardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
+        f"Dates: {', '.join(sorted({row['date'] for row in rows}))}; "
+        f"commits {', '.join(sorted({row['commit'] for row in rows}))}  \n"
+        "TRL 1.16.0, transformers 5.23.0, torch 2.13.0 (CPU) in the trainer; vLLM 0.28.0 (CPU build) for both\n\n"
+        + EXPLAINED.format(
+            prompts=PROMPTS,
+            group=GROUP,
+            warm=WARM,
+            count=TASKS["count"],
+            lengths=TASKS["lengths"],
+        )
+        + "\n| task | k | system | CPU-s a step | seconds a step | policy waits | sampled tokens per trained one | "
+        "mean age | largest age | load |\n|---|---|---|---|---|---|---|---|---|---|\n"
+    )
+    learned = [
+        "",
+        "## Reward on `count`",
+        "",
+        "Mean over ten steps of what the step trained on.",
+        "",
+        "| k | system | " + " | ".join(tens) + " |",
+        "|---|---|" + "---|" * len(tens),
+        *curves,
+        "",
+        "## Peers that do not run here",
+        "",
+        "Looked at on 2026-11-27, on a machine without a GPU; the lines are those of the wheels.",
+        "",
+        "| peer | what its asynchronous loop asks for | found |",
+        "|---|---|---|",
+        *(f"| {' | '.join(cells)} |" for cells in OTHERS),
+    ]
+    return write_page(PAGE, about, [*times, *learned], missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
