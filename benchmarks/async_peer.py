@@ -64,7 +64,7 @@ EXPLAINED = """
 0.2; the same random weights to start from. `count`: the four digits after one; the reward is the share of them that is
 right; learning rate {count[lr]}, {count[steps]} steps. `lengths`: a learning rate of nearly zero, and lengths that are
 geometric, about 75 tokens on average and at most {lengths[tokens]}; {lengths[steps]} steps. The first {warm} steps are
-not timed. A run of one system follows a run of the other.
+not timed. A run of one system follows a run of the other; a row without a range is one run, of one seed.
 
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
@@ -81,11 +81,12 @@ trainer's and the engine's probabilities, which TRL logs, is 1.0 and its `kl` 0.
 not those of its kernel, and the seconds of its sync not those of NCCL.
 
 CPU-seconds are those of all processes of a system (Ray's and the HTTP server's included), from the end of one step to
-that of the next. Wall seconds and the share of a step in which the policy waits for samples depend on the load: two
-cores were shared by as many processes as the last column says. `sampled tokens per trained one`: TRL's from vLLM's
-counter, with what is still in the queue; ptf's from the occupancy of its slices. Age: steps between the weights that
-sampled and the update; TRL takes the version at which a group was begun, ptf the mean over tokens (and, in `largest
-age`, the oldest token).
+that of the next. Wall seconds depend on the load: two cores were shared by as many processes as the last column says.
+Policy busy: the share of a step's seconds in which the policy scores or trains (ptf: `seconds/logprobs` and
+`seconds/update`; TRL: `perf/fwd_bwd_s` and `perf/optimizer_s`); in the rest it waits or sends weights. Sampled tokens per trained one: TRL's from vLLM's
+counter, ptf's from the occupancy of its slices; both with what is in flight at either end. Age: steps between the
+weights that sampled and the update; of TRL's samples from the version at which their group was begun, of ptf's the mean
+over tokens (and for the largest age, of the oldest token).
 """
 OTHERS = [
     (
@@ -317,7 +318,8 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
     found = {"step_s": (ends[-1] - ends[WARM - 1]) / steps, "cpu_s": (spent[-1] - spent[WARM - 1]) / steps}
     timed = rows[WARM:]
     if system == "ptf":
-        found["policy_waits"] = fmean(r["seconds/rollout"] for r in timed) / fmean(r["step_s"] for r in timed)
+        busy = ("seconds/logprobs", "seconds/update")
+        found["policy_busy"] = sum(r[name] for r in timed for name in busy) / sum(r["step_s"] for r in timed)
         found["age"] = fmean(r["staleness"] for r in timed)
         found["oldest"] = max(r.get("staleness_max", 0) for r in timed)
         found["sampled"] = 1.0
@@ -326,7 +328,8 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
             sampled = sum(r["slice_occupancy"] * r["slices"] * room for r in timed)
             found["sampled"] = sampled / sum(r["sampled_tokens"] for r in timed)
     else:
-        found["policy_waits"] = fmean(r["perf/rollout_wait_s"] for r in timed) / fmean(r["perf/step_s"] for r in timed)
+        busy = ("perf/fwd_bwd_s", "perf/optimizer_s")
+        found["policy_busy"] = sum(r[name] for r in timed for name in busy) / sum(r["perf/step_s"] for r in timed)
         found["age"] = fmean(r["sample/staleness_mean"] for r in timed)
         found["oldest"] = max(r["sample/staleness_max"] for r in timed)
         trained = sum(r["batch/trained_tokens_per_step"] for r in timed)
@@ -384,13 +387,13 @@ def page() -> int:
             if not runs:
                 continue
             numbers = {
-                name: [run[name] for run in runs] for name in ("cpu_s", "step_s", "policy_waits", "sampled", "age")
+                name: [run[name] for run in runs] for name in ("cpu_s", "step_s", "policy_busy", "sampled", "age")
             }
             oldest = max(run["oldest"] for run in runs)
             loads = sorted(run["load"] for run in runs)
             times.append(
                 f"| {task} | {k} | {system} | {spread(numbers['cpu_s'])} | {spread(numbers['step_s'], 1)} | "
-                f"{median(numbers['policy_waits']):.0%} | {spread(numbers['sampled'])} | "
+                f"{median(numbers['policy_busy']):.0%} | {spread(numbers['sampled'])} | "
                 f"{median(numbers['age']):.2f} | {oldest:.0f} | {loads[0]:.0f}"
                 + (f" – {loads[-1]:.0f} |" if len(runs) > 1 else " |")
             )
@@ -404,11 +407,11 @@ def page() -> int:
     tens = [f"{i + 1}–{i + 10}" for i in range(0, steps, 10)]
     about = (
         "# Asynchronous GRPO beside TRL's asynchronous trainer\n\n"
-        f"Command: `python benchmarks/async_peer.py {' '.join(sys.argv[1:])}`".rstrip("` ")
-        + f"`  \nHardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
+        "Command: `python benchmarks/async_peer.py` (`make bench-async-peer`)  \n"
+        f"Hardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
         f"Dates: {', '.join(sorted({row['date'] for row in rows}))}; "
         f"commits {', '.join(sorted({row['commit'] for row in rows}))}  \n"
-        "TRL 1.16.0, transformers 5.23.0, torch 2.13.0 (CPU) in the trainer; vLLM 0.28.0 (CPU build) for both\n\n"
+        "TRL 1.16.0, transformers 5.23.0, torch 2.13.0 (CPU) in the trainer; vLLM 0.28.0 (CPU build) for both\n"
         + EXPLAINED.format(
             prompts=PROMPTS,
             group=GROUP,
@@ -416,7 +419,7 @@ def page() -> int:
             count=TASKS["count"],
             lengths=TASKS["lengths"],
         )
-        + "\n| task | k | system | CPU-s a step | seconds a step | policy waits | sampled tokens per trained one | "
+        + "\n| task | k | system | CPU-s a step | seconds a step | policy busy | sampled tokens per trained one | "
         "mean age | largest age | load |\n|---|---|---|---|---|---|---|---|---|---|\n"
     )
     learned = [
