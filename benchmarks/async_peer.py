@@ -83,10 +83,10 @@ not those of its kernel, and the seconds of its sync not those of NCCL.
 CPU-seconds are those of all processes of a system (Ray's and the HTTP server's included), from the end of one step to
 that of the next. Wall seconds depend on the load: two cores were shared by as many processes as the last column says.
 Policy busy: the share of a step's seconds in which the policy scores or trains (ptf: `seconds/logprobs` and
-`seconds/update`; TRL: `perf/fwd_bwd_s` and `perf/optimizer_s`); in the rest it waits or sends weights. Sampled tokens per trained one: TRL's from vLLM's
-counter, ptf's from the occupancy of its slices; both with what is in flight at either end. Age: steps between the
-weights that sampled and the update; of TRL's samples from the version at which their group was begun, of ptf's the mean
-over tokens (and for the largest age, of the oldest token).
+`seconds/update`; TRL: `perf/fwd_bwd_s` and `perf/optimizer_s`); in the rest it waits or sends weights. Sampled tokens
+per trained one: TRL's from vLLM's counter, ptf's from the occupancy of its slices; both with what is in flight at
+either end. Age: steps between the weights that sampled and the update; of TRL's samples from the version at which their
+group was begun, of ptf's the mean over tokens (and for the largest age, of the oldest token).
 """
 OTHERS = [
     (
