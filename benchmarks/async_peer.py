@@ -308,7 +308,8 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
             status = process.wait()
             meter.done.set()
         if status:
-            raise SystemExit(f"{system}, {task}, k = {k}:\n{(directory / 'log').read_text()[-4000:]}")
+            said = [file.read_text()[-4000:] for file in (directory / "server.log", directory / "log") if file.exists()]
+            raise SystemExit(f"{system}, {task}, k = {k}:\n" + "\n".join(said))
         file = directory / ("runs/a/metrics.jsonl" if system == "ptf" else "trl.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     ends = [row["time"] for row in rows]
@@ -319,7 +320,7 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
     timed = rows[WARM:]
     if system == "ptf":
         busy = ("seconds/logprobs", "seconds/update")
-        found["policy_busy"] = sum(r[name] for r in timed for name in busy) / sum(r["step_s"] for r in timed)
+        found["policy_busy"] = sum(r.get(name, 0.0) for r in timed for name in busy) / sum(r["step_s"] for r in timed)
         found["age"] = fmean(r["staleness"] for r in timed)
         found["oldest"] = max(r.get("staleness_max", 0) for r in timed)
         found["sampled"] = 1.0
