@@ -4,6 +4,10 @@ results/kills.md and results/exactly_once.md of it.
 
     python benchmarks/kills.py [--minutes 8] [--recipes SFT …] [--anew] [--page]
 
+Also runs with rollouts in flight (`rollout.max_staleness`: k) and their synchronous form, of responses and of episodes:
+with one engine in the run's process; with two on a Ray of the run's own, whose workers are killed too; and by the wall
+clock, which `ptf replay` has to repeat.
+
 It goes on where the ledger ends, until each recipe has its share of kills or the minutes are over; the trials of a
 recipe are drawn from its name and their number. `--anew` begins another ledger. `--page` only writes the pages. Ends
 with status 1 if any trial of the ledger is wrong.
@@ -29,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from tests.reliability.jobs import JOBS, ON_POLICY  # noqa: E402
-from tests.reliability.kills import Command, Trials, adopt_orphans  # noqa: E402
+from tests.reliability.jobs import JOBS, ON_POLICY, ONE_REPLICA  # noqa: E402
+from tests.reliability.kills import Command, Trials, adopt_orphans, trials_of  # noqa: E402
 
 RESULTS = results_page("kills.md")
 LEDGER, ONCE = RESULTS.with_suffix(".jsonl"), RESULTS.with_name("exactly_once.md")
@@ -47,8 +51,37 @@ SHARES = {
     "GRPO, harness": 105,
     "GRPO, k = 1": 105,
     "GRPO, k = 4, episodes": 105,
+    "GRPO, episodes": 50,
+    "GRPO, k = 1, episodes": 50,
+    "GRPO, k = 4": 50,
+    "GRPO, k = 1, episodes, wall": 50,
+    "GRPO, k = 4, episodes, wall": 50,
+    **dict.fromkeys(ONE_REPLICA, 12),
 }
-COMMANDS = {recipe: 5 if recipe.startswith(("DPO", "KD")) else 10 for recipe in JOBS}  # of each, as a user's run
+OLD = list(SHARES)[:12]  # those whose phases are drawn alike
+WANTED = {"SFT, DPO, RM and KD": 600, **{name: 100 if name in OLD else 5 for name in ON_POLICY}}
+# of each, as a user's run
+COMMANDS = {
+    recipe: 5 if recipe.startswith(("DPO", "KD")) else 10 if recipe in OLD else 1 for recipe in JOBS
+} | dict.fromkeys(ONE_REPLICA, 0)
+# runs with rollouts in flight and their synchronous form: k, what is sampled, replicas, clock
+IN_FLIGHT = {
+    "GRPO": (0, "responses", 1, "–"),
+    "GRPO, episodes": (0, "episodes", 1, "–"),
+    "GRPO, harness": (0, "a harness", 1, "–"),
+    "GRPO, k = 1": (1, "responses", 1, "virtual"),
+    "GRPO, k = 1, episodes": (1, "episodes", 1, "virtual"),
+    "GRPO, k = 4": (4, "responses", 1, "virtual"),
+    "GRPO, k = 4, episodes": (4, "episodes", 1, "virtual"),
+    "GRPO, two replicas": (0, "responses", 2, "–"),
+    "GRPO, episodes, two replicas": (0, "episodes", 2, "–"),
+    "GRPO, k = 1, two replicas": (1, "responses", 2, "virtual"),
+    "GRPO, k = 1, episodes, two replicas": (1, "episodes", 2, "virtual"),
+    "GRPO, k = 4, two replicas": (4, "responses", 2, "virtual"),
+    "GRPO, k = 4, episodes, two replicas": (4, "episodes", 2, "virtual"),
+    "GRPO, k = 1, episodes, wall": (1, "episodes", 1, "wall"),
+    "GRPO, k = 4, episodes, wall": (4, "episodes", 1, "wall"),
+}
 # shares of trials with one trap, two, …, one an attempt; trials of a recipe, one after the other
 TRAPS, CHUNK = (0.3, 0.25, 0.2, 0.15, 0.1), 25
 LATER = 0.6  # an attempt that continues has less to do: its trap is drawn from so much of a run
@@ -85,7 +118,11 @@ def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
     or those of the command line alone. Whether all went well."""
     place = scratch / recipe
     place.mkdir()
-    trials = Trials(recipe, place)
+    trials = trials_of(recipe, place)
+    if recipe in ONE_REPLICA:
+        keep(
+            {"recipe": recipe, "way": "one replica", "seed": 0, "otherwise": trials.otherwise, "outcome": "same"}, code
+        )
     first = ["command"] * (not killed(rows(), recipe, "command"))
     ways = first + ["forked"] * CHUNK if way == "forked" else ["command"] * COMMANDS[recipe]
     well = True
@@ -104,16 +141,27 @@ def one(trials: Trials, way: str, seed: int, code: str) -> bool:
     """One trial, which is drawn by its seed, to the ledger. Whether it went well."""
     rng, began = Random(f"{trials.recipe}/{way}/{seed}"), time.monotonic()
     if way == "forked":
-        traps = [trials.drawn(rng, LATER if n else 1.0) for n in range(rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0])]
+        hit = set() if trials.recipe in OLD else {phase_of(kill) for kill in killed(rows(), trials.recipe)}
+        number = rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0]
+        traps = [trials.drawn(rng, LATER if n else 1.0, hit) for n in range(number)]
         made = trials.trial(f"trial-{seed}", traps)
     else:
         made = Command(trials).trial(f"command-{seed}", rng)
-    row = {"recipe": trials.recipe, "way": way, "seed": seed, "commit": code, "date": time.strftime("%Y-%m-%d"), **made}
-    with LEDGER.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    keep({"recipe": trials.recipe, "way": way, "seed": seed, **made}, code)
     points = ", then ".join(f"{kill['point']}{'' if kill['reached'] else ' (not reached)'}" for kill in made["kills"])
     print(f"{trials.recipe} {way} {seed}: {points}: {made['outcome']} ({time.monotonic() - began:.1f} s)", flush=True)
     return made["outcome"] == "same"
+
+
+def keep(row: dict[str, Any], code: str) -> None:
+    """Append a row to the ledger."""
+    with LEDGER.open("a") as file:
+        file.write(json.dumps({**row, "commit": code, "date": time.strftime("%Y-%m-%d")}) + "\n")
+
+
+def phase_of(kill: dict[str, Any]) -> str:
+    """The phase before or after which a run was killed; empty for another kill."""
+    return kill["point"].split(" ", 2)[2] if kill["kind"] == "phase" and kill["reached"] else ""
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
@@ -144,17 +192,18 @@ def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
     by = Counter((kill["kind"], kill.get("signal")) for kill in kills if kill["reached"])
     missed = sum(not kill["reached"] for kill in kills)
     again = sum(sum(kill["reached"] for kill in row["kills"]) > 1 for row in of)
-    phase, file, moment = (by[kind, SIGKILL] for kind in ("phase", "file", "time"))
+    phase, file, moment, worker = (by[kind, SIGKILL] for kind in ("phase", "file", "time", "worker"))
     different = sum("differs" in row["outcome"] or "ended with" in row["outcome"] for row in of)
     behind = sum("left: " in row["outcome"] or "missing: " in row["outcome"] for row in of)
     within = sum(count for (kind, _), count in by.items() if kind == "bytes")
     return [
         name,
         len(of),
-        f"**{phase + file + moment}**",
+        f"**{phase + file + moment + worker}**",
         phase,
         file,
         moment,
+        worker,
         within,
         again,
         missed,
@@ -165,13 +214,13 @@ def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
 
 def write() -> int:
     """The pages, of the ledger. Returns how many of its trials are wrong."""
-    found = rows()
+    everything = rows()
+    found = [row for row in everything if row["way"] != "one replica"]
     forked, commands = ([row for row in found if row["way"] == way] for way in ("forked", "command"))
     wrong = [row for row in found if row["outcome"] != "same"]
     groups = {"SFT, DPO, RM and KD": [r for r in JOBS if r not in ON_POLICY], **{name: [name] for name in ON_POLICY}}
     reached = {group: sum(len(killed(found, recipe)) for recipe in names) for group, names in groups.items()}
-    wanted = {group: 100 if group in ON_POLICY else 600 for group in groups}
-    short = [f"{group}: {reached[group]} of {wanted[group]}" for group in groups if reached[group] < wanted[group]]
+    short = [f"{group}: {reached[group]} of {wanted}" for group, wanted in WANTED.items() if reached[group] < wanted]
     head = [
         "recipe",
         "trials",
@@ -179,6 +228,7 @@ def write() -> int:
         "before or after a phase",
         "at a file operation",
         "at a moment",
+        "of a worker (Ray)",
         "inside a write (SIGXFSZ)",
         "killed more than once",
         "not reached",
@@ -188,12 +238,7 @@ def write() -> int:
     lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [
         summary("together", forked)
     ]
-    phases = Counter(
-        kill["point"].split(" ", 2)[2]
-        for row in found
-        for kill in row["kills"]
-        if kill["reached"] and kill["kind"] == "phase"
-    )
+    phases = Counter(phase for row in found for kill in row.get("kills", ()) if (phase := phase_of(kill)))
     steps = Counter(
         kill.get("rows") for row in forked for kill in row["kills"] if kill["reached"] and kill["kind"] == "time"
     )
@@ -213,7 +258,8 @@ def write() -> int:
         + (
             f"Fewer than were asked for: {'; '.join(short)}; the next `make kills` goes on."
             if short
-            else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for."
+            else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for, "
+            "and 5 for each further job."
         )
         + "\n\n"
         + "".join(f"* {row['recipe']}, {row['way']} {row['seed']}: {row['outcome'][:300]}\n" for row in wrong)
@@ -243,6 +289,7 @@ def write() -> int:
                 if (of := [row for row in commands if row["recipe"] == recipe])
             ],
         )
+        + asynchronous(forked, everything)
         + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, "
         "an optimizer that has seen nothing, a directory\n"
         "that nobody sweeps and a process that outlives its parent are each reported.\n\n"
@@ -257,6 +304,72 @@ def write() -> int:
         + json.dumps(reached)
     )
     return len(wrong)
+
+
+def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
+    """The part of the page about rollouts in flight."""
+    lines, hit = [], dict[tuple[int, str], Counter[str]]()
+    for recipe, (k, sampled, replicas, clock) in IN_FLIGHT.items():
+        of = [row for row in forked if row["recipe"] == recipe]
+        if not of:
+            continue
+        kills = [kill for row in of for kill in row["kills"] if kill.get("signal") == SIGKILL]
+        ages = [row["age"] for row in of if "age" in row]
+        alike = [row["otherwise"] for row in found if (row["recipe"], row["way"]) == (recipe, "one replica")]
+        if recipe not in ONE_REPLICA:
+            bits = "–"
+        else:
+            bits = "not asked" if not alike else "**yes**" if not any(alike) else "no"
+        wrong = sum(row["outcome"] != "same" for row in of)
+        of_workers = sum(kill["kind"] == "worker" for kill in kills)
+        hits = Counter(phase for kill in kills if (phase := phase_of(kill)))
+        hit.setdefault((replicas, clock if clock == "wall" else "virtual"), Counter()).update(hits)
+        age = max(ages) if ages else 0 if k == 0 else "not kept"
+        lines.append(
+            [
+                k,
+                sampled,
+                replicas,
+                clock,
+                len(of),
+                f"**{len(kills)}**",
+                of_workers,
+                len(hits),
+                f"**{wrong}**",
+                age,
+                bits,
+            ]
+        )
+    head = "k, sampled, replicas, clock, trials, SIGKILLs, of a worker, instants hit, ended otherwise or left something"
+    names = {
+        (1, "virtual"): "one engine, in the run's process",
+        (2, "virtual"): "two engines, on Ray",
+        (1, "wall"): "by the wall clock",
+    }
+    return (
+        "\n## Rollouts in flight\n\n"
+        "GRPO with `rollout.max_staleness: k`, the native engine and 6 steps; of these jobs' trials, forked ones are "
+        "counted. Two replicas: on a Ray of the run's own, policy and\n"
+        "engines in pools of their own, so that slices run beside updates; some kills there are of a worker (the "
+        "policy's or an engine's process), which the run has to survive. Before\n"
+        "their trials the same job is run with one replica in its own process; the last column says whether all that "
+        "is compared has the same bits. With k = 0 the\n"
+        "responses of a step are divided among the replicas, whose batches then have other shapes, so that log-probs "
+        "differ by rounding, and nothing is promised for them. By the wall clock:\n"
+        "environments take another while each time, the killed run is continued, and `ptf replay` has to repeat it to "
+        "the bit, with the same answers in every step; the lines of `flight.jsonl`\n"
+        "that were there when it was killed have to stay. Largest age: of a group, in steps, when it was trained; it "
+        "must not exceed k.\n\n"
+        + table([*head.split(", "), "largest age", "bits of one replica"], lines)
+        + "\nRefused by name, so not in the table: `rollout.harness` with `rollout.max_staleness` above 0 (a harness "
+        "is here with k = 0), and `rollout.replicas` above 1 with `compute.launcher: local`.\n\n"
+        + "".join(
+            f"<details><summary>Instants hit, {names[where]}</summary>\n\n"
+            + table(["instant", "kills"], sorted(hits.items()))
+            + "\n</details>\n\n"
+            for where, hits in hit.items()
+        )
+    )
 
 
 def once(found: Sequence[dict[str, Any]]) -> None:

@@ -38,9 +38,12 @@ def attempt(
     log: Path,
     before: Callable[[], object] = nothing,
     after: Callable[[], object] = nothing,
+    temporary: Path | None = None,
+    work: Callable[[], object] | None = None,
 ) -> int:
     """Run it in a process of its own, and how that ended: 0, a status, or minus a signal. `before` is called there
-    first, `after` last. Temporary files and what is remembered of verified files lie beside the log."""
+    first, `after` last. Temporary files and what is remembered of verified files lie beside the log, but where
+    `temporary` is given. `work` is done in place of the run."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -49,12 +52,15 @@ def attempt(
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(out, 1)
             os.dup2(out, 2)
-            os.environ |= places(log)
+            os.environ |= places(log, temporary)
             tempfile.tempdir = None
             before()
             if trap:
                 arm(trap, raw["output"], note_of(log))
-            run(loads(yaml.safe_dump(raw)), run_name)
+            if work:
+                work()
+            else:
+                run(loads(yaml.safe_dump(raw)), run_name)
             after()
             status = 0
         except BaseException as e:
@@ -66,9 +72,9 @@ def attempt(
     return _ended(pid, trap.at if trap and trap.kind == "time" else None)
 
 
-def places(log: Path) -> dict[str, str]:
+def places(log: Path, temporary: Path | None = None) -> dict[str, str]:
     """Directories of one trial's own, by the variable that names them."""
-    found = {"TMPDIR": log.parent / "temporary", "PTF_CACHE": log.parent / "cache"}
+    found = {"TMPDIR": temporary or log.parent / "temporary", "PTF_CACHE": log.parent / "cache"}
     for place in found.values():
         place.mkdir(parents=True, exist_ok=True)
     return {name: str(place) for name, place in found.items()}
@@ -92,14 +98,14 @@ def _ended(pid: int, killed_after: float | None = None) -> int:
     raise TimeoutError(f"a run did not end within {DEADLINE_S:g} s")
 
 
-def warm(raw: dict[str, Any], log: Path) -> dict[str, Any]:
+def warm(raw: dict[str, Any], log: Path, temporary: Path | None = None) -> dict[str, Any]:
     """Import what a run of this job imports, which a run in a process of its own finds. Returns what that run left."""
     note, known = log.with_suffix(".modules"), set(sys.modules)
 
     def after():
         return note.write_text("\n".join(name for name in sys.modules if name not in known))
 
-    assert attempt(raw, RUN_NAME, None, log, after=after) == 0, log.read_text()[-3000:]
+    assert attempt(raw, RUN_NAME, None, log, after=after, temporary=temporary) == 0, log.read_text()[-3000:]
     for name in note.read_text().splitlines():
         with contextlib.suppress(Exception):  # names that are no modules of files
             importlib.import_module(name)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,28 @@ def keep(ledger: Path, attempt: int) -> None:
     so a kill leaves whole ones."""
     from ptf.data.trajectory import samples_of
     from ptf.rl import controller, in_flight
-    from ptf.rl.cluster import LocalRoleGroup
+    from tests.reliability.traps import groups
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    call, run, take_groups = LocalRoleGroup.call, controller.Controller.run, in_flight.InFlight.take_groups
+    run, take_groups = controller.Controller.run, in_flight.InFlight.take_groups
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
         os.write(file, (json.dumps({"attempt": attempt, "event": event, "step": step, **more}) + "\n").encode())
 
-    def calling(self: LocalRoleGroup, method: str, *args: Any, **options: Any) -> Any:
-        done = call(self, method, *args, **options)
-        if method == "rollout" and args[2].startswith("step "):  # not those of an evaluation
-            at[0] = args[1]
-            note(
-                "sampled",
-                args[1],
-                answers=[known_by(sample) for group in done for t in group for sample in samples_of(t)],
-            )
-        if method == "update" and self.spec.name == "policy":
-            note(
-                "trained", args[1], answers=[known_by(sample) for units in args[0] for unit in units for sample in unit]
-            )
-        return done
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(self: Any, method: str, *args: Any, **options: Any) -> Any:
+            done = call(self, method, *args, **options)
+            if method == "rollout" and args[2].startswith("step "):  # not those of an evaluation
+                at[0] = args[1]
+                answers = [known_by(sample) for group in done for t in group for sample in samples_of(t)]
+                note("sampled", args[1], answers=answers)
+            if method == "update" and self.spec.name == "policy":
+                answers = [known_by(sample) for units in args[0] for unit in units for sample in unit]
+                note("trained", args[1], answers=answers)
+            return done
+
+        return calling
 
     def taking(self: in_flight.InFlight, step: int, *args: Any) -> Any:
         """Of what is in flight, what is taken in a step."""
@@ -77,7 +76,9 @@ def keep(ledger: Path, attempt: int) -> None:
         note("restored", self.step)
         run(self)
 
-    LocalRoleGroup.call, controller.GroupScoring, controller.Controller.run = calling, NotedScoring, beginning
+    for group in groups():
+        group.call = noting(group.call)
+    controller.GroupScoring, controller.Controller.run = NotedScoring, beginning
     in_flight.InFlight.take_groups = taking
 
 

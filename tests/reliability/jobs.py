@@ -10,6 +10,7 @@ from ptf.data.tokenizer import Tokenizer
 from tests.tiny import arithmetic, checkpoint
 
 STEPS, EVERY = 6, 2  # of online training, and between its checkpoints
+Job = Callable[[Path], dict[str, Any]]  # the config of a run, whose files are made in a directory
 
 
 def job(directory: Path) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def job(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def preference(name: str) -> Callable[[Path], dict[str, Any]]:
+def preference(name: str) -> Job:
     """DPO, a reward model or distillation; of some names, what the reference or the teacher says is found before
     training."""
 
@@ -34,7 +35,7 @@ def preference(name: str) -> Callable[[Path], dict[str, Any]]:
     return made
 
 
-def online(recipe: str, algo: Mapping[str, Any]) -> Callable[[Path], dict[str, Any]]:
+def online(recipe: str, algo: Mapping[str, Any]) -> Job:
     """Rollouts by our own decoder, rewards from a process of their own, all other roles in one process."""
 
     def made(directory: Path) -> dict[str, Any]:
@@ -74,28 +75,36 @@ def harness(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def asynchronous(k: int, episodes: bool = False) -> Callable[[Path], dict[str, Any]]:
+def asynchronous(k: int, episodes: bool = False, *, replicas: int = 0, wall: bool = False) -> Job:
     """Return a job of GRPO whose groups are trained up to `k` steps after they were sampled, of single responses or of
-    conversations of two turns."""
+    conversations of two turns.
+
+    With `replicas`, policy and engines have pools of their own; with more than one, on a Ray of the run's own. With
+    `wall`, slices take what has arrived, from environments that take another while each time.
+    """
 
     def made(directory: Path) -> dict[str, Any]:
         raw = online("grpo", {"num_minibatches": 2})(directory)
-        raw["rollout"] |= {
-            "max_staleness": k,
-            "slice_tokens": 4,
-            "generation_batches": 2,
-            "max_new_tokens": 16,
-            "group_size": 2,
-        }
+        raw["rollout"] |= {"max_new_tokens": 16, "group_size": 2}
+        if k:
+            raw["rollout"] |= {"max_staleness": k, "slice_tokens": 4, "generation_batches": 2}
         if episodes:
             del raw["rollout"]["reward"]
-            raw["rollout"] |= {"environment": {"use": "tests.rl.environments:Echo"}, "max_turns": 2}
+            environment = f"tests.rl.environments:{'Dawdling' if wall else 'Echo'}"
+            raw["rollout"] |= {"environment": {"use": environment}, "max_turns": 2}
+        if wall:
+            raw["rollout"]["clock"] = "wall"
+        if replicas:
+            raw["compute"] |= {"pools": {"training": {"roles": ["policy"]}, "sampling": {"roles": ["rollout"]}}}
+        if replicas > 1:
+            raw["rollout"]["replicas"] = replicas
+            raw["compute"] |= {"launcher": "ray", "workers": 1, "threads": 1, "timeout_s": 200}
         return raw
 
     return made
 
 
-JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+JOBS: dict[str, Job] = {
     "SFT": job,
     "DPO": preference("dpo"),
     "DPO, reference found ahead": preference("dpo ahead"),
@@ -108,5 +117,25 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "GRPO, harness": harness,
     "GRPO, k = 1": asynchronous(1),
     "GRPO, k = 4, episodes": asynchronous(4, episodes=True),
+    "GRPO, episodes": asynchronous(0, episodes=True),
+    "GRPO, k = 1, episodes": asynchronous(1, episodes=True),
+    "GRPO, k = 4": asynchronous(4),
+    "GRPO, two replicas": asynchronous(0, replicas=2),
+    "GRPO, episodes, two replicas": asynchronous(0, episodes=True, replicas=2),
+    "GRPO, k = 1, two replicas": asynchronous(1, replicas=2),
+    "GRPO, k = 1, episodes, two replicas": asynchronous(1, episodes=True, replicas=2),
+    "GRPO, k = 4, two replicas": asynchronous(4, replicas=2),
+    "GRPO, k = 4, episodes, two replicas": asynchronous(4, episodes=True, replicas=2),
+    "GRPO, k = 1, episodes, wall": asynchronous(1, episodes=True, replicas=1, wall=True),
+    "GRPO, k = 4, episodes, wall": asynchronous(4, episodes=True, replicas=1, wall=True),
 }
-ON_POLICY = ("GRPO", "PPO", "OPD", "GRPO, harness", "GRPO, k = 1", "GRPO, k = 4, episodes")
+# of a job with two replicas on Ray, the same with one in the run's own process
+ONE_REPLICA: dict[str, Job] = {
+    "GRPO, two replicas": asynchronous(0, replicas=1),
+    "GRPO, episodes, two replicas": asynchronous(0, episodes=True, replicas=1),
+    "GRPO, k = 1, two replicas": asynchronous(1, replicas=1),
+    "GRPO, k = 1, episodes, two replicas": asynchronous(1, episodes=True, replicas=1),
+    "GRPO, k = 4, two replicas": asynchronous(4, replicas=1),
+    "GRPO, k = 4, episodes, two replicas": asynchronous(4, episodes=True, replicas=1),
+}
+ON_POLICY = tuple(name for name in JOBS if name.startswith(("GRPO", "PPO", "OPD")))

@@ -2,7 +2,7 @@
 with nothing left behind.
 
 `Trials` kills forked attempts at traps; `Command` kills what a user starts from the command line,
-which must end with the same bits.
+which must end with the same bits. `WallTrials` are of runs that no other run repeats but their replay.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Container
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -22,32 +23,47 @@ from typing import Any
 
 import yaml
 
+from ptf import api
+from ptf.compute.tracking import read_metrics
+from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.training_run import DATA
 from tests.reliability import exactly_once
 from tests.reliability.attempts import DEADLINE_S, RUN_NAME, attempt, note_of, nothing, places, warm
 from tests.reliability.ends import differences, names, result, tensors
-from tests.reliability.jobs import JOBS, ON_POLICY, STEPS, job
+from tests.reliability.jobs import JOBS, ON_POLICY, ONE_REPLICA, STEPS, job
 from tests.reliability.planted_faults import FAULTS
 from tests.reliability.remains import adopt_orphans, half_made, in_shared_memory, living, untidy, used_by_others
 from tests.reliability.traps import Trap, count_files, count_phases
 
-__all__ = ["Command", "Trials", "adopt_orphans", "attempt", "job", "tensors"]
+__all__ = ["Command", "Trials", "adopt_orphans", "attempt", "job", "tensors", "trials_of"]
 KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is drawn
+# on Ray, whose own processes would inherit a limit of sizes
+RAY_KINDS = {"phase": 9, "file": 2, "time": 4, "worker": 5}
+GANGS = ("policy", "rollout 0", "rollout 1")  # of a run with two replicas
 
 
 class Trials:
     """Over one recipe's job. The run that never stops is made first: by a process that imports all anew (`warmed`), by
     one that is forked afterwards, whose answers are in the ledger, and by one whose phases and file operations are
-    counted. The three must be the same."""
+    counted. The three must be the same, and of a job with two replicas on Ray also one that has a single replica in
+    its own process."""
 
     def __init__(self, recipe: str, directory: Path, warmed: bool = True, fault: Callable[[], None] = nothing) -> None:
         self.recipe, self.directory, self.raw, self.fault = recipe, directory, JOBS[recipe](directory), fault
         self.steps = STEPS if recipe in ON_POLICY else 0  # that the ledger of answers has
-        alone = warm(self.raw | {"output": str(directory / "warm" / "out")}, self.log("warm")) if warmed else None
+        self.kinds, self.temporary = KINDS, None
+        if on_ray := recipe in ONE_REPLICA:
+            self.kinds, self.temporary = RAY_KINDS, directory.parent / "t"  # a short name, for Ray's sockets
+            self.temporary.mkdir(exist_ok=True)
+        out = {"output": str(directory / "warm" / "out")}
+        alone = warm(self.raw | out, self.log("warm"), self.temporary) if warmed else None
         began = time.perf_counter()
         self.whole = self.made("whole", self.ledger(self.log("whole"), 0))
         self.seconds = time.perf_counter() - began
-        assert alone is None or differences(self.whole, alone) == []
+        assert alone is None or self.repeats(alone) == []
+        # of a run with two replicas, what a run with one has otherwise
+        self.otherwise = self.repeats(self.made("one", nothing, raw=ONE_REPLICA[recipe](directory))) if on_ray else []
+        self.age = ages_of(directory / "whole" / "out" / RUN_NAME)
         self.names = names(directory / "whole" / "out")
         self.answers = exactly_once.read(self.log("whole").with_suffix(".answers"))
         self.sizes = sorted(
@@ -58,13 +74,22 @@ class Trials:
         (self.directory / name).mkdir(exist_ok=True)
         return self.directory / name / "log"
 
-    def made(self, name: str, before: Callable[[], object], after: Callable[[], object] = nothing) -> dict[str, Any]:
+    def made(
+        self,
+        name: str,
+        before: Callable[[], object],
+        after: Callable[[], object] = nothing,
+        raw: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """A run from its beginning to its end."""
         log = self.log(name)
-        assert attempt(self.raw | {"output": str(log.parent / "out")}, RUN_NAME, None, log, before, after) == 0, (
-            log.read_text()[-3000:]
-        )
+        raw = (raw or self.raw) | {"output": str(log.parent / "out")}
+        assert attempt(raw, RUN_NAME, None, log, before, after, self.temporary) == 0, log.read_text()[-3000:]
         return result(log.parent / "out" / RUN_NAME)
+
+    def repeats(self, found: dict[str, Any]) -> list[str]:
+        """What of a run that never stopped is not as in the first one."""
+        return differences(found, self.whole)
 
     @cached_property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -77,22 +102,26 @@ class Trials:
             count_files(str(log.parent / "out"), lambda n, _: found["file"].__setitem__("", n))
 
         made = self.made("counted", look, lambda: note.write_text(json.dumps(found)))
-        assert differences(made, self.whole) == []
+        assert self.repeats(made) == []
         return json.loads(note.read_text())
 
     def ledger(self, log: Path, attempt: int) -> Callable[[], None]:
         return (lambda: exactly_once.keep(log.with_suffix(".answers"), attempt)) if self.steps else nothing
 
-    def drawn(self, rng: Random, part: float = 1.0) -> Trap:
-        """A kind by its share; phases alike, however often they are visited; sizes between those of files that a run
-        writes. Of the first `part` of a whole run's visits, operations and time."""
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    def drawn(self, rng: Random, part: float = 1.0, hit: Container[str] = ()) -> Trap:
+        """A kind by its share; phases alike, however often they are visited, but those of `hit` only where all are;
+        sizes between those of files that a run writes. Of the first `part` of a whole run's visits, operations and
+        time."""
+        kind = rng.choices(list(self.kinds), list(self.kinds.values()))[0]
         if kind == "time":
             return Trap(kind, round(rng.uniform(0, part * self.seconds), 4))
+        if kind == "worker":  # after its start, which comes after Ray's
+            return Trap(kind, round(rng.uniform(0, part * self.seconds / 2), 4), rng.choice(GANGS))
         if kind == "bytes":
             file = rng.randrange(len(self.sizes))
             return Trap(kind, rng.randrange(self.sizes[file - 1] if file else 0, self.sizes[file]))
-        phase = rng.choice(sorted(self.counts[kind]))
+        phases = sorted(self.counts[kind])
+        phase = rng.choice([phase for phase in phases if phase not in hit] or phases)
         return Trap(kind, rng.randint(1, math.ceil(part * self.counts[kind][phase])), phase)
 
     def trial(self, name: str, traps: list[Trap]) -> dict[str, Any]:
@@ -101,7 +130,8 @@ class Trials:
         raw, shared, kills, status = self.raw | {"output": str(log.parent / "out")}, in_shared_memory(), [], 1
         for trap in [*traps, None]:
             note_of(log).unlink(missing_ok=True)
-            status = attempt(raw, RUN_NAME, trap, log, self.prepared(log, len(kills)))
+            before = self.prepared(log, len(kills))
+            status = attempt(raw, RUN_NAME, trap, log, before, temporary=self.temporary)
             if trap:
                 kills.append(self.died(trap, status, log))
             if status >= 0:
@@ -122,11 +152,12 @@ class Trials:
         rows = log.parent / "out" / RUN_NAME / "metrics.jsonl"
         where = note_of(log).read_text() if note_of(log).exists() else None
         done = {"where": where} if where else {"rows": rows.read_bytes().count(b"\n") if rows.exists() else 0}
+        killed = signal.SIGKILL if trap.kind == "worker" and where else -status
         return {
             "kind": trap.kind,
             "point": str(trap),
-            "reached": status < 0,
-            **({"signal": -status, **done} if status < 0 else {}),
+            "reached": killed > 0,
+            **({"signal": int(killed), **done} if killed > 0 else {}),
         }
 
     def judged(self, log: Path, status: int, shared: set[str], also: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -137,21 +168,89 @@ class Trials:
         if status:
             outcome = [f"the run that continued ended with {status}: {log.read_text()[-500:]}"]
         else:
-            outcome = [f"{name} differs" for name in differences(result(log.parent / "out" / RUN_NAME), self.whole)]
+            outcome = [f"{name} differs" for name in self.differing(log)]
             outcome += [f"left: {name}" for name in sorted(names(log.parent / "out") - expected)]
             outcome += [f"missing: {name}" for name in sorted(expected - names(log.parent / "out"))]
-        kept = places(log)
+        kept = places(log, self.temporary)
         left = [*living(), *untidy(Path(kept["TMPDIR"])), *half_made(Path(kept["PTF_CACHE"]))]
         left += [f"/dev/shm/{name}" for name in sorted(in_shared_memory() - shared) if not used_by_others(name)]
         outcome += [f"left: {what}" for what in left]
         if self.steps and not status and log.with_suffix(".answers").exists():
             found["answers"] = exactly_once.audit(
-                exactly_once.read(log.with_suffix(".answers")), self.answers, self.steps
+                exactly_once.read(log.with_suffix(".answers")), self.expected_answers(log), self.steps
             )
             outcome += exactly_once.wrong(found["answers"])
+        if self.age and not status:
+            found["age"] = ages_of(log.parent / "out" / RUN_NAME)
+            outcome += [f"age {found['age']}"] * (found["age"] > self.raw["rollout"]["max_staleness"])
         if not outcome:
             shutil.rmtree(log.parent)
         return found | {"outcome": "; ".join(outcome) or "same"}
+
+    def differing(self, log: Path) -> list[str]:
+        """What a trial's run has otherwise than the run that never stopped."""
+        return differences(result(log.parent / "out" / RUN_NAME), self.whole)
+
+    def expected_answers(self, log: Path) -> list[dict[str, Any]]:
+        """The ledger of a run with the same answers that was never killed."""
+        return self.answers
+
+
+class WallTrials(Trials):
+    """Of a run by the wall clock, which decides otherwise each time: the run that never stops is its replay, which has
+    to have its bits. What was decided before a kill has to stay."""
+
+    def __init__(self, recipe: str, directory: Path, warmed: bool = True, fault: Callable[[], None] = nothing) -> None:
+        self.decided = defaultdict[Path, list[bytes]](list)  # log → the lines of the ledger after each kill
+        super().__init__(recipe, directory, warmed, fault)
+
+    def repeats(self, found: dict[str, Any]) -> list[str]:
+        """Nothing is expected to be the same."""
+        return []
+
+    def died(self, trap: Trap, status: int, log: Path) -> dict[str, Any]:
+        """See Trials; the lines of the ledger are kept."""
+        ledger = log.parent / "out" / RUN_NAME / LEDGER_FILE
+        text = ledger.read_bytes() if ledger.exists() else b""
+        self.decided[log].append(text[: text.rfind(b"\n") + 1])
+        found = super().died(trap, status, log)
+        return found | ({"decided": text.count(b"\n")} if found["reached"] else {})
+
+    def differing(self, log: Path) -> list[str]:
+        """See Trials."""
+        run, replayed = log.parent / "out" / RUN_NAME, log.with_name("replayed")
+        ledger = (run / LEDGER_FILE).read_bytes()
+        wrong = ["what was decided before a kill"] * (not all(ledger.startswith(lines) for lines in self.decided[log]))
+        before = self.ledger(replayed, 0)
+
+        def work() -> None:
+            assert api.replay(run), "ptf replay found other bits"
+
+        status = attempt(self.raw, RUN_NAME, None, replayed, before, temporary=self.temporary, work=work)
+        there = run.with_name(f"{RUN_NAME}-replay")
+        if status:
+            return [*wrong, f"{replayed.read_text()[-500:]} (its replay)"]
+        found, whole = result(there), result(run)
+        for one in (found, whole):
+            del one["model"]["manifest.json"]  # has the run's name; the files that it lists are compared
+        wrong += differences(found, whole)
+        shutil.rmtree(there)
+        return wrong
+
+    def expected_answers(self, log: Path) -> list[dict[str, Any]]:
+        """See Trials."""
+        return exactly_once.read(log.with_name("replayed").with_suffix(".answers"))
+
+
+def ages_of(run: Path) -> int | None:
+    """The largest age of a group that was trained, in steps; None of a run whose groups have none."""
+    ages = [row["staleness_max"] for row in read_metrics(run / "metrics.jsonl") if "staleness_max" in row]
+    return int(max(ages)) if ages else None
+
+
+def trials_of(recipe: str, directory: Path) -> Trials:
+    """The trials of a recipe's job."""
+    return (WallTrials if recipe.endswith(", wall") else Trials)(recipe, directory)
 
 
 class Command:
@@ -194,7 +293,11 @@ class Command:
         command = [sys.executable, "-m", "ptf.cli", "train", str(config), "--run-name", RUN_NAME]
         with log.open("a") as out:
             return subprocess.Popen(
-                command, env={**os.environ, **places(log)}, stdout=out, stderr=out, start_new_session=True
+                command,
+                env={**os.environ, **places(log, self.trials.temporary)},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
 

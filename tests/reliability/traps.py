@@ -1,5 +1,5 @@
 """Killing a process at a named instant: the n-th visit to a phase, the n-th file operation,
-the first byte over a size in whatever file.
+the first byte over a size in whatever file. And killing a worker of a run on Ray, which the run has to survive.
 
 The trap is armed in the process that is to die, and what trips it is SIGKILL (or, for a size, the kernel's SIGXFSZ, in
 the middle of a write): nothing of the process is left to tidy up. Moments on the clock are the parent's affair, which
@@ -32,9 +32,9 @@ FILES = {
 
 @dataclass(frozen=True)
 class Trap:
-    kind: str  # phase, file, bytes, time
+    kind: str  # phase, file, bytes, time, worker
     at: float  # which visit, which operation, how many bytes, after how many seconds
-    phase: str = ""  # before or after which function
+    phase: str = ""  # before or after which function; the gang of which worker
 
     def __str__(self) -> str:
         return f"{self.kind} {self.at:g}" + (f" {self.phase}" if self.phase else "")
@@ -53,8 +53,38 @@ def arm(trap: Trap, output: str, note: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(trap.at), resource.RLIM_INFINITY))
     elif trap.kind == "file":
         count_files(output, lambda n, what: n == trap.at and die(what))
+    elif trap.kind == "worker":
+        kill_worker(trap, note)
     elif trap.kind == "phase":
         count_phases(lambda n, phase: phase == trap.phase and n == trap.at and die(f"{phase}, visit {n}"))
+
+
+def kill_worker(trap: Trap, note: Path) -> None:
+    """Kill the first process of a gang so many seconds after it has started. The process that trains goes on."""
+    from ptf.compute.gang import Gang
+
+    begin, armed = Gang.__init__, threading.Lock()
+
+    def beginning(self: Gang, label: str, **more: Any) -> None:
+        begin(self, label, **more)
+        if label == trap.phase and armed.acquire(blocking=False):  # not its successor
+            timer = threading.Timer(trap.at, die, [self.members[0].pid])
+            timer.daemon = True
+            timer.start()
+
+    def die(pid: int) -> None:
+        note.write_text(f"process of {trap.phase}")
+        os.kill(pid, signal.SIGKILL)
+
+    Gang.__init__ = beginning
+
+
+def groups() -> list[Any]:
+    """Return the classes of role groups that a run may use: those on Ray, where it has been imported."""
+    from ptf.rl.cluster import LocalRoleGroup
+
+    on_ray = (("ptf.rl.ray_cluster", "VerlRoleGroup"), ("ptf.rl.replicas", "Replicas"))
+    return [LocalRoleGroup, *(getattr(sys.modules[module], name) for module, name in on_ray if module in sys.modules)]
 
 
 def count_files(output: str, visit: Callable[[int, str], Any]) -> None:
@@ -96,7 +126,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.ppo.recipe import PPO, CriticRecipe
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
-    from ptf.rl.cluster import LocalRoleGroup
+    from ptf.rl.in_flight import InFlight
     from ptf.rl.response_log import ResponseLog
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
@@ -150,6 +180,9 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (tokenized.RowFile, "write"),
         (precompute, "tokenize"),
         (precompute._Precomputing, "compute"),
+        (InFlight, "advance"),
+        (InFlight, "take_groups"),
+        (InFlight, "beside_update"),
         (ptf.rl.controller.GroupScoring, "finish"),
         (ptf.rl.controller.Controller, "save"),
         (ptf.rl.controller.Controller, "_restore"),
@@ -157,4 +190,5 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (WorkerProcess, "_start"),
     ):
         watched(owner, name)
-    watched(LocalRoleGroup, "call", lambda group, method, *_: f"{group.spec.name}.{method}")
+    for group in groups():
+        watched(group, "call", lambda group, method, *_: f"{group.spec.name}.{method}")
