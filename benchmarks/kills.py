@@ -319,7 +319,8 @@ def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any
         if recipe not in ONE_REPLICA:
             bits = "–"
         else:
-            bits = "not asked" if not alike else "**yes**" if not any(alike) else "no"
+            others = sorted({name for names in alike for name in names})
+            bits = "not asked" if not alike else f"not of {', '.join(others)}" if others else "**yes**"
         wrong = sum(row["outcome"] != "same" for row in of)
         of_workers = sum(kill["kind"] == "worker" for kill in kills)
         hits = Counter(phase for kill in kills if (phase := phase_of(kill)))
@@ -353,9 +354,10 @@ def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any
         "engines in pools of their own, so that slices run beside updates; some kills there are of a worker (the "
         "policy's or an engine's process), which the run has to survive. Before\n"
         "their trials the same job is run with one replica in its own process; the last column says whether all that "
-        "is compared has the same bits. With k = 0 the\n"
-        "responses of a step are divided among the replicas, whose batches then have other shapes, so that log-probs "
-        "differ by rounding, and nothing is promised for them. By the wall clock:\n"
+        "is compared has the same bits. With k = 0 there are no fixed\n"
+        "batches: the responses of a step are divided among the replicas, so batches have other shapes and the "
+        "engine's log-probs, which are in metrics and samples, may differ by\n"
+        "rounding; these do not enter the loss in fp32 there. By the wall clock: "
         "environments take another while each time, the killed run is continued, and `ptf replay` has to repeat it to "
         "the bit, with the same answers in every step; the lines of `flight.jsonl`\n"
         "that were there when it was killed have to stay. Largest age: of a group, in steps, when it was trained; it "
