@@ -199,6 +199,7 @@ bench-grpo: setup                         ## the GRPO step beside TRL's (make pe
 
 bench-async-peer: setup                  ## asynchronous GRPO beside TRL's (make peers first); writes benchmarks/results/async_peer.md
 	$(PY) benchmarks/async_peer.py
+	$(PY) benchmarks/async_peer.py --objectives
 
 bench-packing: setup                     ## packing on the fly beside TRL's (make peers first); writes benchmarks/results/packing.md
 	$(PY) benchmarks/packing.py

@@ -3,17 +3,21 @@ optimizer and vLLM, on two cores. Keeps each run in results/async_peer.jsonl, an
 results/async_peer.md from it.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
-    python benchmarks/async_peer.py [--tasks count lengths] [--staleness 0 1 2 4] [--rounds 1] [--minutes 60]
+    python benchmarks/async_peer.py [--tasks count lengths] [--staleness 1 4] [--rounds 3] [--minutes 60]
+    python benchmarks/async_peer.py --objectives [--rounds 3]    # ptf alone, with either objective
 
     count      from random weights: the next four digits after one; reward: the share of them that is right
     lengths    a learning rate of nearly zero; lengths are geometric, about 75 tokens on average and at most 480
 
 ptf: a policy and a vLLM engine in pools of their own of a local Ray cluster, a thread each. TRL: its trainer with a
 thread, its rollout worker, and vLLM's HTTP server with a thread. Each at its own default for what is in flight at that
-staleness. The four stand-ins with which TRL's trainer runs without CUDA are in benchmarks/peers/trl_async_grpo.py.
+staleness. The four stand-ins with which TRL's trainer runs without CUDA are in benchmarks/peers/trl_async_grpo.py. With
+--objectives: ptf's native engine in one process, whose runs repeat to the bit, with its own objective and with TRL's
+(benchmarks/peers/trl_objective.py), over seeds.
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -44,10 +48,14 @@ PEER = ROOT / ".venv-peers" / "bin" / "python"
 PROMPTS, GROUP = 16, 8
 WARM = 3  # steps that are not timed: the first begin with nothing in flight
 SYSTEMS = ("ptf", "TRL")
+OBJECTIVES = {
+    "ptf alone": "grpo",
+    "ptf alone, TRL's objective": {"use": "benchmarks.peers.trl_objective:ClippedToEngine"},
+}
 # steps; most new tokens; tokens of a slice; learning rate; reward; length of the longest sequence
 TASKS: dict[str, dict[str, Any]] = {
-    "count": {"steps": 80, "tokens": 4, "slice": 4, "lr": 3e-3, "reward": "share", "longest": 128},
-    "lengths": {"steps": 9, "tokens": 480, "slice": 60, "lr": 1e-9, "reward": "length", "longest": 512},
+    "count": {"steps": 80, "tokens": 4, "slice": 4, "lr": 3e-3, "reward": "share", "longest": 128, "rounds": 3},
+    "lengths": {"steps": 9, "tokens": 480, "slice": 60, "lr": 1e-9, "reward": "length", "longest": 512, "rounds": 1},
 }
 BETAS = (0.9, 0.95)
 SERVER = {
@@ -66,12 +74,19 @@ right; learning rate {count[lr]}, {count[steps]} steps. `lengths`: a learning ra
 geometric, about 75 tokens on average and at most {lengths[tokens]}; {lengths[steps]} steps. The first {warm} steps are
 not timed. A run of one system follows a run of the other; a row without a range is one run, of one seed.
 
+The same on both sides: weights, tokenizer, template, prompts and their order (the file's; no shuffling), temperature 1,
+stop token, rewards, β₁ 0.9, β₂ 0.95, ε 1e-8, no weight decay, gradients clipped at a norm of 1, a constant learning rate
+without warm-up, the mean of the loss over the sampled tokens of the step, groups of equal rewards with advantages of 0.
+What differs: π_old and the correction (below); the standard deviation of a group's rewards, which ptf takes with n − 1
+(its advantages are smaller by a factor of 0.935, which Adam removes but for the clipping of gradients); seeds of
+requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight.
+
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
-trains with the trainer's log-probs as π_old and truncated importance weights; no response is dropped. k = 0 is its
-synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch × max(k, 1), a weight
+trains with the trainer's log-probs as π_old and importance weights π_old / π_engine, truncated at 2; no response is
+dropped. k = 0 is its synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch × max(k, 1), a weight
 sync a step; its trainer (one thread), its rollout worker, and vLLM's HTTP server (one thread). It trains with the
-engine's log-probs as π_old, and drops samples that are older than k when the trainer takes them.
+engine's log-probs as π_old, so that its clip at 0.8 and 1.2 is around the policy that sampled, and drops samples that are older than k when the trainer takes them.
 
 TRL's trainer needs CUDA in three places and vLLM in its own environment; the stand-ins are in
 `benchmarks/peers/trl_async_grpo.py`: weights go by a file that vLLM's worker reads, in place of NCCL (through the
@@ -178,24 +193,26 @@ def write_start(task: str, directory: Path) -> None:
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def ours(task: str, k: int, seed: int, directory: Path) -> None:
+def ours(task: str, k: int, seed: int, directory: Path, system: str = "ptf") -> None:
     """Run ptf; its metrics are in runs/a/metrics.jsonl."""
-    from ptf.compute.ray_session import ray_session
     from ptf.config import loads
     from ptf.run import run
 
-    of = TASKS[task]
+    of, alone = TASKS[task], system != "ptf"
     raw = {
-        "recipe": "grpo",
+        "recipe": OBJECTIVES.get(system, "grpo"),
+        "algo": {"tis_cap": 2.0} if k else {},  # which is the default; TRL's objective has no such weight
         "output": str(directory / "runs"),
         "seed": seed,
         "model": {"path": str(directory / "start")},
         "data": {
             "sources": {"p": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
             "seq_len": of["longest"],
+            "partitions": 1,  # the prompts in the file's order, as TRL takes them
+            "shuffle_buffer": 0,
         },
         "rollout": {
-            "engine": "vllm",
+            "engine": "native" if alone else "vllm",
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
             "max_new_tokens": of["tokens"],
@@ -211,7 +228,7 @@ def ours(task: str, k: int, seed: int, directory: Path) -> None:
             "precision": "fp32",
         },
         "compute": {
-            "launcher": "ray",
+            "launcher": "local" if alone else "ray",
             "workers": 1,
             "threads": 1,
             "device": "cpu",
@@ -221,6 +238,11 @@ def ours(task: str, k: int, seed: int, directory: Path) -> None:
         "checkpoint": {"every": 100_000},
         "track": {"tensorboard": False, "print_every": 1000},
     }
+    if alone:
+        run(loads(json.dumps(raw)), "a")
+        return
+    from ptf.compute.ray_session import ray_session
+
     with ray_session(workdir=directory / "ray", cpus=4, timeout_s=600):
         run(loads(json.dumps(raw)), "a")
 
@@ -310,7 +332,7 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
         if status:
             said = [file.read_text()[-4000:] for file in (directory / "server.log", directory / "log") if file.exists()]
             raise SystemExit(f"{system}, {task}, k = {k}:\n" + "\n".join(said))
-        file = directory / ("runs/a/metrics.jsonl" if system == "ptf" else "trl.jsonl")
+        file = directory / ("trl.jsonl" if system == "TRL" else "runs/a/metrics.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     ends = [row["time"] for row in rows]
     about = {"system": system, "task": task, "k": k, "round": number, "reward": [round(r["reward"], 4) for r in rows]}
@@ -318,7 +340,7 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
     spent = meter.at(ends)
     found = {"step_s": (ends[-1] - ends[WARM - 1]) / steps, "cpu_s": (spent[-1] - spent[WARM - 1]) / steps}
     timed = rows[WARM:]
-    if system == "ptf":
+    if system != "TRL":
         busy = ("seconds/logprobs", "seconds/update")
         found["policy_busy"] = sum(r.get(name, 0.0) for r in timed for name in busy) / sum(r["step_s"] for r in timed)
         found["age"] = fmean(r["staleness"] for r in timed)
@@ -346,28 +368,30 @@ def kept() -> list[dict[str, Any]]:
 def main() -> int:
     if sys.argv[1:2] == ["--one"]:
         system, task, k, number, place = sys.argv[2:]
-        (ours if system == "ptf" else theirs)(task, int(k), int(number), Path(place))
+        given = (task, int(k), int(number), Path(place))
+        theirs(*given) if system == "TRL" else ours(*given, system)
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--staleness", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--rounds", type=int, help="seeds of each; default: count 3, lengths 1")
+    parser.add_argument("--objectives", action="store_true", help="ptf alone on count, with either objective")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
     parser.add_argument("--minutes", type=float, default=60, help="after which no further run is begun")
     asked = parser.parse_args()
-    if not PEER.exists():
+    if not (PEER.exists() or asked.objectives or asked.page):
         sys.exit("benchmarks/async_peer.py needs the peer's environment: make peers")
     until = time.time() + 60 * asked.minutes
     known = {(row["task"], row["k"], row["system"], row["round"]) for row in kept()}
-    for number in range(asked.rounds):
-        for task in asked.tasks:
-            for k in asked.staleness:
-                for system in SYSTEMS:
-                    if (task, k, system, number) in known or time.time() > until:
-                        continue
-                    found = measured(system, task, k, number)
-                    with KEPT.open("a") as file:
-                        file.write(json.dumps(found) + "\n")
-                    print(json.dumps({name: v for name, v in found.items() if name != "reward"}), flush=True)
+    tasks, systems = (["count"], OBJECTIVES) if asked.objectives else (asked.tasks, SYSTEMS)
+    rounds = {task: asked.rounds or TASKS[task]["rounds"] for task in tasks}
+    for number, task, k, system in itertools.product(range(max(rounds.values())), tasks, asked.staleness, systems):
+        if asked.page or number >= rounds[task] or (task, k, system, number) in known or time.time() > until:
+            continue
+        found = measured(system, task, k, number)
+        with KEPT.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(json.dumps({name: v for name, v in found.items() if name != "reward"}), flush=True)
     return page()
 
 
@@ -383,7 +407,7 @@ def page() -> int:
     cells = sorted({(row["task"], row["k"]) for row in rows})
     times, curves = list[str](), list[str]()
     for task, k in cells:
-        for system in SYSTEMS:
+        for system in (*SYSTEMS, *OBJECTIVES):
             runs = [row for row in rows if (row["task"], row["k"], row["system"]) == (task, k, system)]
             if not runs:
                 continue
@@ -391,6 +415,15 @@ def page() -> int:
                 name: [run[name] for run in runs] for name in ("cpu_s", "step_s", "policy_busy", "sampled", "age")
             }
             oldest = max(run["oldest"] for run in runs)
+            if oldest > k:
+                missed.append(f"{task}, k = {k}, {system}: a group was older")
+            if task == "count":
+                of = np.array([run["reward"] for run in runs])
+                tens = [f"{np.mean(of[:, i : i + 10]):.2f}" for i in range(0, of.shape[1], 10)]
+                last = spread(of[:, -10:].mean(1).tolist(), 3)
+                curves.append(f"| {k} | {system} | {len(runs)} | {' | '.join(tens)} | {last} |")
+            if system in OBJECTIVES:
+                continue
             loads = sorted(run["load"] for run in runs)
             times.append(
                 f"| {task} | {k} | {system} | {spread(numbers['cpu_s'])} | {spread(numbers['step_s'], 1)} | "
@@ -398,17 +431,11 @@ def page() -> int:
                 f"{median(numbers['age']):.2f} | {oldest:.0f} | {loads[0]:.0f}"
                 + (f" – {loads[-1]:.0f} |" if len(runs) > 1 else " |")
             )
-            if oldest > k:
-                missed.append(f"{task}, k = {k}, {system}: a group was older")
-            if task == "count":
-                of = np.mean([run["reward"] for run in runs], axis=0)
-                tens = [f"{np.mean(of[i : i + 10]):.2f}" for i in range(0, len(of), 10)]
-                curves.append(f"| {k} | {system} | " + " | ".join(tens) + " |")
     steps = TASKS["count"]["steps"]
     tens = [f"{i + 1}–{i + 10}" for i in range(0, steps, 10)]
     about = (
         "# Asynchronous GRPO beside TRL's asynchronous trainer\n\n"
-        "Command: `python benchmarks/async_peer.py` (`make bench-async-peer`)  \n"
+        "Command: `make bench-async-peer` (`python benchmarks/async_peer.py`, then with `--objectives`)  \n"
         f"Hardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
         f"Dates: {', '.join(sorted({row['date'] for row in rows}))}; "
         f"commits {', '.join(sorted({row['commit'] for row in rows}))}  \n"
@@ -427,10 +454,15 @@ def page() -> int:
         "",
         "## Reward on `count`",
         "",
-        "Mean over ten steps of what the step trained on.",
+        "Mean over ten steps of what the step trained on, and over the seeds; of the last ten steps also the median "
+        "of the seeds and their range.",
+        "`ptf alone`: the native engine in one process, with the same slices and ages as `ptf`; its bits repeat. With "
+        "TRL's objective",
+        "(`benchmarks/peers/trl_objective.py`): the ratio to the engine's probabilities, clipped, in place of the "
+        "truncated weight; all else is as in the row above.",
         "",
-        "| k | system | " + " | ".join(tens) + " |",
-        "|---|---|" + "---|" * len(tens),
+        "| k | system | seeds | " + " | ".join(tens) + " | last ten, by seed |",
+        "|---|---|---|" + "---|" * (len(tens) + 1),
         *curves,
         "",
         "## Peers that do not run here",
