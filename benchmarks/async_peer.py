@@ -75,18 +75,19 @@ geometric, about 75 tokens on average and at most {lengths[tokens]}; {lengths[st
 not timed. A run of one system follows a run of the other; a row without a range is one run, of one seed.
 
 The same on both sides: weights, tokenizer, template, prompts and their order (the file's; no shuffling), temperature 1,
-stop token, rewards, β₁ 0.9, β₂ 0.95, ε 1e-8, no weight decay, gradients clipped at a norm of 1, a constant learning rate
-without warm-up, the mean of the loss over the sampled tokens of the step, groups of equal rewards with advantages of 0.
-What differs: π_old and the correction (below); the standard deviation of a group's rewards, which ptf takes with n − 1
-(its advantages are smaller by a factor of 0.935, which Adam removes but for the clipping of gradients); seeds of
+stop token, rewards, β₁ 0.9, β₂ 0.95, ε 1e-8, no weight decay, gradients clipped at a norm of 1, a constant learning
+rate without warm-up, the mean of the loss over the sampled tokens of the step, groups of equal rewards with advantages
+of 0. What differs: π_old and the correction (below); the standard deviation of a group's rewards, which ptf takes with
+n − 1 (its advantages are smaller by a factor of 0.935, which Adam removes but for the clipping of gradients); seeds of
 requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight.
 
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
 trains with the trainer's log-probs as π_old and importance weights π_old / π_engine, truncated at 2; no response is
-dropped. k = 0 is its synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch × max(k, 1), a weight
-sync a step; its trainer (one thread), its rollout worker, and vLLM's HTTP server (one thread). It trains with the
-engine's log-probs as π_old, so that its clip at 0.8 and 1.2 is around the policy that sampled, and drops samples that are older than k when the trainer takes them.
+dropped. k = 0 is its synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch
+× max(k, 1), a weight sync a step; its trainer (one thread), its rollout worker, and vLLM's HTTP server (one thread). It
+trains with the engine's log-probs as π_old, so that its clip at 0.8 and 1.2 is around the policy that sampled, and
+drops samples that are older than k when the trainer takes them.
 
 TRL's trainer needs CUDA in three places and vLLM in its own environment; the stand-ins are in
 `benchmarks/peers/trl_async_grpo.py`: weights go by a file that vLLM's worker reads, in place of NCCL (through the

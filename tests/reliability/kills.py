@@ -56,9 +56,10 @@ class Trials:
             self.kinds, self.temporary = RAY_KINDS, directory.parent / "t"  # a short name, for Ray's sockets
             self.temporary.mkdir(exist_ok=True)
         out = {"output": str(directory / "warm" / "out")}
+        warmed = warmed and not (on_ray and "ptf.rl.ray_cluster" in sys.modules)  # Ray takes half a minute to start
         alone = warm(self.raw | out, self.log("warm"), self.temporary) if warmed else None
-        began = time.perf_counter()
-        self.whole = self.made("whole", self.ledger(self.log("whole"), 0))
+        began, before = time.perf_counter(), self.ledger(self.log("whole"), 0)
+        self.whole = self.counting("whole", before) if on_ray else self.made("whole", before)
         self.seconds = time.perf_counter() - began
         assert alone is None or self.repeats(alone) == []
         # of a run with two replicas, what a run with one has otherwise
@@ -94,16 +95,22 @@ class Trials:
     @cached_property
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind → phase (of file operations, none) → visits."""
-        log, found = self.log("counted"), {"phase": dict[str, int](), "file": {"": 0}}
-        note = log.with_suffix(".counts")
+        note = self.log("whole").with_suffix(".counts")
+        if not note.exists():
+            assert self.repeats(self.counting("counted", nothing)) == []
+            note = self.log("counted").with_suffix(".counts")
+        return json.loads(note.read_text())
+
+    def counting(self, name: str, before: Callable[[], None]) -> dict[str, Any]:
+        """A run from its beginning to its end, whose phases and file operations are counted."""
+        log, found = self.log(name), {"phase": dict[str, int](), "file": {"": 0}}
 
         def look() -> None:
+            before()
             count_phases(lambda n, phase: found["phase"].__setitem__(phase, n))
             count_files(str(log.parent / "out"), lambda n, _: found["file"].__setitem__("", n))
 
-        made = self.made("counted", look, lambda: note.write_text(json.dumps(found)))
-        assert self.repeats(made) == []
-        return json.loads(note.read_text())
+        return self.made(name, look, lambda: log.with_suffix(".counts").write_text(json.dumps(found)))
 
     def ledger(self, log: Path, attempt: int) -> Callable[[], None]:
         return (lambda: exactly_once.keep(log.with_suffix(".answers"), attempt)) if self.steps else nothing
