@@ -332,7 +332,7 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
             meter.done.set()
         if status:
             said = [file.read_text()[-4000:] for file in (directory / "server.log", directory / "log") if file.exists()]
-            raise SystemExit(f"{system}, {task}, k = {k}:\n" + "\n".join(said))
+            raise SystemExit(f"{system}, {task}, k = {k}: {status}\n" + "\n".join(said))
         file = directory / ("trl.jsonl" if system == "TRL" else "runs/a/metrics.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     ends = [row["time"] for row in rows]

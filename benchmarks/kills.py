@@ -51,12 +51,12 @@ SHARES = {
     "GRPO, harness": 105,
     "GRPO, k = 1": 105,
     "GRPO, k = 4, episodes": 105,
-    "GRPO, episodes": 30,
-    "GRPO, k = 1, episodes": 30,
-    "GRPO, k = 4": 30,
+    "GRPO, episodes": 20,
+    "GRPO, k = 1, episodes": 20,
+    "GRPO, k = 4": 20,
     "GRPO, k = 1, episodes, wall": 20,
     "GRPO, k = 4, episodes, wall": 20,
-    **dict.fromkeys(ONE_REPLICA, 10),
+    **dict.fromkeys(ONE_REPLICA, 6),
 }
 OLD = list(SHARES)[:12]  # those whose phases are drawn alike
 WANTED = {"SFT, DPO, RM and KD": 600, **{name: 100 if name in OLD else 5 for name in ON_POLICY}}
