@@ -39,6 +39,7 @@ __all__ = ["Command", "Trials", "adopt_orphans", "attempt", "job", "tensors", "t
 KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is drawn
 # on Ray, whose own processes would inherit a limit of sizes
 RAY_KINDS = {"phase": 9, "file": 2, "time": 4, "worker": 5}
+RAY_LOGS = "ray-logs"  # in the run's directory
 GANGS = ("policy", "rollout 0", "rollout 1")  # of a run with two replicas
 
 
@@ -172,6 +173,9 @@ class Trials:
         run. A trial that went well is removed."""
         found: dict[str, Any] = {}
         expected = self.names | also
+        if self.temporary:  # what a Ray whose trainer was killed said is kept
+            said = f"{RUN_NAME}/{RAY_LOGS}"
+            expected |= {name for name in names(log.parent / "out") if name == said or name.startswith(f"{said}/")}
         if status:
             outcome = [f"the run that continued ended with {status}: {log.read_text()[-500:]}"]
         else:
