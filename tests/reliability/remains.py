@@ -28,13 +28,18 @@ def in_shared_memory() -> set[str]:
 
 
 def used_by_others(name: str) -> bool:
-    """Whether a living process has it mapped or open, or has named it by its number (semaphores are in no map)."""
+    """Whether a living process has it mapped or open, or has named it by its number. A semaphore is mapped under the
+    name that it had while it was made, so its inode is looked for."""
     path = f"/dev/shm/{name}"
+    try:
+        mapped = re.compile(rf" {os.stat(path).st_ino} +/dev/shm/")
+    except FileNotFoundError:
+        return True  # it has been removed since
     if any(Path(f"/proc/{number}").exists() for number in re.findall(r"(?<=-)\d+(?=-)", name)):
         return True
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if path in (process / "maps").read_text() or any(
+            if mapped.search((process / "maps").read_text()) or any(
                 os.path.realpath(number) == path for number in (process / "fd").iterdir()
             ):
                 return True
