@@ -259,9 +259,9 @@ def ages_of(run: Path) -> int | None:
     return int(max(ages)) if ages else None
 
 
-def trials_of(recipe: str, directory: Path) -> Trials:
+def trials_of(recipe: str, directory: Path, warmed: bool = True) -> Trials:
     """The trials of a recipe's job."""
-    return (WallTrials if recipe.endswith(", wall") else Trials)(recipe, directory)
+    return (WallTrials if recipe.endswith(", wall") else Trials)(recipe, directory, warmed)
 
 
 class Command:
@@ -320,7 +320,7 @@ def main() -> None:
     for n, (recipe, traps, fault) in enumerate(json.loads(sys.argv[2])):
         if recipe not in made:
             (directory / recipe).mkdir()
-            made[recipe] = Trials(recipe, directory / recipe, warmed=False)
+            made[recipe] = trials_of(recipe, directory / recipe, warmed=False)
         made[recipe].fault = FAULTS[fault] if fault else nothing
         print(json.dumps(made[recipe].trial(f"trial-{n}", [Trap(*trap) for trap in traps])), flush=True)
 

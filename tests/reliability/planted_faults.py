@@ -33,6 +33,13 @@ def place_in_the_prompts() -> None:
     Controller._restore = restoring  # type: ignore[method-assign]
 
 
+def decisions() -> None:
+    """A resumed run by the wall clock decides anew what was decided before."""
+    from ptf.rl.flight_ledger import FlightLedger
+
+    FlightLedger._read = lambda self, line: None  # type: ignore[method-assign, assignment]
+
+
 def optimizer() -> None:
     """A resumed run has the weights, and an optimizer that has seen nothing."""
     from ptf.compute import checkpoint
@@ -59,5 +66,5 @@ def orphan() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (place_in_the_data, place_in_the_prompts, optimizer, half_made, orphan)
+    f.__name__: f for f in (place_in_the_data, place_in_the_prompts, decisions, optimizer, half_made, orphan)
 }

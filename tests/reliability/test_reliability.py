@@ -1,6 +1,7 @@
 """A handful of what benchmarks/kills.py does in full: a killed run ends as one that never stopped."""
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.reliability.exactly_once import audit
+from tests.reliability.remains import in_shared_memory, used_by_others
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,12 +42,18 @@ TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
 ]
 
 
-@pytest.mark.e2e
-def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
-    """And leave nothing behind; faults that are planted are reported (negative controls)."""
-    given = json.dumps([trial[:3] for trial in TRIALS])
+WALL = "GRPO, k = 1, episodes, wall"
+WALL_TRIALS = [
+    (WALL, [["phase", 2, "before policy.update"], ["phase", 9, "after rollout.sample_parts"]], None, "^same$"),
+    (WALL, [["phase", 2, "before policy.update"]], "decisions", "answers sampled_otherwise"),
+]
+
+
+def tried(trials: list[tuple[str, list[Any], str | None, str]], place: Path) -> list[dict[str, Any]]:
+    """Make trials, each of which has to end as it says; return what is kept of them."""
+    given = json.dumps([trial[:3] for trial in trials])
     command, environment = (
-        [sys.executable, "-m", "tests.reliability.kills", str(tmp_path), given],
+        [sys.executable, "-m", "tests.reliability.kills", str(place), given],
         {"OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"},
     )
     done = subprocess.run(
@@ -53,10 +61,37 @@ def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    for (recipe, traps, fault, outcome), one in zip(TRIALS, found, strict=True):
+    for (recipe, traps, fault, outcome), one in zip(trials, found, strict=True):
         assert [kill["reached"] for kill in one["kills"]] == [True] * len(traps), (recipe, fault, one)
         assert re.search(outcome, one["outcome"]), (recipe, fault, one)
+    return found
+
+
+@pytest.mark.e2e
+def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
+    """And leave nothing behind; faults that are planted are reported (negative controls)."""
+    found = tried(TRIALS, tmp_path)
     assert found[-2]["answers"] == dict.fromkeys(found[-2]["answers"], 0) | {"answers": 96, "sampled_again": 48}
+
+
+@pytest.mark.e2e
+def test_a_killed_run_by_the_wall_clock_is_that_of_its_replay(tmp_path: Path) -> None:
+    """A run that decides anew after a kill is reported (negative control)."""
+    found = tried(WALL_TRIALS, tmp_path)
+    assert all(one["kills"][0]["decided"] > 0 and one["answers"]["sampled_again"] == 16 for one in found)
+
+
+def test_a_semaphore_of_a_living_process_is_not_left_behind() -> None:
+    before = in_shared_memory()
+    held = multiprocessing.get_context("spawn").Semaphore()
+    (name,) = {name for name in in_shared_memory() - before if name.removeprefix("sem.") in held._semlock.name}
+    assert used_by_others(name)
+    beside = Path("/dev/shm/sem.of-nobody")
+    beside.touch()
+    try:
+        assert not used_by_others(beside.name), "negative control"
+    finally:
+        beside.unlink()
 
 
 def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
