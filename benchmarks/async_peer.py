@@ -51,6 +51,7 @@ SYSTEMS = ("ptf", "TRL")
 OBJECTIVES = {
     "ptf alone": "grpo",
     "ptf alone, TRL's objective": {"use": "benchmarks.peers.trl_objective:ClippedToEngine"},
+    "ptf alone, shuffled prompts": "grpo",
 }
 # steps; most new tokens; tokens of a slice; learning rate; reward; length of the longest sequence
 TASKS: dict[str, dict[str, Any]] = {
@@ -209,8 +210,8 @@ def ours(task: str, k: int, seed: int, directory: Path, system: str = "ptf") -> 
         "data": {
             "sources": {"p": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
             "seq_len": of["longest"],
-            "partitions": 1,  # the prompts in the file's order, as TRL takes them
-            "shuffle_buffer": 0,
+            # the prompts in the file's order, as TRL takes them
+            "shuffle_buffer": 1024 if system.endswith("shuffled prompts") else 0,
         },
         "rollout": {
             "engine": "native" if alone else "vllm",
@@ -376,7 +377,9 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--staleness", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--rounds", type=int, help="seeds of each; default: count 3, lengths 1")
-    parser.add_argument("--objectives", action="store_true", help="ptf alone on count, with either objective")
+    parser.add_argument(
+        "--objectives", action="store_true", help="ptf alone on count: either objective, shuffled prompts"
+    )
     parser.add_argument("--page", action="store_true", help="write the page alone")
     parser.add_argument("--minutes", type=float, default=60, help="after which no further run is begun")
     asked = parser.parse_args()
@@ -460,7 +463,9 @@ def page() -> int:
         "`ptf alone`: the native engine in one process, with the same slices and ages as `ptf`; its bits repeat. With "
         "TRL's objective",
         "(`benchmarks/peers/trl_objective.py`): the ratio to the engine's probabilities, clipped, in place of the "
-        "truncated weight; all else is as in the row above.",
+        "truncated weight; all else is as in the row above. With shuffled prompts (ptf's default): in the file's order "
+        "each digit is in every step, about",
+        "as often as the others; TRL does not shuffle.",
         "",
         "| k | system | seeds | " + " | ".join(tens) + " | last ten, by seed |",
         "|---|---|---|" + "---|" * (len(tens) + 1),

@@ -124,7 +124,7 @@ class Trials:
         if kind == "time":
             return Trap(kind, round(rng.uniform(0, part * self.seconds), 4))
         if kind == "worker":  # after its start, which comes after Ray's
-            return Trap(kind, round(rng.uniform(0, part * self.seconds / 2), 4), rng.choice(GANGS))
+            return Trap(kind, round(rng.uniform(0, part * self.seconds / 6), 4), rng.choice(GANGS))
         if kind == "bytes":
             file = rng.randrange(len(self.sizes))
             return Trap(kind, rng.randrange(self.sizes[file - 1] if file else 0, self.sizes[file]))
