@@ -106,7 +106,9 @@ def killed(found: Sequence[dict[str, Any]], recipe: str, way: str = "forked") ->
 def due(found: Sequence[dict[str, Any]], recipes: Sequence[str]) -> tuple[str, str] | None:
     """The recipe that has least of its share, and the way that is next: forked while any recipe lacks such trials."""
     for way, shares in (("forked", SHARES), ("command", COMMANDS)):
-        done = {recipe: len(killed(found, recipe, way)) / shares[recipe] for recipe in recipes}
+        done = {recipe: len(killed(found, recipe, way)) / shares[recipe] for recipe in recipes if shares[recipe]}
+        if not done:
+            continue
         least = min(done, key=lambda recipe: done[recipe])
         if done[least] < 1:
             return least, way
@@ -361,7 +363,9 @@ def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any
         "rounding; these do not enter the loss in fp32 there. By the wall clock: "
         "environments take another while each time, the killed run is continued, and `ptf replay` has to repeat it to "
         "the bit, with the same answers in every step; the lines of `flight.jsonl`\n"
-        "that were there when it was killed have to stay. Largest age: of a group, in steps, when it was trained; it "
+        "that were there when it was killed have to stay. Of the last checkpoint, what is no decision yet may differ: "
+        "whether an episode in flight has asked or ended that no slice has taken.\n"
+        "Largest age: of a group, in steps, when it was trained; it "
         "must not exceed k.\n\n"
         + table([*head.split(", "), "largest age", "bits of one replica"], lines)
         + "\nRefused by name, so not in the table: `rollout.harness` with `rollout.max_staleness` above 0 (a harness "

@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 import yaml
 
 from ptf import api
@@ -40,6 +41,7 @@ KINDS = {"phase": 7, "file": 5, "bytes": 2, "time": 6}  # how often each is draw
 # on Ray, whose own processes would inherit a limit of sizes
 RAY_KINDS = {"phase": 9, "file": 2, "time": 4, "worker": 5}
 RAY_LOGS = "ray-logs"  # in the run's directory
+CONTROLLER = "controller.pt"  # in a checkpoint
 GANGS = ("policy", "rollout 0", "rollout 1")  # of a run with two replicas
 
 
@@ -244,13 +246,35 @@ class WallTrials(Trials):
         found, whole = result(there), result(run)
         for one in (found, whole):
             del one["model"]["manifest.json"]  # has the run's name; the files that it lists are compared
+            del one["checkpoint"][CONTROLLER]
         wrong += differences(found, whole)
+        a, b = (decided_state(max((one / "checkpoints").glob("step_*")) / CONTROLLER) for one in (there, run))
+        wrong += [CONTROLLER] * (a != b)
         shutil.rmtree(there)
         return wrong
 
     def expected_answers(self, log: Path) -> list[dict[str, Any]]:
         """See Trials."""
         return exactly_once.read(log.with_name("replayed").with_suffix(".answers"))
+
+
+def decided_state(file: Path) -> Any:
+    """The state of the controller, without what is no decision of the wall clock yet: whether an episode has
+    asked or ended that no slice has taken, which the next one does as soon as it is there."""
+    state = torch.load(file, weights_only=False)
+    for group in state["in_flight"]["groups"]:
+        for i, member in enumerate(group["members"]):
+            if not (member["counts"] if "ended" in member else len(member["started"].get("ids", ()))):
+                group["members"][i] = {"due": member["due"]}
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: comparable(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [comparable(one) for one in value]
+        return (value.dtype, value.shape, value.numpy().tobytes()) if isinstance(value, torch.Tensor) else value
+
+    return comparable(state)
 
 
 def ages_of(run: Path) -> int | None:
