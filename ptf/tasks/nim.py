@@ -1,8 +1,8 @@
 """Self-play: the policy plays both sides of a game, small enough for a CPU.
 
 Two players in turn take one, two or three stones from a pile; who takes the last stone wins. A move that is not legal
-loses. Whoever faces a multiple of four loses against best play. Games begin with each pile equally often, because games
-of a policy alone may leave piles out, and a network forgets what it does there.
+loses. Whoever faces a multiple of four loses against best play. Games begin with each pile equally often: each has a
+group, also those that the policy's own games would not reach.
 """
 
 import json
