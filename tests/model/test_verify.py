@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ptf.errors import UserError
 from ptf.model import verify as verify_module
 from ptf.model.families import MODULES, family_of
-from ptf.model.verify import as_json, compare, random_reference, verify
+from ptf.model.verify import as_json, compare, random_reference, router_arguments, verify
 from tests.model.mistakes import MISTAKES, Mistake
 
 
@@ -90,3 +91,11 @@ def test_stacked_experts_of_a_published_checkpoint_are_read_and_written(tmp_path
     case = compare(tmp_path, model)
     assert case.problems == ()  # every tensor is written back under its name, byte for byte
     assert case.passed is not swapped
+
+
+def test_transformers_is_asked_for_what_its_routers_compute():
+    config = family_of({"model_type": "qwen3_moe"}).random_config(random.Random(0))
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    ids = torch.tensor([[1, 2, 3]])
+    assert hf(input_ids=ids, **router_arguments(4)).router_logits
+    assert not hf(input_ids=ids, **router_arguments(0)).router_logits  # negative control

@@ -62,16 +62,28 @@ def test_a_response_has_as_much_memory_as_it_is_given(asked_mib, value):
     assert code({"tests": "assert f(3) == 9"}, answer, memory_mib=1024) == value
 
 
-def test_messages_that_arrive_together_are_read_one_by_one():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        messages = [["value", "x" * 3000], ["raise", 1], []]
-        for message in messages:
-            plain.send(theirs, message)
-        theirs.close()
-        assert [plain.receive(ours) for _ in messages] == messages
-        with pytest.raises(EOFError, match="the other side is gone"):
-            plain.receive(ours)
+class InPieces:
+    """A socket that has received messages, of which it gives a few bytes at a time."""
+
+    def __init__(self, received: bytes) -> None:
+        self.received = received
+
+    def sendall(self, data: bytes) -> None:
+        self.received += data
+
+    def recv(self, most: int) -> bytes:
+        given, self.received = self.received[: min(most, 7)], self.received[min(most, 7) :]
+        return given
+
+
+def test_messages_that_arrive_together_and_in_pieces_are_read_one_by_one():
+    source: Any = InPieces(b"")
+    messages = [["value", "x" * 30], ["raise", 1], [], {"a": None}]
+    for message in messages:
+        plain.send(source, message)
+    assert [plain.receive(source) for _ in messages] == messages
+    with pytest.raises(EOFError, match="the other side is gone"):
+        plain.receive(source)
 
 
 def test_after_a_fault_nothing_more_is_asked_of_a_response():
