@@ -90,7 +90,9 @@ def part(name: str, seed: int, shared: Path) -> dict[str, Any]:
 
 def write(parts: list[dict[str, Any]]) -> int:
     """Write the page; return the exit status."""
-    columns = ("retries", "undelivered", "doubtful", "respliced", "rewritten")
+    columns = ("retries", "undelivered", "doubtful", "history_restored", "history_reencoded")
+    counted = {name for made in parts for name in made["counts"]}
+    assert counted.issuperset(columns), f"nothing counts {sorted({*columns} - counted)}"
     lines = [f"| template | calls | {' | '.join(columns)} | calls/s | violations |", "|---" * 9 + "|"]
     for name in [*dict.fromkeys(made["template"] for made in parts), "**all**"]:
         own = [made for made in parts if name in (made["template"], "**all**")]

@@ -5,7 +5,6 @@ checkpoint is written at a time, and a failure is raised by the next call. In an
 ends with the manifest; in an online run the controller commits what its roles have written.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,9 +37,11 @@ class BackgroundWriter:
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         )
         self._thread: threading.Thread | None = None
-        self._entries: Entries = {}
-        self._error: BaseException | None = None
-        self.num_bytes = 0  # of this rank's tensors in the checkpoint that was begun last
+        # of the checkpoint that was begun last: this rank's bytes; once it is written, the entries of the files of all
+        # ranks, or what writing raised
+        self.num_bytes = 0
+        self.entries: Entries = {}
+        self.error: BaseException | None = None
 
     def begin(
         self,
@@ -59,7 +60,7 @@ class BackgroundWriter:
         assert self._thread is None
         tensors = copied(tensors_of(model, optimizer))
         self.num_bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
-        self._error = None
+        self.entries, self.error = {}, None
 
         def work() -> None:
             try:
@@ -67,11 +68,11 @@ class BackgroundWriter:
                     torch.cuda.set_device(self._world.device)  # a new thread uses the first device
                 if before:
                     before()
-                self._entries = write(path, tensors, host, self._world, self._group)
+                self.entries = write(path, tensors, host, self._world, self._group)
                 if after:
-                    after(self._entries)
-            except BaseException as e:  # raised by `wait`, in the thread that trains
-                self._error = e
+                    after(self.entries)
+            except BaseException as e:  # raised later, in the thread that trains
+                self.error = e
 
         self._thread = threading.Thread(target=work, name="ptf-save", daemon=True)
         self._thread.start()
@@ -81,19 +82,28 @@ class BackgroundWriter:
         """Whether every checkpoint that was begun has been waited for."""
         return self._thread is None
 
-    def wait(self, wait_s: float) -> Entries | None:
-        """Return the entries of the files of all ranks, or None if they are not written within `wait_s` seconds.
-
-        Raises what writing them raised.
-        """
-        assert self._thread is not None
-        self._thread.join(wait_s)
-        if self._thread.is_alive():
-            return None
+    def wait(self, wait_s: float) -> bool:
+        """Return whether all ranks have ended writing, within `wait_s` seconds; then see `error` and `entries`."""
+        alive = not self.join(wait_s)
+        # each rank's thread ends at a time of its own, and all must say the same
+        if self._world.max(float(alive)):
+            return False
         self._thread = None
-        if self._error is not None:
-            raise self._error
-        return self._entries
+        return True
+
+    def join(self, wait_s: float) -> bool:
+        """Return whether this rank has ended writing, within `wait_s` seconds; other ranks are not asked."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+        return self._thread is None or not self._thread.is_alive()
+
+
+def why_not_written(error: BaseException | str, root: str, num_bytes: int) -> str:
+    """Return why a checkpoint below `root` could not be written; of a full disk, how much room it has."""
+    why = str(error)
+    if storage.is_local(root) and ("No space left" in why or "quota exceeded" in why or disk.room(root) < num_bytes):
+        return disk.full(root, needed=num_bytes)
+    return why
 
 
 class Saver:
@@ -131,20 +141,14 @@ class Saver:
         """
         if self._writer.is_waited_for:
             return
-        failed: BaseException | None = None
-        try:
-            if self._writer.wait(self._timeout_s) is None:
-                failed = TimeoutError(f"not done after {self._timeout_s:g} s")
-        except BaseException as error:
-            failed = error
+        done = self._writer.wait(self._timeout_s)
+        failed = self._writer.error if done else TimeoutError(f"not done after {self._timeout_s:g} s")
         if self._world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
-            why = str(failed or "see the lines of the other ranks")
-            if storage.is_local(root := self._saves.root) and (
-                "No space left" in why or "quota exceeded" in why or disk.room(root) < self._writer.num_bytes
-            ):
-                why = disk.full(root, needed=self._writer.num_bytes)
+            why = why_not_written(
+                failed or "see the lines of the other ranks", self._saves.root, self._writer.num_bytes
+            )
             raise UserError(
                 f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; "
                 "the one before it is whole"
@@ -152,6 +156,4 @@ class Saver:
 
     def close(self, grace_s: float = 60.0) -> None:
         """After an error, wait up to `grace_s` for a checkpoint that is being written."""
-        if not self._writer.is_waited_for:
-            with contextlib.suppress(BaseException):
-                self._writer.wait(grace_s)
+        self._writer.join(grace_s)

@@ -35,7 +35,7 @@ from ptf.data.trajectory import (
     samples_of,
     token_column,
 )
-from ptf.errors import Stopped, UserError
+from ptf.errors import Lost, Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
@@ -123,7 +123,12 @@ class Controller:
     def run(self) -> None:
         """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π."""
         with passing_on(self.directory):  # SIGTERM becomes a file, so that no further attempt starts
-            self._run()
+            try:
+                self._run()
+            except Exception as error:
+                if not isinstance(error, Lost):  # then the process that writes may be gone, or hang
+                    self.saver.close()
+                raise
 
     def _run(self) -> None:
         first = self.step + 1
@@ -510,9 +515,7 @@ class Controller:
         return step, manifest
 
     def close(self) -> None:
-        """Commit the checkpoint that is being written, close the logs, end what is in flight, and the processes of
-        rewards and environments."""
-        self.saver.close()
+        """Close the logs, end what is in flight, and the processes of rewards and environments."""
         if self.asynchronous:
             self.asynchronous.close()
         if self.functions:

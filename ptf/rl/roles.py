@@ -360,7 +360,11 @@ class Learner:
         """Return the manifest entries of the files of all ranks; None if they are not written within `wait_s` seconds.
         Raises what writing them raised."""
         assert self.writer is not None
-        return self.writer.wait(wait_s)
+        if not self.writer.wait(wait_s):
+            return None
+        if self.writer.error is not None:
+            raise self.writer.error
+        return self.writer.entries
 
     @broadcast
     def load(self, directory: str) -> None:

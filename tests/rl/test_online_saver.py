@@ -113,7 +113,7 @@ def test_a_part_that_is_never_written_is_waited_for_no_longer_than_the_limit():
             assert method == "saved"
 
     of = OnlineSaver(None, None, {"": Hanging()}, 0.25)  # pyright: ignore[reportArgumentType]
-    of.unfinished = saving = Unfinished(7, {}, {}, [""])
+    of.unfinished = saving = Unfinished(7, {}, {}, {"": 1})
     with pytest.raises(TimeoutError, match=r"the checkpoint of step 7 was not written within 0\.25 s"):
         of.wait()
     assert of.unfinished is saving
