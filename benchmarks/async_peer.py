@@ -82,8 +82,9 @@ of 0. What differs: π_old and the correction (below); the standard deviation of
 n − 1 (its advantages are smaller by a factor of 0.935, which Adam removes but for the clipping of gradients); seeds of
 requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight; ptf verifies each sync
 of weights (digests, and log-probs of fixed prompts and of responses in flight), TRL does not; TRL's server is asked for
-its counter of tokens once a step. Its server has a cache of 3 GiB, because vLLM's CPU build ends with `CPU Generator
-does not use offset` when it resumes a preempted request that has a seed, as with 0.5 GiB at k = 4 on `lengths`.
+its counter of tokens once a step. Its server has a cache of 3 GiB and no chunked prefill: vLLM's CPU build ends with
+`CPU Generator does not use offset` when it prefills a part of a request that has a seed; it did at k = 4 on `lengths`
+with 0.5 GiB and 405 requests waiting.
 
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
@@ -261,7 +262,14 @@ def theirs(task: str, k: int, seed: int, directory: Path) -> None:
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory / "start")]
     server += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(3 << 30)]
     server += ["--max-model-len", str(of["longest"]), "--max-num-seqs", "512", "--max-num-batched-tokens", "16384"]
-    server += ["--no-enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    server += [
+        "--no-enable-prefix-caching",
+        "--no-enable-chunked-prefill",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+    ]
     server += ["--worker-extension-cls", "benchmarks.peers.vllm_weights.FileLoader", "--disable-uvicorn-access-log"]
     server += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed)]
     given = {
