@@ -9,7 +9,6 @@ from transformers import AutoConfig
 from ptf.errors import UserError
 from ptf.model.families import MODULES, family_of
 
-
 NEEDED = {  # sizes, which have no value that one could mean
     "vocab_size",
     "hidden_size",
