@@ -417,7 +417,7 @@ def measured(model_type: str) -> dict[str, Any]:
                 row |= compared(directory / "model")
                 row["control"] = control(jobs(raw, directory)["sft"])
             except UserError as error:
-                return {**row, "refused": str(error).strip().splitlines()[0]}
+                return {**row, "refused": str(error).strip().splitlines()[0].replace(f"{directory}/", "")}
             except Exception as error:
                 return {**row, "refused": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"}
             for name, job in jobs(raw, directory).items():
