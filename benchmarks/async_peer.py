@@ -81,11 +81,12 @@ stop token, rewards, β₁ 0.9, β₂ 0.95, ε 1e-8, no weight decay, gradients 
 rate without warm-up, the mean of the loss over the sampled tokens of the step, groups of equal rewards with advantages
 of 0. What differs: π_old and the correction (below); the standard deviation of a group's rewards, which ptf takes with
 n − 1 (its advantages are smaller by a factor of {smaller:.3f}, which Adam removes but for the clipping of gradients);
-seeds of requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight; ptf verifies each sync
-of weights (digests, and log-probs of fixed prompts and of responses in flight), TRL does not; TRL's server is asked for
-its counter of tokens once a step. At k = 4 on `lengths` TRL's server has a cache of 3 GiB and no chunked prefill: with
-0.5 GiB, vLLM's CPU build ended with `CPU Generator does not use offset`, which it does when it prefills a part of a
-request that has a seed. The other rows of TRL were made before, most of them with 0.5 GiB and chunked prefill.
+seeds of requests, which are TRL's own random numbers, so that its runs do not repeat; what is in flight; ptf verifies
+each sync of weights (digests, and log-probs of fixed prompts and of responses in flight), TRL does not; TRL's server is
+asked for its counter of tokens once a step. At k = 4 on `lengths` TRL's server has a cache of 3 GiB and no chunked
+prefill: with 0.5 GiB, vLLM's CPU build ended with `CPU Generator does not use offset`, which it does when it prefills a
+part of a request that has a seed. The other rows of TRL were made before, most of them with 0.5 GiB and chunked
+prefill.
 
 ptf: `rollout.max_staleness: k`, slices of {count[slice]} and {lengths[slice]} tokens, one beside an update
 (`update_slices: 1`), prompts × (1 + k/2) in flight; policy and engine in Ray pools of their own, a thread each. It
