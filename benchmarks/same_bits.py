@@ -84,7 +84,8 @@ def events(form: str) -> Make:
 
 
 JOBS: dict[str, Make] = {
-    **jobs.JOBS,
+    # without those on Ray, and those whose wall clock decides
+    **{n: make for n, make in jobs.JOBS.items() if n not in jobs.ONE_REPLICA and not n.endswith("wall")},
     "SFT": sft,
     "SFT, LoRA": changed("model", lora={"rank": 4}),
     "SFT, experts": experts,
