@@ -45,7 +45,13 @@ TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
 WALL = "GRPO, k = 1, episodes, wall"
 WALL_TRIALS = [
     (WALL, [["phase", 2, "before policy.update"], ["phase", 9, "after rollout.sample_parts"]], None, "^same$"),
-    (WALL, [["phase", 2, "before policy.update"]], "decisions", "answers sampled_otherwise"),
+    # what is decided anew stands in the ledger behind what was decided before: its replay differs, or is refused
+    (
+        WALL,
+        [["phase", 2, "before policy.update"]],
+        "decisions",
+        "answers sampled_otherwise|the ledger is of another run\n \\(its replay",
+    ),
 ]
 
 
@@ -78,7 +84,8 @@ def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
 def test_a_killed_run_by_the_wall_clock_is_that_of_its_replay(tmp_path: Path) -> None:
     """A run that decides anew after a kill is reported (negative control)."""
     found = tried(WALL_TRIALS, tmp_path)
-    assert all(one["kills"][0]["decided"] > 0 and one["answers"]["sampled_again"] == 16 for one in found)
+    assert all(one["kills"][0]["decided"] > 0 for one in found)
+    assert found[0]["answers"]["sampled_again"] == 16
 
 
 def test_a_semaphore_of_a_living_process_is_not_left_behind() -> None:
