@@ -104,6 +104,14 @@ def asynchronous(k: int, episodes: bool = False, *, replicas: int = 0, wall: boo
     return made
 
 
+TWO_REPLICAS = {  # k, and whether episodes are sampled
+    "GRPO, two replicas": (0, False),
+    "GRPO, episodes, two replicas": (0, True),
+    "GRPO, k = 1, two replicas": (1, False),
+    "GRPO, k = 1, episodes, two replicas": (1, True),
+    "GRPO, k = 4, two replicas": (4, False),
+    "GRPO, k = 4, episodes, two replicas": (4, True),
+}
 JOBS: dict[str, Job] = {
     "SFT": job,
     "DPO": preference("dpo"),
@@ -120,22 +128,12 @@ JOBS: dict[str, Job] = {
     "GRPO, episodes": asynchronous(0, episodes=True),
     "GRPO, k = 1, episodes": asynchronous(1, episodes=True),
     "GRPO, k = 4": asynchronous(4),
-    "GRPO, two replicas": asynchronous(0, replicas=2),
-    "GRPO, episodes, two replicas": asynchronous(0, episodes=True, replicas=2),
-    "GRPO, k = 1, two replicas": asynchronous(1, replicas=2),
-    "GRPO, k = 1, episodes, two replicas": asynchronous(1, episodes=True, replicas=2),
-    "GRPO, k = 4, two replicas": asynchronous(4, replicas=2),
-    "GRPO, k = 4, episodes, two replicas": asynchronous(4, episodes=True, replicas=2),
+    **{name: asynchronous(k, episodes, replicas=2) for name, (k, episodes) in TWO_REPLICAS.items()},
     "GRPO, k = 1, episodes, wall": asynchronous(1, episodes=True, replicas=1, wall=True),
     "GRPO, k = 4, episodes, wall": asynchronous(4, episodes=True, replicas=1, wall=True),
 }
 # of a job with two replicas on Ray, the same with one in the run's own process
 ONE_REPLICA: dict[str, Job] = {
-    "GRPO, two replicas": asynchronous(0, replicas=1),
-    "GRPO, episodes, two replicas": asynchronous(0, episodes=True, replicas=1),
-    "GRPO, k = 1, two replicas": asynchronous(1, replicas=1),
-    "GRPO, k = 1, episodes, two replicas": asynchronous(1, episodes=True, replicas=1),
-    "GRPO, k = 4, two replicas": asynchronous(4, replicas=1),
-    "GRPO, k = 4, episodes, two replicas": asynchronous(4, episodes=True, replicas=1),
+    name: asynchronous(k, episodes, replicas=1) for name, (k, episodes) in TWO_REPLICAS.items()
 }
 ON_POLICY = tuple(name for name in JOBS if name.startswith(("GRPO", "PPO", "OPD")))

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.reliability.exactly_once import audit
+from tests.reliability.kills import decided_state
 from tests.reliability.remains import in_shared_memory, used_by_others
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,23 @@ def test_a_semaphore_of_a_living_process_is_not_left_behind() -> None:
         assert not used_by_others(beside.name), "negative control"
     finally:
         beside.unlink()
+
+
+def test_of_a_checkpoint_what_is_decided_is_compared(tmp_path: Path) -> None:
+    def state(**changed: Any) -> Any:
+        sampled = {"due": 3, "started": {"context": torch.ones(2), "ids": torch.tensor(changed.get("ids", [5, 6]))}}
+        asked = {"due": 4, "started": {"context": torch.ones(changed.get("asked", 1)), "ids": torch.ones(0)}}
+        ended = {"due": 5, "ended": changed.get("end", 1.0), "counts": changed.get("counts", False)}
+        members = [sampled, asked | {"due": changed.get("due", 4)}, ended]
+        torch.save(
+            {"prompts": changed.get("prompts", 7), "in_flight": {"groups": [{"members": members}]}}, tmp_path / "c"
+        )
+        return decided_state(tmp_path / "c")
+
+    assert state() == state(asked=3) == state(end=0.5), "what no slice has taken"
+    for changed in ({"ids": [5, 7]}, {"due": 9}, {"counts": True}, {"prompts": 8}):
+        assert state(**changed) != state(), changed
+    assert state(counts=True) != state(counts=True, end=0.5)
 
 
 def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
