@@ -90,7 +90,7 @@ def asynchronous(k: int, episodes: bool = False, *, replicas: int = 0, wall: boo
             raw["rollout"] |= {"max_staleness": k, "slice_tokens": 4, "generation_batches": 2}
         if episodes:
             del raw["rollout"]["reward"]
-            environment = f"tests.rl.environments:{'Dawdling' if wall else 'Echo'}"
+            environment = f"tests.rl.environments:{'Dawdling' if wall else 'Terse'}"
             raw["rollout"] |= {"environment": {"use": environment}, "max_turns": 2}
         if wall:
             raw["rollout"]["clock"] = "wall"

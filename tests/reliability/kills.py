@@ -49,7 +49,7 @@ class Trials:
     """Over one recipe's job. The run that never stops is made first: by a process that imports all anew (`warmed`), by
     one that is forked afterwards, whose answers are in the ledger, and by one whose phases and file operations are
     counted. The three must be the same, and of a job with two replicas on Ray also one that has a single replica in
-    its own process."""
+    its own process. Most of its steps have to move the weights."""
 
     def __init__(self, recipe: str, directory: Path, warmed: bool = True, fault: Callable[[], None] = nothing) -> None:
         self.recipe, self.directory, self.raw, self.fault = recipe, directory, JOBS[recipe](directory), fault
@@ -67,6 +67,9 @@ class Trials:
         assert alone is None or self.repeats(alone) == []
         # of a run with two replicas, what a run with one has otherwise
         self.otherwise = self.repeats(self.made("one", nothing, raw=ONE_REPLICA[recipe](directory))) if on_ray else []
+        steps = read_metrics(directory / "whole" / "out" / RUN_NAME / "metrics.jsonl")
+        moved = sum(row["grad_norm"] > 0 for row in steps)
+        assert 2 * moved > len(steps), f"only {moved} of the {len(steps)} steps of this job move a weight"
         self.age = ages_of(directory / "whole" / "out" / RUN_NAME)
         self.names = names(directory / "whole" / "out")
         self.answers = exactly_once.read(self.log("whole").with_suffix(".answers"))

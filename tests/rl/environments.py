@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 
 from ptf.rl.environments.protocol import StepResult
 
@@ -84,7 +85,14 @@ class Echo:
         return seen
 
 
-class Dawdling(Echo):
+class Terse(Echo):
+    """An environment that pays more for shorter texts, so that what was sampled decides how the weights move."""
+
+    def step(self, text):
+        return replace(super().step(text), reward=max(0.0, 1 - len(text) / 16) / self.turns)
+
+
+class Dawdling(Terse):
     """An environment that takes a while, which is another one each time, for a reply that repeats."""
 
     def step(self, text):

@@ -50,7 +50,7 @@ def raw(tmp_path):
 
 def with_environment(raw, **rollout):
     """The same job with conversations of two turns."""
-    more = {"reward": None, "environment": {"use": "tests.rl.environments:Echo"}, "max_turns": 2, **rollout}
+    more = {"reward": None, "environment": {"use": "tests.rl.environments:Terse"}, "max_turns": 2, **rollout}
     return {**raw, "rollout": {k: v for k, v in {**raw["rollout"], **more}.items() if v is not None}}
 
 
