@@ -369,8 +369,7 @@ def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any
         "that were there when it was killed have to stay. Of the last checkpoint, what is no decision yet may differ: "
         "whether an episode in flight has asked or ended that no slice has taken.\n"
         "Largest age: of a group, in steps, when it was trained; it "
-        "must not exceed k. The environment of the episodes gives every one the same reward, so no weight moves "
-        "there: what is compared is what was sampled, the state in flight and all files.\n\n"
+        "must not exceed k. Most steps of every job move its weights: a job where they do not is refused.\n\n"
         + table([*head.split(", "), "largest age", "bits of one replica"], lines)
         + "\nRefused by name, so not in the table: `rollout.harness` with `rollout.max_staleness` above 0 (a harness "
         "is here with k = 0), and `rollout.replicas` above 1 with `compute.launcher: local`.\n\n"
