@@ -191,8 +191,8 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 bench-train: setup                       ## the SFT step beside TRL and transformers at their best (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
 
-bench-dpo: setup                         ## the DPO step beside TRL's (make peers first); writes benchmarks/results/dpo_step.md
-	$(PY) benchmarks/dpo_step.py
+bench-recipes: setup                     ## the steps of DPO, reward models and distillation beside TRL's (make peers first); writes benchmarks/results/{dpo,rm,kd}_step.md
+	$(PY) benchmarks/recipe_step.py
 
 bench-grpo: setup                         ## the GRPO step beside TRL's (make peers first); writes benchmarks/results/grpo_step.md
 	$(PY) benchmarks/grpo_step.py

@@ -4,8 +4,9 @@ step, from prompts to new weights in the engine, with as many sampled tokens on 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/grpo_step.py [--dtypes fp32 bf16] [--rounds 3]
 
-8 prompts of 64 tokens, 8 answers of 128 tokens to each, which are made not to end early; one optimizer step, AdamW, no
-reference; the reward is a number from the answer. ptf runs its controller as `ptf train` does with `launcher: local`
+8 prompts of 64 tokens, 8 responses to each; one optimizer step, AdamW, no reference; the reward is a number from the
+response. Two cases of lengths, which both sides are made to keep: 128 tokens for all, and log-normal ones (σ = 1, mean
+about 128, at most 512). ptf runs its controller as `ptf train` does with `launcher: local`
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
 in bf16 once with weights of fp32 (autocast) and once with all of bf16.
@@ -19,20 +20,24 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from dpo_step import start
-from flow_runs import ROOT, cpu
-from train_step import HEADS, MODELS, PEER, round_of
+from flow_runs import ROOT, commit, cpu
+from train_step import HEADS, MODELS, PEER, round_of, start
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
-PROMPTS, GROUP, TOKENS, READ, LR = 8, 8, 128, 64, 1e-5
+PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
 WORDS = 4096
-SYSTEMS = {"ptf": {}, "TRL": {}, "TRL, 8 answers a pass": {"answers": 8}}
+RESPONSES = PROMPTS * GROUP
+PASSES = (64, 32, 16, 8, 4)  # responses of a pass of TRL's update
+SYSTEMS = {"ptf": {}, **{f"TRL, {n} responses a pass": {"pass": n} for n in PASSES}}
+CASES = ("equal", "log-normal")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
 
@@ -58,6 +63,15 @@ def texts(steps: int) -> list[str]:
     return [" ".join(map(str, rng.integers(2, WORDS, READ))) for _ in range(PROMPTS * steps)]
 
 
+def lengths(case: str, steps: int) -> list[list[int]]:
+    """How many tokens each response of a step has."""
+    if case == "equal":
+        return [[TOKENS] * RESPONSES] * steps
+    rng = np.random.default_rng(0)
+    drawn = rng.lognormal(np.log(TOKENS) - 0.5, 1.0, (steps, RESPONSES))
+    return np.clip(drawn, 4, LONGEST).astype(int).tolist()
+
+
 def reward(row: dict[str, Any], text: str) -> float:
     return float(sum(map(int, text.split())) % 7)
 
@@ -67,6 +81,9 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.compute.tracking import Tracker
     from ptf.config import loads
     from ptf.data.tokenizer import Tokenizer
+    from ptf.data.trajectory import Generation
+    from ptf.rl.engines.native import NativeEngine
+    from ptf.rl.engines.protocol import Request
     from ptf.run import run
 
     ends: list[float] = []
@@ -78,6 +95,19 @@ def ours(given: dict[str, Any]) -> None:
         rows.append(metrics)
         log(self, step, metrics)
 
+    answer, of_steps = NativeEngine.answer, iter(given["lengths"])
+
+    def of_lengths(self: NativeEngine, requests: Sequence[Request]) -> list[Generation]:
+        """Sample a step's responses, whose lengths are given."""
+        if len(requests) != RESPONSES:
+            return answer(self, requests)
+        limited = [
+            replace(one, sampling=replace(one.sampling, max_new_tokens=n))
+            for one, n in zip(requests, next(of_steps), strict=True)
+        ]
+        return answer(self, limited)
+
+    NativeEngine.answer = of_lengths  # type: ignore[method-assign]
     Tracker.log = timed  # type: ignore[method-assign]
     Tokenizer.stop_ids = property(lambda self: ())  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as out:
@@ -93,7 +123,7 @@ def ours(given: dict[str, Any]) -> None:
                 "engine": "native",
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP,
-                "max_new_tokens": TOKENS,
+                "max_new_tokens": max(map(max, given["lengths"])),
                 "reward": {"use": "grpo_step:reward"},
             },
             "train": {
@@ -110,16 +140,107 @@ def ours(given: dict[str, Any]) -> None:
         }
         with contextlib.redirect_stdout(sys.stderr):
             run(loads(json.dumps(raw)), "a")
+    assert next(of_steps, None) is None, "every step had the lengths that were given"
     steps = [b - a for a, b in pairwise(ends)][-given["steps"] :]
+    timed_rows = rows[-given["steps"] :]
     spent = {
-        name: float(np.mean([r.get(f"seconds/{name}", 0.0) for r in rows[-given["steps"] :]]))
+        name: float(np.mean([row.get(f"seconds/{name}", 0.0) for row in timed_rows]))
         for name in ("rollout", "logprobs", "update", "sync")
     }
-    print(
-        json.dumps(
-            {"cpu_s": steps, "tokens": [int(r["sampled_tokens"]) for r in rows[-given["steps"] :]], "seconds": spent}
+    print(json.dumps({"cpu_s": steps, "tokens": [int(row["sampled_tokens"]) for row in timed_rows], "seconds": spent}))
+
+
+def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of ptf and of each of TRL's settings; of all but the fastest of these, one.
+
+    Raises AssertionError where one samples other numbers of tokens than it was given.
+    """
+    written = asked.steps + asked.warmup
+    given = {
+        "model": model,
+        "texts": texts(written + 1),
+        "lengths": lengths(case, written),
+        "responses": RESPONSES,
+        "group": GROUP,
+        "dtype": dtype,
+        "lr": LR,
+        "steps": asked.steps,
+        "warmup": asked.warmup,
+    }
+    expected = [sum(of_step) for of_step in given["lengths"][asked.warmup :]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in range(asked.rounds):
+        systems: dict[str, dict[str, Any]] = SYSTEMS
+        if number:
+            systems = {system: found[system][0]["cell"] for system in ("ptf", fastest(found))}
+        for system, cell in systems.items():
+            one = given | {"seed": number, "weights": "fp32"} | cell
+            made = round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py")
+            shown = {"case": case, "dtype": dtype, "system": system, "round": number}
+            print(json.dumps({**shown, **made}), flush=True)
+            assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
+            found.setdefault(system, []).append(made | {"cell": cell})
+            if not number and dtype == "bf16" and system == list(SYSTEMS)[-1]:  # the fastest also in bf16 alone
+                best = fastest(found)
+                cell = found[best][0]["cell"] | {"weights": "bf16"}
+                made = round_of("TRL", given | {"seed": 0} | cell, "", "benchmarks/peers/trl_grpo.py")
+                assert made["tokens"] == expected
+                found[f"{best}, weights of bf16"] = [made | {"cell": cell}]
+    return found
+
+
+def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
+    """TRL's setting that takes least in its first round."""
+    return min((system for system in found if system != "ptf"), key=lambda system: median(found[system][0]["cpu_s"]))
+
+
+def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """A row for each of TRL's settings, beside the rounds of ptf of the same minutes."""
+    spent = {system: [median(one["cpu_s"]) for one in rounds] for system, rounds in found.items()}
+    best = fastest(found)
+
+    def cell(values: Sequence[float]) -> str:
+        middle = f"{median(values):.2f}"
+        return middle if len(values) == 1 else f"{middle} ({min(values):.2f} – {max(values):.2f})"
+
+    lines = []
+    for system, theirs in list(spent.items())[1:]:
+        ours = spent["ptf"][: len(theirs)]
+        ratios = cell([b / a for a, b in zip(ours, theirs, strict=True)])
+        names = ("**" + system + "**", f"**{ratios}**") if system == best else (system, ratios)
+        parts = ", ".join(
+            f"{name} {median(one['seconds'][name] for one in found['ptf'][: len(theirs)]):.2f}"
+            for name in found["ptf"][0]["seconds"]
         )
+        lines.append(f"| {case} | {dtype} | {names[0]} | {cell(ours)} | {cell(theirs)} | {names[1]} | {parts} |")
+    return lines
+
+
+def write(lines: Sequence[str], asked: argparse.Namespace) -> None:
+    command = " ".join(["python benchmarks/grpo_step.py", *sys.argv[1:]])
+    RESULTS.write_text(
+        "# The GRPO step beside TRL\n\n"
+        f"Command: `{command}` (`make peers bench-grpo`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
+        f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
+        f"others), {asked.steps} timed steps a round after {asked.warmup} of\n"
+        f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
+        f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
+        f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
+        "longest. `small4`: Qwen3 shape, width 256,\n"
+        f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that "
+        "of the next; median of the rounds, each the median\n"
+        "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with "
+        "the engine's, a checked weight sync),\n"
+        "with the wall-clock seconds of its phases beside it; sequences of 2,048 tokens, a sequence a pass. TRL: "
+        "GRPOTrainer, versions in\n"
+        "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; what a pass of the update "
+        "does not hold is accumulated; in bf16,\n"
+        "weights of fp32 under autocast, and the fastest of these with weights of bf16.\n\n"
+        "| lengths | dtype | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
+    print(f"wrote {RESULTS.relative_to(ROOT)}")
 
 
 def main() -> None:
@@ -128,6 +249,7 @@ def main() -> None:
         ours(json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
@@ -139,72 +261,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = start(Path(directory), MODELS["small4"])
         tokenizer(model)
-        for dtype in asked.dtypes:
-            given = {
-                "model": model,
-                "texts": texts(asked.steps + asked.warmup + 1),
-                "prompts_per_step": PROMPTS,
-                "group": GROUP,
-                "tokens": TOKENS,
-            }
-            given |= {"dtype": dtype, "lr": LR, "steps": asked.steps, "warmup": asked.warmup}
-            systems = SYSTEMS | ({"TRL, weights of bf16": {"weights": "bf16"}} if dtype == "bf16" else {})
-            found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-            for number in range(asked.rounds):
-                for system, rounds in found.items():
-                    one = given | {"seed": number, "weights": "fp32", "answers": PROMPTS * GROUP} | systems[system]
-                    rounds.append(round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"))
-                    print(json.dumps({"dtype": dtype, "system": system, "round": number, **rounds[-1]}), flush=True)
-            lines.append(summary(dtype, found))
-            print(lines[-1], flush=True)
-    write(lines, "python " + " ".join(["benchmarks/grpo_step.py", *sys.argv[1:]]), asked)
-
-
-def summary(dtype: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    for rounds in found.values():
-        for r in rounds:
-            assert set(r["tokens"]) == {PROMPTS * GROUP * TOKENS}, "all sample the same number of tokens"
-    spent = {system: [median(r["cpu_s"]) for r in rounds] for system, rounds in found.items()}
-
-    def cell(values, digits):
-        return f"{median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"
-
-    parts = ", ".join(
-        f"{name} {median(r['seconds'][name] for r in found['ptf']):.2f}" for name in found["ptf"][0]["seconds"]
-    )
-    lines = []
-    for system in list(found)[1:]:
-        ratios = [theirs / ours for ours, theirs in zip(spent["ptf"], spent[system], strict=True)]
-        lines.append(
-            f"| {dtype} | {system} | {cell(spent['ptf'], 2)} | {cell(spent[system], 2)} | "
-            f"**{cell(ratios, 2).replace(' (', '** (', 1)} | {parts} |"
-        )
-    return "\n".join(lines)
-
-
-def write(lines: list[str], command: str, asked: argparse.Namespace) -> None:
-    RESULTS.write_text(
-        "# The GRPO step beside TRL\n\n"
-        f"Command: `{command}`  \nHardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"Interleaved rounds ({asked.rounds} of each), {asked.steps} timed steps a round after {asked.warmup} of "
-        f"warm-up: {PROMPTS} prompts of {READ} tokens,\n"
-        f"{GROUP} answers of {TOKENS} tokens to each, none of which ends early; one optimizer step of AdamW; "
-        "no reference. `small4`: Qwen3 shape, width 256,\n"
-        f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, "
-        "from the end of one step to that of the next; median of the rounds, each the median\n"
-        "of its steps, with the range. ptf: the whole controller (native engine, "
-        "the trainer's log-probs compared with the engine's, a checked weight sync),\n"
-        "with the wall-clock seconds of its phases beside it; sequences of 2,048 tokens, a sequence a pass. "
-        "TRL: GRPOTrainer, "
-        "versions in\n"
-        "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; "
-        "all answers in one pass of the update, and 8 a pass (gradient\n"
-        "accumulation); in bf16, weights of fp32 under autocast, and weights of bf16.\n\n"
-        "| type | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n|---|---|---|---|---|---|\n"
-        + "\n".join(lines)
-        + "\n"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+        for case in asked.cases:
+            for dtype in asked.dtypes:
+                lines += lines_of(case, dtype, compared(case, dtype, model, asked))
+    write(lines, asked)
 
 
 if __name__ == "__main__":

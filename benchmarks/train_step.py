@@ -25,7 +25,7 @@ import time
 import zlib
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
@@ -48,6 +48,7 @@ SHAPE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
+PAD = 0  # with which peers fill up; no document has it
 HEADS = f"{SHAPE['num_attention_heads']} query and {SHAPE['num_key_value_heads']} key heads of {SHAPE['head_dim']}"
 MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
 # sequences a step; timed steps. One step of the same shapes comes before them untimed: it touches memory for the first
@@ -117,6 +118,27 @@ def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
         rows=[len(row) for row in layout] * steps,
         tokens=rng.integers(0, vocab, lengths.sum()),
     )
+
+
+def start(directory: Path, config: dict[str, Any], seed: int = 0, head: Literal["lm", "scalar"] = "lm") -> str:
+    """Random weights that all begin with, in a directory of their own."""
+    from ptf.compute.world import World
+    from ptf.config.sections.model import ModelConfig
+    from ptf.model import bridge
+    from ptf.train.trainer import load_model
+
+    place = directory / f"shape-{seed}"
+    place.mkdir()
+    of_head = (
+        {"architectures": ["Qwen3ForCausalLM"]}
+        if head == "lm"
+        else {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "pad_token_id": PAD}
+    )
+    (place / "config.json").write_text(json.dumps(config | of_head))
+    spec = ModelConfig(path=str(place), init="random")
+    drawn, family = load_model(place, World(), spec, seed=seed, precision="fp32", head=head)
+    bridge.save_hf(bridge.hf_tensors(drawn, family), place, directory / f"start-{seed}", writes=True)
+    return str(directory / f"start-{seed}")
 
 
 def ours(given: dict[str, Any]) -> None:
@@ -253,8 +275,6 @@ def apart(made: dict[str, Any], first: dict[str, Any]) -> float:
 
 def compared(name: str, dtype: str, rounds: int, until: float) -> None:
     """The rounds that are missing, unless the time is over. Raises AssertionError where two did not do the same."""
-    from dpo_step import start
-
     hardware = cpu()
     about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware}
     with tempfile.TemporaryDirectory() as directory:

@@ -1,9 +1,9 @@
 """TRL's GRPO step, timed: the peer of benchmarks/grpo_step.py, run by the Python of an environment of its own
 (requirements-peers.txt).
 
-Reads one JSON object from the command line: model directory (with its tokenizer), prompts, group, new tokens, steps,
-warm-up, dtype, learning rate; prints one JSON line. No answer ends early,
-so that every step has as many tokens as the other's.
+Reads one JSON object from the command line: model directory (with its tokenizer), texts, lengths of each step's
+responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate; prints one
+JSON line. Every response ends at its length, with the end-of-turn token.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -30,14 +30,41 @@ class Clock(TrainerCallback):
         self.logs.append(logs)
 
 
+class Ends(LogitsProcessor):
+    """Ends every response at its length."""
+
+    def __init__(self, lengths: list[int], prompt: int, end: int) -> None:
+        self.lengths, self.prompt, self.end = torch.tensor(lengths), prompt, end
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last = input_ids.shape[1] - self.prompt + 1 >= self.lengths
+        scores[:, self.end] = float("-inf")
+        scores[last] = float("-inf")
+        scores[last, self.end] = 0.0
+        return scores
+
+
+def limit(model, lengths: list[list[int]]) -> None:
+    """Let each call of `generate` end its responses at the next step's lengths."""
+    generate, of_steps = model.generate, iter(lengths)
+
+    def limited(*more, **named):
+        ends = Ends(next(of_steps), named["input_ids"].shape[1], model.config.eos_token_id)
+        return generate(*more, **named, logits_processor=[ends])
+
+    model.generate = limited
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.manual_seed(given["seed"])
-    answers = given["prompts"] * given["group"]
     dtype = torch.bfloat16 if given["dtype"] == "bf16" and given["weights"] == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    model.config.eos_token_id = tokenizer.eos_token_id
+    limit(model, given["lengths"])
     clock, seen = Clock(), []
 
     def reward(completions, completion_ids, **more):
@@ -48,11 +75,10 @@ def main() -> None:
         args = GRPOConfig(
             output_dir=out,
             max_steps=given["steps"] + given["warmup"],
-            per_device_train_batch_size=given["answers"],
-            gradient_accumulation_steps=answers // given["answers"],
+            per_device_train_batch_size=given["pass"],
+            gradient_accumulation_steps=given["responses"] // given["pass"],
             num_generations=given["group"],
-            max_completion_length=given["tokens"],
-            generation_kwargs={"min_new_tokens": given["tokens"]},
+            max_completion_length=max(map(max, given["lengths"])),
             beta=0.0,
             temperature=1.0,
             bf16=given["dtype"] == "bf16",
@@ -75,7 +101,7 @@ def main() -> None:
             reward_funcs=reward,
             args=args,
             train_dataset=Dataset.from_dict({"prompt": given["texts"]}),
-            processing_class=AutoTokenizer.from_pretrained(given["model"]),
+            processing_class=tokenizer,
             callbacks=[clock],
         )
         trainer.train()

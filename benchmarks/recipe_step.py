@@ -1,0 +1,284 @@
+"""The steps of DPO, reward models and distillation beside TRL's trainers, in interleaved rounds: real tokens per
+CPU-second of one thread, on the same documents from the same weights, so that the losses of every step must be the
+same too.
+
+    make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
+    python benchmarks/recipe_step.py [--recipes dpo rm kd] [--dtypes fp32 bf16] [--rounds 3]
+
+A pair is a prompt (log-normal lengths, median 90 tokens) with two responses (median 180), of at most 600 each; a step
+has 8 pairs, of which distillation has the first response alone, with 16 documents a step. All train `small4`
+(benchmarks/train_step.py) by AdamW, one thread; DPO's reference and the teacher of distillation are models of their
+own. ptf packs a step's documents into sequences of up to 2,048, a sequence a pass. TRL pads the documents of a pass to
+the longest: passes of several sizes are tried in the first round, with gradient accumulation, and the fastest one runs
+beside ptf in all others. Prints a JSON line a round and writes results/dpo_step.md, rm_step.md and kd_step.md.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from flow_runs import commit, cpu, results_page
+from train_step import HEADS, MODELS, PEER, WIDTH, rate, round_of, start
+
+MODEL = "small4"
+OURS, THEIRS = "benchmarks/recipe_step.py", "benchmarks/peers/trl_recipes.py"
+LR, BETA = 2e-5, 0.1
+# the most that losses of the same step may differ by: AdamW turns the rounding of small gradients into steps
+APART = {"fp32": 1e-3, "bf16": 5e-3}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A recipe, and what of TRL it is compared with."""
+
+    title: str
+    trainer: str
+    responses: int  # to a prompt
+    units: int  # pairs or documents of a step
+    unit: str
+    passes: tuple[int, ...]  # units in a pass of TRL's that are tried
+    work: str  # of a step, for the page
+    head: Literal["lm", "scalar"] = "lm"
+
+
+RECIPES = {
+    "dpo": Compared(
+        "DPO",
+        "DPOTrainer",
+        2,
+        8,
+        "pair",
+        (8, 4, 2, 1),
+        "the policy's forward and backward pass, a reference's forward pass, AdamW",
+    ),
+    "rm": Compared(
+        "reward-model",
+        "RewardTrainer",
+        2,
+        8,
+        "pair",
+        (8, 4, 2, 1),
+        "forward and backward pass of a model with a scalar head, Bradley–Terry, AdamW",
+        "scalar",
+    ),
+    "kd": Compared(
+        "distillation",
+        "GKDTrainer (trl.experimental.gkd; `lmbda` 0, `beta` 0)",
+        1,
+        16,
+        "document",
+        (16, 8, 4, 2, 1),
+        "a teacher's forward pass, the student's forward and backward pass, KL(teacher ‖ student) over the whole "
+        "vocabulary at each token of the response, AdamW",
+    ),
+}
+
+
+def documents(path: Path, vocab: int, count: int, responses: int) -> None:
+    """`lengths` [count, 1 + responses] of prompts and responses; `tokens`, one after the other."""
+    rng = np.random.default_rng(0)
+    drawn = [np.clip(rng.lognormal(np.log(90), 0.7, count), 4, 600)]
+    drawn += [np.clip(rng.lognormal(np.log(180), 0.74, count), 4, 600) for _ in range(responses)]
+    lengths = np.stack(drawn, 1).astype(int)
+    np.savez(path, lengths=lengths, tokens=rng.integers(2, vocab, lengths.sum()))
+
+
+def units_of(path: str) -> list[Any]:
+    """The documents of each prompt as a unit of packing."""
+    from ptf.data.sample import Sample
+
+    stored = np.load(path)
+    cuts = np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"].reshape(-1))[:-1])
+    width = stored["lengths"].shape[1]
+
+    def sample(prompt, response):
+        trained = np.arange(len(prompt) + len(response)) >= len(prompt)
+        return Sample(np.concatenate([prompt, response]), trained.astype(np.float32))
+
+    return [
+        tuple(sample(cuts[i], response) for response in cuts[i + 1 : i + width]) for i in range(0, len(cuts), width)
+    ]
+
+
+def recipe_of(name: str) -> Any:
+    """ptf's recipe."""
+    from ptf.recipes.dpo.recipe import DPO
+    from ptf.recipes.kd.config import TeacherConfig
+    from ptf.recipes.kd.recipe import KD
+    from ptf.recipes.rm.recipe import RM
+
+    return {"dpo": DPO(beta=BETA), "rm": RM(), "kd": KD({"frozen": TeacherConfig(path="teacher")})}[name]
+
+
+def ours(given: dict[str, Any]) -> None:
+    """One round of ptf: Trainer.step over the packed documents of each step, as a run does it."""
+    from ptf.compute.world import joined
+    from ptf.config.sections.model import ModelConfig
+    from ptf.config.sections.train import TrainConfig
+    from ptf.data.batch import Batch
+    from ptf.data.packing import pack_all
+    from ptf.data.sample import length
+    from ptf.train.trainer import Trainer, load_model
+
+    units, total, count = units_of(given["documents"]), given["written"], given["units"]
+    with joined("cpu", 600, threads=1) as world:
+        train = TrainConfig(
+            steps=total, lr=LR, schedule="constant", precision=given["dtype"], betas=(0.9, 0.999), weight_decay=0.0
+        )
+
+        def loaded(directory, head, frozen):
+            spec = ModelConfig(path=directory)
+            return load_model(
+                Path(directory), world, spec, seed=0, precision=train.precision, head=head, frozen=frozen
+            )[0]
+
+        model = loaded(given["model"], RECIPES[given["recipe"]].head, False)
+        frozen = {} if given["frozen"] is None else {given["frozen_name"]: loaded(given["frozen"], "lm", True)}
+        trainer, recipe = Trainer(model, world, train, frozen), recipe_of(given["recipe"])
+        cpu_s, tokens, losses = [], [], []
+        for step in range(total):
+            sequences = pack_all(units[step * count : (step + 1) * count], WIDTH)
+            # a run's sequences are full; those of a few documents alone are not
+            micro = [Batch.of([sequence], sum(map(length, sequence))) for sequence in sequences]
+            began = time.process_time()
+            losses.append(trainer.step(micro, recipe, step)["loss"])
+            if step >= given["warmup"]:
+                cpu_s.append(time.process_time() - began)
+                tokens.append(sum(sum(batch.lengths) for batch in micro))
+    print(json.dumps({"cpu_s": cpu_s, "tokens": tokens, "losses": losses}))
+
+
+def compared(name: str, dtype: str, asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of ptf and of each of TRL's settings; of all but the fastest of these, one.
+
+    Raises AssertionError where two did not do the same.
+    """
+    about = RECIPES[name]
+    systems = {"ptf": 0} | {f"TRL, {n} {about.unit}{'s' * (n > 1)} a pass": n for n in about.passes}
+    found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    written = asked.steps + asked.warmup
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "documents.npz"
+        documents(path, MODELS[MODEL]["vocab_size"], about.units * written, about.responses)
+        model = start(Path(directory), MODELS[MODEL], head=about.head)
+        frozen = {"rm": None, "dpo": model}.get(name, "")
+        given = {
+            "recipe": name,
+            "model": model,
+            # the teacher's weights are others: beside itself a student has nothing to learn
+            "frozen": start(Path(directory), MODELS[MODEL], seed=1) if frozen == "" else frozen,
+            "frozen_name": "reference" if name == "dpo" else "frozen",
+            "documents": str(path),
+            "dtype": dtype,
+            "units": about.units,
+            "written": written,
+            "warmup": asked.warmup,
+            "steps": asked.steps,
+            "lr": LR,
+            "beta": BETA,
+            "width": WIDTH,
+            "compile": False,
+            "liger": False,
+        }
+        for number in range(asked.rounds):
+            best = max(list(found)[1:], key=lambda system: rate(found[system][0])) if number else None
+            for system in systems if best is None else ("ptf", best):
+                one = round_of(system[:3], given | {"pass": systems[system]}, OURS, THEIRS)
+                shown = {"recipe": name, "dtype": dtype, "system": system, "round": number}
+                print(json.dumps({**shown, "rate": round(rate(one)), **one}), flush=True)
+                assert_same(one, (found["ptf"] or [one])[0], dtype)
+                found[system].append(one)
+    return found
+
+
+def assert_same(one: dict[str, Any], first: dict[str, Any], dtype: str) -> None:
+    """Raise AssertionError where a round did not do what ptf's first did."""
+    assert one["tokens"] == first["tokens"], "all count the same tokens"
+    assert apart(one, first) <= APART[dtype], f"all have the same losses: {one['losses']} and {first['losses']}"
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of the losses of a step."""
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
+
+
+def lines_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """A row for each of TRL's settings, beside the rounds of ptf of the same minutes."""
+    best = max(list(found)[1:], key=lambda system: rate(found[system][0]))
+
+    def cell(values: Sequence[float], digits: int = 0) -> str:
+        middle = f"{median(values):,.{digits}f}"
+        return middle if len(values) == 1 else f"{middle} ({min(values):,.{digits}f} – {max(values):,.{digits}f})"
+
+    lines = []
+    for system, rounds in list(found.items())[1:]:
+        beside = found["ptf"][: len(rounds)]
+        ratios = [rate(a) / rate(b) for a, b in zip(beside, rounds, strict=True)]
+        columns = [
+            dtype,
+            f"**{system}**" if system == best else system,
+            cell([rate(one) for one in beside]),
+            cell([rate(one) for one in rounds]),
+            f"**{cell(ratios, 2)}**" if system == best else cell(ratios, 2),
+            f"{max(apart(one, found['ptf'][0]) for one in rounds):.1e}",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return lines
+
+
+def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
+    """The page of a recipe."""
+    about, page = RECIPES[name], results_page(f"{name}_step.md")
+    command = " ".join(["python benchmarks/recipe_step.py", *sys.argv[1:]])
+    bounds = " and ".join(f"{APART[dtype]:g} in {dtype}" for dtype in asked.dtypes)
+    page.write_text(
+        f"# The {about.title} step beside TRL\n\n"
+        f"Command: `{command}` (`make peers bench-recipes`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
+        f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
+        f"others), {asked.steps} timed steps a round after {asked.warmup} of warm-up;\n"
+        f"{about.units} {about.unit}s a step, the same for all and from the same weights. A step: {about.work}.\n"
+        "Prompts: log-normal lengths, median 90; responses: median 180; at most 600 each. ptf: packed sequences of up "
+        "to 2,048 tokens, a sequence a pass,\n"
+        f"none filled up. TRL: {about.trainer}, versions in `benchmarks/requirements-peers.txt`; it pads the "
+        f"{about.unit}s of a pass to the longest; what a pass does\nnot hold is accumulated. "
+        f"`{MODEL}`: Qwen3 shape, width 256, 4 layers, {HEADS}, vocabulary 4,096; bf16 is autocast over weights of "
+        "fp32 for both.\n"
+        f"Losses of the same step may differ by {bounds}; the largest difference is in the table. "
+        "These ratios are a CPU's.\n\n"
+        "| dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | losses apart |\n|"
+        + 6 * "---|"
+        + "\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+    print(f"wrote {page.name}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        ours(json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    asked = parser.parse_args()
+    if not PEER.exists():
+        sys.exit("benchmarks/recipe_step.py needs the peer's environment: make peers")
+    for name in asked.recipes:
+        write(name, [line for dtype in asked.dtypes for line in lines_of(dtype, compared(name, dtype, asked))], asked)
+
+
+if __name__ == "__main__":
+    main()
