@@ -1,8 +1,9 @@
 """The console script `ptf`.
 
-torch is imported only by the commands that need it; rich is imported here, in ptf/inspection/{plan,terminal}.py and
-in ptf/episode_preview/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception
-is a fault of ptf and keeps its traceback.
+What a command needs is imported when it runs: `ptf --help` imports neither pydantic nor rich, and only the commands
+that need it import torch. rich is imported here, in ptf/inspection/{plan,terminal}.py and in
+ptf/episode_preview/terminal.py only. A `UserError` is printed as one message with exit status 2; any other exception is
+a fault of ptf and keeps its traceback.
 """
 
 import argparse
@@ -16,18 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress
-from rich.syntax import Syntax
-from rich.table import Table
-from rich.text import Text
-
 import ptf
-from ptf import api, disk, storage
-from ptf.config import dump, load
-from ptf.config.plugin_checks import load_checked
+from ptf import disk, storage
 from ptf.credentials import redacted
 from ptf.errors import UserError
 
@@ -36,6 +27,9 @@ PARALLEL_CONFIGS = 2  # of a family, on two ranks
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ptf.config import Job
     from ptf.model.verify import Report
     from ptf.rl.online_budget import OnlineBudget
@@ -58,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
 
 
-def console(*, stderr: bool = False, width: int | None = None, highlight: bool = True) -> Console:
+def console(*, stderr: bool = False, width: int | None = None, highlight: bool = True) -> "Console":
     """Return a console that prints texts as they stand: `:x:` in a path or a message is no picture."""
+    from rich.console import Console
+
     return Console(stderr=stderr, width=width, highlight=highlight, emoji=False)
 
 
@@ -71,6 +67,9 @@ def fail(error: UserError) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
+    from ptf import api
+    from ptf.config import dump
+    from ptf.config.plugin_checks import load_checked
     from ptf.inspection.places import missing
     from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
 
@@ -84,11 +83,13 @@ def check(options: argparse.Namespace) -> int:
         return 0
     text = dump(job)
     if sys.stdout.isatty():
+        from rich.syntax import Syntax
+
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
     line = api.check(job, paths=not options.skip_paths)
-    console(stderr=True).print(f"check: {redacted(line)}", markup=False, highlight=False, soft_wrap=True)
+    print(f"check: {redacted(line)}", file=sys.stderr)
     return 0
 
 
@@ -103,6 +104,10 @@ def upgrade(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print versions, devices and limits of this machine."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
     from ptf.doctor import findings
 
     table = Table("", "", "what is off", box=SIMPLE)
@@ -114,6 +119,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train a job to its end."""
+    from ptf import api
+    from ptf.config import load
+
     job = load(*options.config, overrides=options.set)
     if options.continued:
         from ptf.run import raise_if_unknown_run
@@ -125,11 +133,16 @@ def train(options: argparse.Namespace) -> int:
 
 def replay(options: argparse.Namespace) -> int:
     """Train a finished run once more; status 1 if it ends with other bits."""
+    from ptf import api
+
     return 0 if api.replay(options.directory, options.run_name) else 1
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a run on its own held-out data, or any model on that of `--config`."""
+    from ptf import api
+    from ptf.config import load
+
     if options.config:
         job = load(*options.config, overrides=options.set)
         api.evaluate(options.where, job)
@@ -169,6 +182,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def _planned_job(options: argparse.Namespace, setting: "Setting") -> "Job":
     """Load the job of `ptf plan` on the GPUs and with the keys of a setting."""
+    from ptf.config import load
     from ptf.run import resolved
 
     keys = [f"{key}={value}" for key, value in setting.keys.items()]
@@ -193,6 +207,9 @@ def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | On
 def inspect(options: argparse.Namespace) -> int:
     """Print the data as training will see it. Returns 1 where rows are bad and data.on_bad_row is error: training would
     stop there."""
+    from ptf import api
+    from ptf.config import load
+
     with only_ours(options.json) as out:
         try:
             job = load(*options.config, overrides=options.set)
@@ -237,6 +254,11 @@ def only_ours(alone: bool) -> Iterator[TextIO]:
 
 def try_episodes(options: argparse.Namespace) -> int:
     """Play episodes of a job without training and show them. Returns 1 if none of them has a result."""
+    from rich.console import Console
+
+    from ptf import api
+    from ptf.config.plugin_checks import load_checked
+
     with only_ours(True) as out:
         job = load_checked(*options.config, overrides=options.set)
         from ptf.episode_preview import page, report, terminal
@@ -256,6 +278,8 @@ def try_episodes(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
+    from rich.progress import MofNCompleteColumn, Progress
+
     from ptf.model.verify import as_json
     from ptf.model.verify import verify as compare
 
@@ -326,8 +350,12 @@ def scaffold(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _verified(report: "Report") -> Table:
+def _verified(report: "Report") -> "Table":
     """Return a row for each config; errors are relative to the largest magnitude of the reference."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
     experts = any(case.balance for case in report.cases)
     table = Table(
         "config",
@@ -353,8 +381,12 @@ def _verified(report: "Report") -> Table:
     return table
 
 
-def _verified_on_two_ranks(report: "Report") -> Table:
+def _verified_on_two_ranks(report: "Report") -> "Table":
     """Return a row for each config and mesh."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         "two ranks", "loss error", "gradient error", "worst tensor", "logit error, reloaded", "problems", box=SIMPLE
     )
@@ -376,6 +408,8 @@ def _problems(problems: Sequence[str]) -> str:
 
 def check_engine(options: argparse.Namespace) -> int:
     """Print whether a rollout engine does what training relies on."""
+    from rich.markup import escape
+
     from ptf.rl.engines.conformance import ConformanceSuite, make_of
 
     with tempfile.TemporaryDirectory() as place:
@@ -399,6 +433,9 @@ def check_engine(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     """Answer lines of a person, or of a pipe."""
+    from ptf import api
+    from ptf.config import load
+
     where = load(options.where) if options.where.endswith((".yaml", ".yml")) else options.where
     talk = api.chat(
         where,
@@ -428,6 +465,9 @@ def chat(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model until a signal ends it."""
+    from ptf import api
+    from ptf.config import load
+
     key = None
     if options.api_key_env is not None:
         key = os.environ.get(options.api_key_env)
@@ -451,7 +491,8 @@ def serve(options: argparse.Namespace) -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Publish a run, list what is published, or go back to an earlier version."""
-    from ptf import published_versions
+    from ptf import api, published_versions
+    from ptf.config import load
 
     root = options.where.rstrip("/") or "/"
     if not options.list and options.rollback is None:

@@ -4,16 +4,20 @@ Run `python -m ptf.config.reference` in the repository root.
 The schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
 """
 
+import ast
+import inspect
 import json
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import models_json_schema
-from pydantic_core import PydanticUndefined
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import PydanticUndefined, core_schema
 
 from ptf.config.explain import core, section_at
 from ptf.config.schema import Job, PluginJob, jobs, online_recipes
@@ -91,21 +95,62 @@ def markdown() -> str:
     )
 
 
-def field_at(key: str) -> tuple[FieldInfo, bool]:
-    """Return the field of a dotted key of a job, and whether the key or a section above it may change on resume.
-    Raises KeyError where a job has no such key."""
+def field_at(key: str) -> tuple[FieldInfo, bool, str]:
+    """Return the field of a dotted key of a job, whether the key or a section above it may change on resume, and the
+    key's docstring. Raises KeyError where a job has no such key."""
     *above, name = key.split(".")
     section, may_change = Job, False
     for step in above:
         field = section.model_fields[step]
         section, may_change = section_at(field.annotation, []) or Section, may_change or _changeable(field)
-    return section.model_fields[name], may_change
+    return section.model_fields[name], may_change, docstrings(section).get(name, "")
+
+
+@cache
+def docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the docstrings below the fields of a section, also of those that it inherits; a field that it declares
+    anew has none from above."""
+    found: dict[str, str] = {}
+    for declaring in reversed(section.__mro__):
+        if not issubclass(declaring, Section):
+            continue
+        for name in declaring.__annotations__:
+            found.pop(name, None)
+        if declaring.__name__ in vars(inspect.getmodule(declaring)):  # otherwise `job_of` made it, without a source
+            found |= _docstrings_in(inspect.getsource(declaring))
+    return {name: text for name, text in found.items() if name in section.model_fields}
+
+
+def _docstrings_in(source: str) -> dict[str, str]:
+    (declaring,) = ast.parse(source).body
+    assert isinstance(declaring, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in pairwise(declaring.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
+
+
+class _WithDocstrings(GenerateJsonSchema):
+    """The schema of a section with the docstrings of its keys."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        made = super().model_schema(schema)
+        for name, text in docstrings(schema["cls"]).items():
+            made["properties"][name]["description"] = text
+        return made
 
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of one config file. No key is required in it, since the file may be merged with others."""
     kinds = (*jobs().values(), PluginJob)
-    references, schema = models_json_schema([(job, "validation") for job in kinds], ref_template="#/$defs/{model}")
+    references, schema = models_json_schema(
+        [(job, "validation") for job in kinds], ref_template="#/$defs/{model}", schema_generator=_WithDocstrings
+    )
     for definition in schema["$defs"].values():
         definition.pop("required", None)
     for job in kinds:
@@ -148,23 +193,23 @@ def _table(title: str, section: type[Section], may_change: bool) -> str:
     head = f"## {title}\n\n{_line(section.__doc__)}\n"
     if not section.model_fields:
         return head
-    return _rows(
-        head, [(name, (field, may_change)) for name, field in section.model_fields.items()], section is not Plugin
-    )
+    texts = docstrings(section)
+    fields = [(name, (field, may_change, texts.get(name, ""))) for name, field in section.model_fields.items()]
+    return _rows(head, fields, section is not Plugin)
 
 
-def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool]]], resumes: bool = True) -> str:
+def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool, str]]], resumes: bool = True) -> str:
     """Return a table of keys below `head`.
 
-    Each key is given as it is to be named, with its field and whether a section above may change. With `resumes` False,
-    nothing is said of resuming.
+    Each key is given as it is to be named, with its field, whether a section above may change, and its docstring. With
+    `resumes` False, nothing is said of resuming.
     """
     rows = []
-    for name, (field, may_change) in fields:
+    for name, (field, may_change, text) in fields:
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
         resume = "" if inner or not resumes else "may change" if may_change or _changeable(field) else "fixed"
-        about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
+        about = _line(text or (inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
         )

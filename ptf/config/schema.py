@@ -108,4 +108,8 @@ def online_recipes() -> tuple[str, ...]:
 
 def job_class(recipe: object) -> type[Job] | None:
     """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
-    return PluginJob if isinstance(recipe, dict | Plugin) else jobs().get(recipe) if isinstance(recipe, str) else None
+    from ptf.recipes.registry import RECIPES
+
+    if isinstance(recipe, dict | Plugin):
+        return PluginJob
+    return job_of(recipe) if isinstance(recipe, str) and recipe in RECIPES else None

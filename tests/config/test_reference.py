@@ -26,9 +26,10 @@ def test_generated_files_are_current(name, tmp_path):
 def test_every_key_has_a_row_and_a_description():
     text = markdown()
     for job in jobs().values():
-        for key, field in keys(job):
+        for key, _ in keys(job):
             assert f"| `{key.rpartition('.')[2]}` |" in text, key
-            assert field.description or field.annotation is None or "." not in key, f"{key} has no docstring"
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if not row.split("|")[-2].strip()] == [], "without a docstring"
 
 
 def test_keys_that_may_change_are_marked():

@@ -89,7 +89,6 @@ class DataConfig(Section):
     packing_lookahead: Positive = 64
     """Number of samples that the packer may choose from to fill a sequence."""
     mix: MixConfig = MixConfig()
-    """How several sources make one stream."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
     `split` makes documents of its pieces."""
