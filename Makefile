@@ -134,6 +134,9 @@ fuzz-endpoint: setup                     ## 100,000 calls of random agents befor
 bench-flows: setup                       ## seconds of `show` and of a resume that has nothing to do; writes benchmarks/results/flow_times.md
 	$(PY) benchmarks/flow_times.py
 
+bench-startup: setup                     ## CPU-seconds of `ptf --help`, of `ptf check`, of a rank's imports, of starting Ray and vLLM; writes benchmarks/results/startup.md
+	$(PY) benchmarks/startup.py --vllm
+
 bench-events: setup                      ## purchases of a shop (PTF_DATA): SFT, slates by GRPO, and both beside six baselines; writes benchmarks/results/events.md
 	$(PY) flows/sft_flow.py run --config configs/events/sft.yaml
 	$(PY) flows/sft_flow.py run --config configs/events/head.yaml

@@ -193,7 +193,8 @@ def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
         shutdown.forget(directory)
         remove_leftovers(job, run_name)
     if registry.is_online(job):
-        from ptf.rl.online_run import train_online
+        with entry.large_imports():
+            from ptf.rl.online_run import train_online
 
         train_online(job, directory, lease)
     elif launch.needs_ray(compute):
@@ -296,7 +297,8 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
 
 def train_rank(text: str, directory: str, lease: str) -> None:
     """Train as one rank of an offline job; the process that started it holds the lease."""
-    from ptf.train.loop import train_offline
+    with entry.large_imports():
+        from ptf.train.loop import train_offline
 
     job = loads(text)
     with world_of(job) as world:
@@ -334,7 +336,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} "
                 "processes"
             )
-        from ptf.train.loop import train_offline
+        with entry.large_imports():
+            from ptf.train.loop import train_offline
 
         with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
             text = together(

@@ -1,0 +1,46 @@
+"""What a process imports before it works, by name: a heavy import that comes back to a command, to a reward's process
+or to a rank is found here. What each costs: benchmarks/startup.py."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ["numpy", "torch", "transformers", "tokenizers", "pyarrow", "pandas", "fsspec", "httpx", "rich", "ray", "verl"]
+OF_A_RANK = ["ray", "verl", "vllm", "pandas", "scipy", "sklearn", "datasets", "tensorboard", "metaflow"]
+OF_A_RANK += ["torch._dynamo", "torch._inductor", "transformers.generation.utils", "transformers.models.auto"]
+COMMAND = """
+import contextlib, sys
+from ptf.cli import main
+with contextlib.suppress(SystemExit):
+    assert main({!r}) == 0
+"""
+SHOW = "\nimport json, sys; print(json.dumps([name for name in {!r} if name in sys.modules]))"
+PROCESSES = {
+    "help": (COMMAND.format(["--help"]), [*HEAVY, "pydantic", "yaml"]),
+    "check sft": (COMMAND.format(["check", "configs/tiny/sft.yaml"]), HEAVY),
+    "check grpo": (COMMAND.format(["check", "configs/tiny/grpo.yaml"]), HEAVY),
+    # a reward may ask for its episode, which has arrays of numpy
+    "reward": ("import ptf.rl.worker_server, ptf.rl.rewards.functions, ptf.tasks.arithmetic", HEAVY[1:]),
+    "rank": ("import ptf.run, ptf.train.loop, ptf.recipes.sft.recipe", OF_A_RANK),
+}
+
+
+def imported(code: str, names: Sequence[str]) -> list[str]:
+    """Which of these modules a process that runs the code has imported."""
+    run = [sys.executable, "-c", code + SHOW.format(names)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_imports_nothing_heavy_that_it_does_not_need(process: str) -> None:
+    assert imported(*PROCESSES[process]) == []
+
+
+def test_a_heavy_import_is_found() -> None:
+    assert imported("import ptf.data.packing", HEAVY) == ["numpy"]  # the control
