@@ -292,7 +292,7 @@ def about(rounds: int, with_vllm: bool, load: float) -> str:
 NOTES = """
 What a rank still imports is torch, its distributed tensors (with sympy), transformers, of which two fifths list the
 installed distributions (`importlib.metadata.packages_distributions`) and a third reads `__all__` of every model family,
-and torch._dynamo, which `torch.optim.Optimizer` imports when it is made.
+and torch._dynamo, which `torch.optim.Optimizer` and FSDP import when they are made.
 
 Each step of a flow is a process of its own and starts the Ray and the vLLM that it needs. If train and evaluate of one
 run shared them on one machine, an online job with vLLM would save one start of Ray and one of vLLM, and an offline job
