@@ -170,8 +170,8 @@ def write_jobs(directory: Path, engine: bool) -> None:
 
     raw = arithmetic(directory)
     prompts = {"sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64}
-    online = {"rollout": {"reward": {"use": "ptf.tasks.arithmetic:exact"}, "max_new_tokens": 8}}
-    grpo = {**raw, "recipe": "grpo", "data": prompts, "train": {"steps": 2, "lr": 1e-4}, **online}
+    rollout = {"reward": {"use": "ptf.tasks.arithmetic:exact"}, "max_new_tokens": 8, "engine": "native"}
+    grpo = {**raw, "recipe": "grpo", "data": prompts, "train": {"steps": 2, "lr": 1e-4}, "rollout": rollout}
     jobs = {"SFT": raw, "GRPO": grpo} | {
         name: {**raw, "compute": {"launcher": name, "device": "cpu", "threads": 1}} for name in ("torchrun", "ray")
     }
