@@ -158,7 +158,10 @@ INSIDE: dict[str, Callable[[Path], Figures]] = {"rank": rank, "reward": reward, 
 def commands(directory: Path) -> dict[str, Sequence[str]]:
     """Return what is measured as a whole process: its name, and the arguments of Python."""
     imports = {f"import {name}": ("-c", f"import {name}") for name in ("torch", "transformers", "verl")}
-    checks = {f"ptf check, {name}": (*CLI, "check", f"{directory}/{name}.yaml") for name in ("SFT", "GRPO")}
+    checks = {
+        f"ptf check, {name.upper()}": (*CLI, "check", f"{ROOT}/configs/tiny/{name}.yaml") for name in ("sft", "grpo")
+    }
+    checks["ptf check, SFT, with data that it counts"] = (*CLI, "check", f"{directory}/torchrun.yaml")
     return {"python -c pass": ("-c", "pass"), **imports, "ptf --help": (*CLI, "--help"), **checks}
 
 
@@ -169,12 +172,7 @@ def write_jobs(directory: Path, engine: bool) -> None:
     from tests.tiny import arithmetic
 
     raw = arithmetic(directory)
-    prompts = {"sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64}
-    rollout = {"reward": {"use": "ptf.tasks.arithmetic:exact"}, "max_new_tokens": 8, "engine": "native"}
-    grpo = {**raw, "recipe": "grpo", "data": prompts, "train": {"steps": 2, "lr": 1e-4}, "rollout": rollout}
-    jobs = {"SFT": raw, "GRPO": grpo} | {
-        name: {**raw, "compute": {"launcher": name, "device": "cpu", "threads": 1}} for name in ("torchrun", "ray")
-    }
+    jobs = {name: {**raw, "compute": {"launcher": name, "device": "cpu", "threads": 1}} for name in ("torchrun", "ray")}
     for name, job in jobs.items():
         (directory / f"{name}.yaml").write_text(yaml.safe_dump(job))
     if engine:
@@ -292,7 +290,8 @@ def about(rounds: int, with_vllm: bool, load: float) -> str:
 NOTES = """
 What a rank still imports is torch, its distributed tensors (with sympy), transformers, of which two fifths list the
 installed distributions (`importlib.metadata.packages_distributions`) and a third reads `__all__` of every model family,
-and torch._dynamo, which `torch.optim.Optimizer` and FSDP import when they are made.
+and torch._dynamo, which `torch.optim.Optimizer` and FSDP import when they are made. `ptf check` imports as much where
+the data and the tokenizer are on this machine, to say how often the run passes over them.
 
 Each step of a flow is a process of its own and starts the Ray and the vLLM that it needs. If train and evaluate of one
 run shared them on one machine, an online job with vLLM would save one start of Ray and one of vLLM, and an offline job
