@@ -6,7 +6,9 @@ then a mask and a `bit_length`, and "do two of them fill the sequence exactly?" 
 mirror image. The oldest unit always starts the next sequence, so none waits longer than `lookahead` sequences.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -149,31 +151,55 @@ def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
     that has the least work and still has room (Graham's rule); then pairs are swapped between the most and the least
     loaded rank for as long as that brings their sums nearer. Return the indices of each rank's items, ascending.
     """
-    order = sorted(range(len(work)), key=lambda i: (-work[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0.0] * ranks
     room = [len(work) // ranks + (rank < len(work) % ranks) for rank in range(ranks)]
-    for i in order:
-        rank = min((r for r in range(ranks) if len(shares[r]) < room[r]), key=lambda r: (sums[r], r))
+    with_room = [(0.0, rank) for rank in range(ranks) if room[rank]]  # a heap of (sum, rank)
+    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        _, rank = heappop(with_room)
         shares[rank].append(i)
         sums[rank] += work[i]
+        if len(shares[rank]) < room[rank]:
+            heappush(with_room, (sums[rank], rank))
+    # heaps of all ranks; an entry whose sum is no longer that of its rank is dropped when it comes first
+    most_loaded, least_loaded = (
+        [(-total, rank) for rank, total in enumerate(sums)],
+        [*zip(sums, range(ranks), strict=True)],
+    )
+    heapify(most_loaded)
+    heapify(least_loaded)
     for _ in range(len(work)):
-        most = max(range(ranks), key=lambda r: (sums[r], -r))
-        least = min(range(ranks), key=lambda r: (sums[r], r))
-        gap = sums[most] - sums[least]
-        swaps = [
-            (abs(gap - 2 * (work[a] - work[b])), a, b)
-            for a in shares[most]
-            for b in shares[least]
-            if 0 < work[a] - work[b] < gap
-        ]
-        if not swaps:
+        while -most_loaded[0][0] != sums[most_loaded[0][1]]:
+            heappop(most_loaded)
+        while least_loaded[0][0] != sums[least_loaded[0][1]]:
+            heappop(least_loaded)
+        most, least = most_loaded[0][1], least_loaded[0][1]
+        swap = _best_swap(work, shares[most], shares[least], sums[most] - sums[least])
+        if swap is None:
             break
-        _, a, b = min(swaps)
+        a, b = swap
         shares[most][shares[most].index(a)], shares[least][shares[least].index(b)] = b, a
         sums[most] += work[b] - work[a]
         sums[least] += work[a] - work[b]
+        for rank in (most, least):
+            heappush(most_loaded, (-sums[rank], rank))
+            heappush(least_loaded, (sums[rank], rank))
     return [sorted(share) for share in shares]
+
+
+def _best_swap(work: Sequence[float], most: Sequence[int], least: Sequence[int], gap: float) -> tuple[int, int] | None:
+    """Return the items of two shares whose swap brings the shares' sums, which are `gap` apart, nearest to each other;
+    None if no swap brings them nearer. Of swaps that do equally, the one with the smallest indices."""
+    smallest = {work[b]: b for b in sorted(least, reverse=True)}  # work → the smallest index that has it
+    works, swaps = sorted(smallest), list[tuple[float, int, int]]()
+    for a in most:
+        at = bisect_left(works, work[a] - gap / 2)  # a swap with an item of so much work would make the sums equal
+        swaps += [
+            (abs(gap - 2 * (work[a] - near)), a, smallest[near])
+            for near in works[max(0, at - 1) : at + 1]
+            if 0 < work[a] - near < gap
+        ]
+    return min(swaps)[1:] if swaps else None
 
 
 def pack_all(units: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:

@@ -139,3 +139,64 @@ def test_eight_ranks_of_eight_sequences_differ_by_less_than_two_percent() -> Non
         sums = [sum(work[at + i] for i in share) for share in balanced(work[at : at + 64], 8)]
         over.append(max(sums) / np.mean(sums) - 1)
     assert np.median(over) < 0.02
+
+
+def counted(name: str) -> Any:
+    """A method of Counted."""
+
+    def method(self: float, other: float) -> Any:
+        Counted.operations += 1
+        found = getattr(float, name)(self, other)
+        return Counted(found) if type(found) is float else found
+
+    return method
+
+
+class Counted(float):
+    """A number that counts what is done with it and with what is computed from it."""
+
+    operations = 0
+    __add__, __radd__, __sub__, __rsub__ = map(counted, ("__add__", "__radd__", "__sub__", "__rsub__"))
+    __lt__, __gt__, __le__, __ge__, __eq__ = map(counted, ("__lt__", "__gt__", "__le__", "__ge__", "__eq__"))
+    __hash__ = float.__hash__
+
+
+def operations_of(ranks: int, sequences: int) -> int:
+    """Of dealing the sequences of three steps."""
+    rng, Counted.operations = np.random.default_rng(0), 0
+    for _ in range(3):
+        balanced([Counted(int(n)) for n in rng.lognormal(10, 1, sequences)], ranks)
+    return Counted.operations
+
+
+@pytest.mark.parametrize("few", [(2, 64), (8, 256)])
+@pytest.mark.parametrize("more", ["sequences", "ranks"])
+def test_dealing_does_hardly_more_for_a_sequence_where_there_are_more(few: tuple[int, int], more: str) -> None:
+    ranks, sequences = few
+    many = operations_of(ranks * (32 if more == "ranks" else 1), sequences * 32)
+    assert 0 < many < 32**1.15 * operations_of(ranks, sequences)
+
+
+def dealt_by_all_pairs(work: list[int], ranks: int) -> list[list[int]]:
+    """What `balanced` is defined as, by looking at all ranks and all pairs."""
+    shares, sums = [list[int]() for _ in range(ranks)], [0] * ranks
+    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        room = (r for r in range(ranks) if len(shares[r]) < len(work) // ranks + (r < len(work) % ranks))
+        rank = min(room, key=lambda r: (sums[r], r))
+        shares[rank].append(i)
+        sums[rank] += work[i]
+    for _ in work:
+        most, least = max(range(ranks), key=lambda r: (sums[r], -r)), min(range(ranks), key=lambda r: (sums[r], r))
+        gap, pairs = sums[most] - sums[least], itertools.product(shares[most], shares[least])
+        swaps = [(abs(gap - 2 * (work[a] - work[b])), a, b) for a, b in pairs if 0 < work[a] - work[b] < gap]
+        if not swaps:
+            break
+        _, a, b = min(swaps)
+        shares[most][shares[most].index(a)], shares[least][shares[least].index(b)] = b, a
+        sums[most], sums[least] = sums[most] + work[b] - work[a], sums[least] + work[a] - work[b]
+    return [sorted(share) for share in shares]
+
+
+@given(st.lists(st.integers(1, 40) | st.integers(1, 10**9), max_size=60), st.integers(1, 9))
+def test_dealing_finds_the_shares_of_its_definition(work: list[int], ranks: int) -> None:
+    assert balanced(work, ranks) == dealt_by_all_pairs(work, ranks)

@@ -247,6 +247,7 @@ class Reader:
         self.sizes, self.commit, self.not_read = files.sizes, files.commit, files.not_read
         self._remote = files.commit is not None or not storage.is_local(self.uris[0])
         self._cache: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
+        self._cached_bytes = 0  # of all cached blocks: with a sum for each block, many small ones cost their square
         # Blocks that some partition still uses, cached or not.
         self._in_use: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
         self._columns = columns
@@ -272,12 +273,11 @@ class Reader:
                 if block is not None:
                     self._in_use[key] = block
             self._cache[key] = block
+            self._cached_bytes += block.nbytes if block is not None else 0
             self._lengths[key] = len(block) if block is not None else 0
-            while (
-                len(self._cache) > 2
-                and sum(block.nbytes for block in self._cache.values() if block is not None) > KEEP_BYTES
-            ):
-                self._cache.popitem(last=False)
+            while len(self._cache) > 2 and self._cached_bytes > KEEP_BYTES:
+                _, dropped = self._cache.popitem(last=False)
+                self._cached_bytes -= dropped.nbytes if dropped is not None else 0
         self._cache.move_to_end(key)
         return self._cache[key]
 

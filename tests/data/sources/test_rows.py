@@ -251,3 +251,35 @@ def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: py
 
     assert peak(1 << 20) < 4 << 20
     assert peak(1 << 30) > 20 << 20
+
+
+class Sized:
+    """A block that counts how often it was asked for its size."""
+
+    asked, lines, columnar = 0, 1, False
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def nbytes(self) -> int:
+        Sized.asked += 1
+        return self._nbytes
+
+
+def test_what_is_held_is_bounded_without_adding_up_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand blocks of small files: each is asked for its size when it is kept and when it is dropped."""
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    monkeypatch.setattr(blocks, "KEEP_BYTES", 20_000)
+    monkeypatch.setattr(Sized, "asked", 0)
+    reader, sizes = Reader(str(tmp_path)), [random.Random(n).randrange(100) for n in range(1000)]
+    monkeypatch.setattr(reader, "_from_file", lambda file, number: Sized(sizes[number]))
+    for number in range(1000):
+        reader.block(0, number)
+        kept = [sizes[n] for _, n in reader._cache]
+        assert sum(kept) <= 20_000
+        assert len(kept) == number + 1 or sum(kept) + sizes[number - len(kept)] > 20_000, "no more is dropped"
+    assert 1000 <= Sized.asked <= 2000
