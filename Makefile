@@ -80,6 +80,9 @@ bench-loader: setup                      ## what reading costs: first row, docum
 	$(PY) benchmarks/loader_cost.py
 	$(PY) benchmarks/loader_ranks.py
 
+bench-growth: setup                      ## exponents of costs: tokens, documents, vocabulary, lanes, ranks, episodes, checkpoints, metrics; writes benchmarks/results/growth.md
+	$(PY) benchmarks/growth.py
+
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py
 
