@@ -148,7 +148,7 @@ def read_all(reader: Loader, documents: int) -> None:
 def reading_of_long_documents(directory: Path, tokens: int) -> Run:
     """A pass over 512 tokenized documents of so many tokens."""
     place = write_tokenized(directory, 512, tokens)
-    return lambda: read_all(loader(made(place, 4, encode, seq_len=8192), 4), 512)
+    return lambda: read_all(loader(made(place, 4, encode, seq_len=16384), 4), 512)
 
 
 def tokenizing(directory: Path, documents: int) -> Run:
@@ -184,14 +184,13 @@ def small_files(directory: Path, documents: int) -> Run:
 
 
 def continuing_small_files(directory: Path, documents: int) -> Run:
-    """Continuing from the state after the first step, with one document in a file."""
+    """Continuing one lane from the state after its first sequence, with one document in a file."""
     place = write_lines(directory, documents, each=1)
-    partitions = made(place, 4, encode)
-    first = loader(partitions, 4)
+    first = loader(made(place, 1, encode, seq_len=128), 1)
     next(first)
     first.close()
     state = first.state_dict()
-    return lambda: loader(made(place, 4, encode), 4).load_state_dict(state)
+    return lambda: loader(made(place, 1, encode, seq_len=128), 1).load_state_dict(state)
 
 
 def first_of_lanes(directory: Path, lanes: int) -> Run:
@@ -232,19 +231,20 @@ def continuing_lanes(directory: Path, lanes: int) -> Run:
 
 
 def loaders_of_ranks(directory: Path, ranks: int) -> Run:
-    """The loaders of all ranks, in threads that exchange sequences: 8 steps of 4 sequences a rank."""
-    place, size = write_tokenized(directory, 4096, 64, copies=16), group_size(ranks)
+    """The loaders of all ranks, group after group; those of a group are in threads and exchange sequences: two steps
+    of a sequence a rank, and those that are made ahead."""
+    place, size = write_tokenized(directory, 8192, 64), group_size(ranks)
 
     def run() -> None:
-        peers = [peer for _ in range(ranks // size) for peer in Threads.group(size)]
-        readers = [
-            loader(made(place, 4 * ranks, encode), 4 * ranks, rank=rank, world_size=ranks, peers=peers[rank])
-            for rank in range(ranks)
-        ]
-        with ThreadPoolExecutor(ranks) as pool:
-            for _ in range(8):
-                list(pool.map(next, readers))
-        close(readers)
+        for first in range(0, ranks, size):
+            readers = [
+                loader(made(place, ranks, encode), ranks, rank=first + i, world_size=ranks, peers=peer)
+                for i, peer in enumerate(Threads.group(size))
+            ]
+            with ThreadPoolExecutor(size) as pool:
+                for _ in range(2):
+                    list(pool.map(next, readers))
+            close(readers)
 
     return run
 

@@ -124,6 +124,7 @@ class Loader:
         """Record the states of all partitions."""
         self._partition_states: dict[int, dict[str, Any]] = {}
         self._partition_counts: dict[int, Mapping[str, int]] = {}
+        self._totals: dict[str, int] = {}  # the sums of these counts
         self._states, self.counts = self._snapshot(self._served)
 
     def _snapshot(self, partitions: Iterable[int]) -> _States:
@@ -134,9 +135,11 @@ class Loader:
         """
         for partition in dict.fromkeys(partitions):  # a step may take several sequences of a partition
             self._partition_states[partition] = self._served[partition].state_dict()
-            self._partition_counts[partition] = self._served[partition].counts()
-        each = self._partition_counts.values()
-        return dict(self._partition_states), {key: sum([counts[key] for counts in each]) for key in next(iter(each))}
+            before, counts = self._partition_counts.get(partition, {}), dict(self._served[partition].counts())
+            self._partition_counts[partition] = counts
+            for key, count in counts.items():
+                self._totals[key] = self._totals.get(key, 0) + count - before.get(key, 0)
+        return dict(self._partition_states), dict(self._totals)
 
     def _pack(self, step: int) -> _Step:
         """Make a step without exchanging sequences with other ranks."""

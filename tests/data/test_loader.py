@@ -535,3 +535,48 @@ def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> No
         )
         counts = ledger(4_000, tmp_path)
     assert counts.min() == 0
+
+
+class Added(int):
+    """A number that counts how often it is added to another, or subtracted."""
+
+    operations = 0
+
+    def __radd__(self, other: int) -> int:
+        Added.operations += 1
+        return other + int(self)
+
+    def __rsub__(self, other: int) -> int:
+        Added.operations += 1
+        return other - int(self)
+
+
+class Telling:
+    """A partition that changes its counts in place."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, int] = {"rows": Added(0), "samples": Added(0)}
+
+    def sequence(self) -> list[Any]:
+        self.own.update(rows=Added(int(self.own["rows"]) + 2), samples=Added(int(self.own["samples"]) + 1))
+        return [None]
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.own)
+
+    def counts(self) -> dict[str, int]:
+        return self.own
+
+
+def test_a_step_adds_up_the_counts_of_those_partitions_alone_that_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences a step, whose counts cost the same of 64 partitions and of 1,024."""
+    for partitions in (64, 1024):
+        made: Any = {partition: Telling() for partition in range(partitions)}.__getitem__
+        loader = Loader(made, partitions=partitions, sequences=4, micro_batch_sequences=4, seq_len=8)
+        monkeypatch.setattr(Added, "operations", 0)
+        for step in range(40):
+            loader._items(step)
+            states, counts = loader._snapshot(loader._partitions_of(step))
+            assert counts == {"rows": 8 * (step + 1), "samples": 4 * (step + 1)}
+            assert counts["rows"] == sum(int(state["rows"]) for state in states.values())
+        assert 0 < Added.operations <= 40 * 4 * 2 * 2, "each of two counts is added, and the one before subtracted"
