@@ -100,7 +100,7 @@ def prepare(scratch: Path, shared: Path, rows: int) -> dict[str, str]:
     from tests.data.conversations import real
     from tests.data.templates import templated
 
-    templated(shared, "qwen2.5").save(scratch / "tokenizer")
+    templated("qwen2.5", shared).save(scratch / "tokenizer")
     sets: dict[str, list[Any]] = {"gsm8k": [], "oasst": []}
     for conversation in real(shared):
         if conversation.source in sets:

@@ -59,8 +59,12 @@ def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
 def runs(weights: np.ndarray) -> np.ndarray:
     """Return the lengths of runs of equal weights and the bits of each weight, [n] float32 → [runs, 2] int32."""
     bits = np.ascontiguousarray(weights, np.float32).view(np.int32)
-    starts = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]])) if len(bits) else np.zeros(0, np.int64)
-    return np.stack([np.diff(starts, append=len(bits)), bits[starts]], 1).astype(np.int32)
+    ends = np.append((bits[1:] != bits[:-1]).nonzero()[0] + 1, len(bits)) if len(bits) else np.zeros(0, np.int64)
+    result = np.empty((len(ends), 2), np.int32)
+    result[:, 0] = ends
+    result[1:, 0] -= result[:-1, 0].copy()
+    result[:, 1] = bits[ends - 1]
+    return result
 
 
 def expand_runs(runs: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.incremental_encode import encode_incrementally
 from ptf.data.tokenizer import Tokenizer
 from tests.data.conversations import said
@@ -75,6 +76,30 @@ def test_it_saves_what_it_says(characters: Tokenizer) -> None:
     encode_incrementally(texts, Counting(characters.hf))
     assert len(calls) == 1
     assert calls[0] < 3 * len(texts[-1])
+
+
+def test_what_conversations_share_is_encoded_once(characters: Tokenizer) -> None:
+    """A long system message that the conversation before had, too, is not given to the tokenizer again."""
+    given_to = []
+
+    class Counting(Tokenizer):
+        def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+            given_to.append(sum(map(len, texts)))
+            return super().encode_all(texts)
+
+    tokenizer = Counting(characters.hf)
+    asked = [f"{'1' * 400}<|im_end|>{n}+1=<|im_end|>" for n in range(3)]
+    assert [encode_incrementally([text], tokenizer)[0] for text in asked] == [characters.encode(text) for text in asked]
+    assert given_to[0] > 400
+    assert max(given_to[1:]) < 40
+
+
+def test_what_was_encoded_is_forgotten_with_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("1+=", tmp_path)
+    text = "1+1=<|im_end|>1"
+    before = encode_incrementally([text], tokenizer)
+    tokenizer.add(["1+1="])
+    assert encode_incrementally([text], tokenizer) == [tokenizer.encode(text)] != before
 
 
 def test_a_tokenizer_in_which_nothing_cuts_is_found_out(tmp_path: Path) -> None:

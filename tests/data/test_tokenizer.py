@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.probes import PROBES
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import PLAIN_CLASSES, PLAIN_FAMILIES, tokenizer_class
 from ptf.errors import UserError
-from tests.data.templates import templated
+from tests.data.templates import OWN, templated
 
 HEAVY = ["transformers.generation.utils", "sklearn", "torch._dynamo"]
 CHAT = [{"role": "user", "content": "12+7="}, {"role": "assistant", "content": "19"}]
@@ -25,6 +27,48 @@ def test_one_id_a_character_and_back(characters: Tokenizer, text: str) -> None:
     ids = characters.encode(text)
     assert len(ids) == len(text)
     assert characters.decode(ids) == text
+
+
+TEXTS = st.text() | st.lists(st.sampled_from([*PROBES, "<|im_end|>", "<|im_start|>user\n", "a"])).map("".join)
+
+
+@given(st.lists(TEXTS, max_size=4))
+@pytest.mark.parametrize("name", ["plain", "two_stops"])
+def test_texts_become_the_ids_of_the_class(name: str, texts: list[str]) -> None:
+    tokenizer = templated(name)
+    assert tokenizer._is_plain
+    assert tokenizer.encode_all(texts) == [tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_texts_become_the_ids_of_the_class_with_real_tokenizers(name: str, shared: Path) -> None:
+    tokenizer = templated(name, shared)
+    texts = [*PROBES, *("".join(PROBES[n:]) for n in range(len(PROBES)))]
+    assert tokenizer.encode_all(texts) == [tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def test_what_a_file_says_of_truncation_and_padding_changes_no_ids(characters: Tokenizer, tmp_path: Path) -> None:
+    characters.save(tmp_path)
+    cutting = Tokenizer.load(str(tmp_path))
+    backend = cutting.hf.backend_tokenizer
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding(length=9)
+    assert len(backend.encode_batch_fast(["12+7=19"], add_special_tokens=False)[0].ids) == 9  # it would change them
+    assert cutting.encode_all(["12+7=19", "1"]) == characters.encode_all(["12+7=19", "1"])
+    backend.encode_special_tokens = True
+    assert cutting.encode("<|im_end|>") == characters.encode("<|im_end|>")
+
+
+def test_a_class_that_changes_texts_is_followed(characters: Tokenizer) -> None:
+    class Lower(type(characters.hf)):
+        def _encode_plus(self, text: list[str], *args: Any, **kwargs: Any) -> Any:
+            return super()._encode_plus([t.lower() for t in text], *args, **kwargs)
+
+    lower = Tokenizer(Lower.from_pretrained(characters.hf.name_or_path))
+    assert not lower._is_plain
+    assert lower.encode("AB") == characters.encode("ab")
+    with pytest.raises(UserError, match="cannot encode"):
+        characters.encode("AB")
 
 
 def test_character_tokenizer_is_one_that_transformers_loads(characters: Tokenizer) -> None:
