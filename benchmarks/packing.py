@@ -5,7 +5,8 @@ second of one core, how long a document waits, and how evenly sequences share th
     python benchmarks/packing.py [--documents 100000] [--rounds 3]
 
 Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
-articles of about 1,900) and heavy-tailed (Pareto). ptf packs as a run does, with a window of `--lookahead` documents,
+articles of about 1,900) and heavy-tailed (Pareto); and long chains of thought (log-normal, median 6,000) at 16,384. ptf
+packs as a run does, with a window of `--lookahead` documents,
 and lays the sequences out as tensors. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and
 given all documents at once; next-fit sees one after the other. Prints a JSON line a round and writes
 results/packing.md.
@@ -27,7 +28,10 @@ from flow_runs import ROOT, cpu
 
 RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
 PEER = ROOT / ".venv-peers" / "bin" / "python"
-SEQ_LEN, SEQUENCES = 4096, 8
+WIDTHS = {"log-normal": 4096, "bimodal": 4096, "heavy tail": 4096, "long thoughts": 16384}
+SEQUENCES = 8
+LOOKAHEAD = 64  # of a config with short sequences that names none
+LOOKAHEADS = (64, 128, 256, 512)
 TRL_SFT = 1000  # documents that SFTTrainer packs at a time: it leaves Dataset.map its default
 
 
@@ -38,30 +42,30 @@ def mixes(count: int) -> dict[str, np.ndarray]:
         "log-normal": rng.lognormal(np.log(180), 1.03, count),
         "bimodal": np.where(chat, rng.normal(150, 60, count), rng.normal(1900, 500, count)),
         "heavy tail": 60 * (1 + rng.pareto(1.1, count)),
+        "long thoughts": rng.lognormal(np.log(6000), 0.6, count // 4),
     }
-    return {name: np.clip(lengths, 8, SEQ_LEN).astype(int) for name, lengths in made.items()}
+    return {name: np.clip(lengths, 8, WIDTHS[name]).astype(int) for name, lengths in made.items()}
 
 
-def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
+def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
     """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
     and the sequences by numbers of their documents."""
     from ptf.data.batch import Batch
     from ptf.data.packing import Packer
     from ptf.data.sample import Sample
 
-    tokens = np.arange(SEQ_LEN, dtype=np.int32) % 1000
-    weights = (np.arange(SEQ_LEN) % 3 > 0).astype(np.float32)
+    tokens = np.arange(width, dtype=np.int32) % 1000
+    weights = (np.arange(width) % 3 > 0).astype(np.float32)
     samples = [(Sample(tokens[:n], weights[:n]),) for n in lengths]
     number = {id(unit): i for i, unit in enumerate(samples)}
     began = time.process_time()
-    sequences = list(Packer(iter(samples), SEQ_LEN, lookahead))
+    sequences = list(Packer(iter(samples), width, lookahead))
     packed = time.process_time()
     for at in range(0, len(sequences), SEQUENCES):
-        Batch.of(sequences[at : at + SEQUENCES], SEQ_LEN)
+        Batch.of(sequences[at : at + SEQUENCES], width)
     done = time.process_time()
     names = [[number[id(unit)] for unit in sequence] for sequence in sequences]
-    whole = names[: max(1, len(names) - lookahead)]  # an endless stream never drains its window
-    fill = sum(int(lengths[i]) for sequence in whole for i in sequence) / (SEQ_LEN * len(whole))
+    fill = fill_of([[int(lengths[i]) for i in sequence] for sequence in names], width, lookahead)
     own = np.zeros(len(lengths), int)
     for r, sequence in enumerate(names):
         own[sequence] = r
@@ -75,13 +79,32 @@ def ours(lengths: np.ndarray, lookahead: int) -> tuple[dict[str, float], list[li
     return {"fill": fill, **rates, "waited": int(waits.max()), "bias": bias}, names
 
 
-def next_fit(lengths: np.ndarray) -> list[list[int]]:
+def fill_of(sequences: list[list[int]], width: int, lookahead: int) -> float:
+    """How full sequences are, given by the lengths in each; an endless stream never drains its window."""
+    whole = sequences[: max(1, len(sequences) - lookahead)]
+    return sum(map(sum, whole)) / (width * len(whole))
+
+
+def by_lookahead(lengths: np.ndarray, width: int) -> list[str]:
+    """Fill and documents a second of packing the lengths alone, for each look-ahead."""
+    from ptf.data.packing import Packer
+
+    cells = []
+    for lookahead in LOOKAHEADS:
+        began = time.process_time()
+        sequences = list(Packer(iter(lengths.tolist()), width, lookahead, size=int))
+        rate = len(lengths) / (time.process_time() - began)
+        cells.append(f"{fill_of(sequences, width, lookahead):.4f} ({rate / 1e3:,.0f} k/s)")
+    return cells
+
+
+def next_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
     sequences: list[list[int]] = [[]]
-    room = SEQ_LEN
+    room = width
     for i, n in enumerate(lengths.tolist()):
         if n > room:
             sequences.append([])
-            room = SEQ_LEN
+            room = width
         sequences[-1].append(i)
         room -= n
     return sequences
@@ -110,7 +133,7 @@ def in_turn(work: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 def trl(directory: str, name: str, at_once: int) -> dict[str, float]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(SEQ_LEN), str(at_once)]
+    command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(WIDTHS[name]), str(at_once)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
@@ -120,29 +143,33 @@ def trl(directory: str, name: str, at_once: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=100_000)
-    parser.add_argument("--lookahead", type=int, default=64)
+    parser.add_argument("--lookahead", type=int, help="default: that of a config")
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/packing.py needs the peer's environment: make peers")
+    from ptf.config.sections.data import LONG_SEQUENCE, LOOKAHEAD_OF_LONG
     from ptf.data.packing import balanced
 
-    lines, balance = [], []
+    lines, balance, fills = [], [], []
     with tempfile.TemporaryDirectory() as directory:
         for name, lengths in mixes(asked.documents).items():
             np.save(f"{directory}/{name}.npy", lengths)
+            width = WIDTHS[name]
+            lookahead = asked.lookahead or (LOOKAHEAD_OF_LONG if width >= LONG_SEQUENCE else LOOKAHEAD)
+            fills.append(f"| {name} | {width:,} | {' | '.join(by_lookahead(lengths, width))} |")
             found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "TRL, all at once": [], "next-fit": []}
             sequences: list[list[int]] = []
             for _ in range(asked.rounds):
-                one, sequences = ours(lengths, asked.lookahead)
+                one, sequences = ours(lengths, width, lookahead)
                 found["ptf"].append(one)
                 found["TRL"].append(trl(directory, name, TRL_SFT))
-                found["TRL, all at once"].append(trl(directory, name, asked.documents))
+                found["TRL, all at once"].append(trl(directory, name, len(lengths)))
                 began = time.process_time()
-                simple = next_fit(lengths)
+                simple = next_fit(lengths, width)
                 found["next-fit"].append(
                     {
-                        "fill": lengths.sum() / (SEQ_LEN * len(simple)),
+                        "fill": lengths.sum() / (width * len(simple)),
                         "packed_s": len(lengths) / (time.process_time() - began),
                     }
                 )
@@ -167,7 +194,8 @@ def main() -> None:
         "# Packing on the fly\n\n"
         f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
         f"one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.documents:,} documents a mix, sequences of {SEQ_LEN:,}; ptf sees {asked.lookahead} documents "
+        f"{asked.documents:,} documents a mix in sequences of 4,096, and a quarter of that, long chains of thought, in "
+        f"sequences of 16,384; ptf sees {asked.lookahead or '64 (of long chains of thought 256)'} documents "
         "at a time, "
         f"TRL (bfd) {TRL_SFT:,}, as\n"
         "SFTTrainer calls it, and all of them at once, next-fit one after the other; "
@@ -185,6 +213,9 @@ def main() -> None:
         "dealt by work, as for tokenized data and rollouts.\n\n"
         "| mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
         + "\n".join(balance)
+        + "\n\nFill by look-ahead, and documents per CPU-second of packing lengths alone, measured once.\n\n"
+        f"| mix | width | {' | '.join(map(str, LOOKAHEADS))} |\n|---|---|{'---|' * len(LOOKAHEADS)}\n"
+        + "\n".join(fills)
         + "\n"
     )
     print(f"wrote {RESULTS.relative_to(ROOT)}")

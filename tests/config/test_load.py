@@ -42,6 +42,35 @@ def problems(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
     return str(refused.value).splitlines()
 
 
+# --- a default that follows another key -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seq_len", "lookahead"), [(None, 64), (2048, 64), (8191, 64), (8192, 256), (16384, 256)])
+def test_the_look_ahead_follows_the_length_of_sequences(seq_len: int | None, lookahead: int) -> None:
+    text = SFT if seq_len is None else SFT.replace("data: {", f"data: {{seq_len: {seq_len}, ")
+    job = loads(text)
+    assert job.data.packing_lookahead == lookahead
+    assert f"packing_lookahead: {lookahead}\n" in dump(job)  # a run records the value
+    named = loads(text.replace("data: {", "data: {packing_lookahead: 64, "))
+    assert named.data.packing_lookahead == 64
+    assert loads(dump(named)) == named
+    assert loads(dump(named), overrides=["data.seq_len=16384"]).data.packing_lookahead == 64
+
+
+def test_a_run_with_long_sequences_that_began_with_another_look_ahead_keeps_it() -> None:
+    """Also under the first name of the key; a config that does not name it is refused, not packed otherwise."""
+    config = SFT.replace("data: {", "data: {seq_len: 16384, ")
+    begun = loads(config.replace("data: {", "data: {packing_lookahead: 64, "))
+    stored = dump(begun).replace("  packing_lookahead: 64\n", "  lookahead: 64\n")
+    assert loads(stored) == begun
+    assert frozen_differences(loads(stored), loads(config)) == ["data.packing_lookahead: 64 → 256"]
+
+
+def test_a_wrong_length_of_sequences_is_one_problem(write) -> None:
+    (problem,) = problems(*write(a=SFT.replace("data: {", "data: {seq_len: long, ")))
+    assert "data.seq_len" in problem
+
+
 # --- round trip -------------------------------------------------------------------------------------------------
 
 texts = st.text(max_size=8) | st.sampled_from(
