@@ -272,7 +272,8 @@ def main() -> int:
 def write(kept: dict[str, dict[str, Any]]) -> int:
     """Write the page; return 1 if a job is too far from its plan, or is not there."""
     lines = [
-        "| job | parameters | tokens | resident, GiB | without files, GiB | plan, GiB | share of the plan | date, commit, machine |",
+        "| job | parameters | tokens | resident, GiB | without files, GiB | plan, GiB | share of the plan "
+        "| date, commit, machine |",
         "|---|---|---|---|---|---|---|---|",
     ]
     missed = [name for name in CASES if name not in kept]
