@@ -233,12 +233,12 @@ def continuing_lanes(directory: Path, lanes: int) -> Run:
 def loaders_of_ranks(directory: Path, ranks: int) -> Run:
     """The loaders of all ranks, group after group; those of a group are in threads and exchange sequences: two steps
     of a sequence a rank, and those that are made ahead."""
-    place, size = write_tokenized(directory, 8192, 64), group_size(ranks)
+    place, size = write_tokenized(directory, 8192, 64, copies=5), group_size(ranks)
 
     def run() -> None:
         for first in range(0, ranks, size):
             readers = [
-                loader(made(place, ranks, encode), ranks, rank=first + i, world_size=ranks, peers=peer)
+                loader(made(place, ranks, encode, 256), ranks, rank=first + i, world_size=ranks, peers=peer)
                 for i, peer in enumerate(Threads.group(size))
             ]
             with ThreadPoolExecutor(size) as pool:
