@@ -283,7 +283,7 @@ def about(rounds: int, with_vllm: bool, load: float) -> str:
         f"Hardware: {cpu()}, no GPU, OMP_NUM_THREADS=1; load average {load:.1f} with this  \n"
         f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
         f"CPU-seconds (user and system) in fresh processes, {rounds} rounds of all in turn, bytecode cached. Work "
-        "beside it makes\nevery figure larger: `import torch` takes 1.1 CPU-seconds on an idle core.\n\n"
+        "beside it makes\nevery figure larger; `import torch` in the same table is the measure.\n\n"
     )
 
 
