@@ -208,9 +208,9 @@ def main() -> None:
         "at once: fill | packed /s | next-fit: fill | packed /s | CPU |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
-        "*In turn*: sequence j goes to rank j mod W, as\n"
-        "where ranks encode and pack on the fly, each its own partitions. *Balanced*: equally many sequences each, "
-        "dealt by work, as for tokenized data and rollouts.\n\n"
+        "*In turn*: sequence j goes to rank j mod W, which made it. *Balanced*: equally many sequences each, dealt by "
+        "work, as the loader of\n"
+        "every run does (ptf/data/rank_balancing.py, groups of at most 16 ranks), and rollouts.\n\n"
         "| mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
         + "\n".join(balance)
         + "\n\nFill by look-ahead, and documents per CPU-second of packing lengths alone, measured once.\n\n"
