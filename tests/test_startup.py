@@ -2,6 +2,7 @@
 or to a rank is found here. What each costs: benchmarks/startup.py."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,3 +45,16 @@ def test_a_process_imports_nothing_heavy_that_it_does_not_need(process: str) -> 
 
 def test_a_heavy_import_is_found() -> None:
     assert imported("import ptf.data.packing", HEAVY) == ["numpy"]  # the control
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(environment, expected):
+    ours = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = "import json, os, ptf; print(json.dumps(os.environ.get('GOMP_SPINCOUNT')))"
+    done = subprocess.run(
+        [sys.executable, "-c", shown], cwd=ROOT, env=ours | environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == expected

@@ -120,8 +120,9 @@ class Gang:
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         threads = threads or default_threads(min(workers, max(self._pool.store)))
-        # active waiting is 25 times slower on a busy CPU
-        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+        # a rank may import torch before ptf
+        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), **waiting, **(env or {})}
         environment[ADDRESS] = self._monitor.address
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)

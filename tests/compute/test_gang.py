@@ -43,13 +43,13 @@ def test_ranks_are_one_process_group_of_distinct_actors(gang):
 
 
 def test_environment_of_the_workers(gang):
-    names = ("PTF_TEST", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("PTF_TEST", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     first, second = gang.execute(lambda: {name: os.environ.get(name) for name in names}, [()] * 2)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
     assert first == {
         "PTF_TEST": "yes",
         "OMP_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "1000",
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
