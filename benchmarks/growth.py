@@ -154,7 +154,7 @@ def line(work: Work, row: dict[str, Any]) -> str:
     verdict = "no bound" if work.bound is None else "yes" if row["holds"] else "**no**"
     return (
         f"| {work.quantity} | {work.name} | {work.sizes[0]:,} – {work.sizes[-1]:,} "
-        f"| {costs[0] * 1e3:,.3g} – {costs[-1] * 1e3:,.3g} | {found.exponent:.3f} ± {found.standard_error:.3f} "
+        f"| {costs[0] * 1e3:,.1f} – {costs[-1] * 1e3:,.0f} | {found.exponent:.3f} ± {found.standard_error:.3f} "
         f"| {found.at_most:.3f} | {found.local:.2f} | {verdict} |"
     )
 
