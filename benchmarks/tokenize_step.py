@@ -162,7 +162,8 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
         "The peer is `Dataset.map` over\n"
         "`apply_chat_template`, which renders a conversation once and keeps its ids; "
         "ptf renders every turn as served, verifies which ids are the\n"
-        "assistant's, and writes ids and weights.\n\n"
+        f"assistant's, and writes ids and weights. Load average at the end, with what else ran on the machine: "
+        f"{os.getloadavg()[2]:.0f}; other work inflates CPU-seconds.\n\n"
         "| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
         "|---|---|---|---|---|---|---|\n"
         + "\n".join(lines)
