@@ -197,7 +197,7 @@ def main() -> None:
         f"{asked.documents:,} documents a mix in sequences of 4,096, and a quarter of that, long chains of thought, in "
         f"sequences of 16,384; ptf sees {asked.lookahead or '64 (of long chains of thought 256)'} documents "
         "at a time, "
-        f"TRL (bfd) {TRL_SFT:,}, as\n"
+        f"TRL (bfd; versions in `benchmarks/requirements-peers.txt`) {TRL_SFT:,}, as\n"
         "SFTTrainer calls it, and all of them at once, next-fit one after the other; "
         f"{asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
         "*laid out* includes `Batch.of` (tokens, targets,\n"

@@ -159,7 +159,7 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
         f"Command: `{' '.join(['python', 'benchmarks/tokenize_step.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"{asked.rounds} rounds in turn, medians (range); Qwen3's vocabulary with Qwen2.5's template. "
-        "The peer is `Dataset.map` over\n"
+        "The peer (versions in\n`benchmarks/requirements-peers.txt`) is `Dataset.map` over\n"
         "`apply_chat_template`, which renders a conversation once and keeps its ids; "
         "ptf renders every turn as served, verifies which ids are the\n"
         f"assistant's, and writes ids and weights. Load average at the end, with what else ran on the machine: "
