@@ -15,6 +15,7 @@ beside ptf in all others. Prints a JSON line a round and writes results/dpo_step
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -241,7 +242,9 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
     bounds = " and ".join(f"{APART[dtype]:g} in {dtype}" for dtype in asked.dtypes)
     page.write_text(
         f"# The {about.title} step beside TRL\n\n"
-        f"Command: `{command}` (`make peers bench-recipes`)  \nHardware: {cpu()}, one thread, no GPU  \n"
+        f"Command: `{command}` (`make peers bench-recipes`)  \n"
+        f"Hardware: {cpu()}, one thread, no GPU; load of the last 15 minutes {os.getloadavg()[2]:.1f}, of which 1 is "
+        "the benchmark's  \n"
         f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
         f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
         f"others), {asked.steps} timed steps a round after {asked.warmup} of warm-up;\n"
