@@ -4,11 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BOUND, SPAN, SIZES = (
-    1.15,
-    30,
-    5,
-)  # of an exponent and two standard errors; largest size by smallest, and sizes, at least
+BOUND = 1.15  # of an exponent and two standard errors
+SPAN = 30  # the largest size by the smallest, at least
+SIZES = 5  # at least
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ WORKS = (
     Work("metrics rows", "continuing a run", doubled(500), training.continuing_metrics),
     Work("metrics rows", "reading a run", doubled(500), training.reading_a_run),
 )
+FLAT = 0.85  # an exponent between the two largest sizes below which the constant part prevails
 ABOUT = """\
 CPU-seconds of one call, of the whole process with one thread; the median of {rounds} rounds that take turns at the
 sizes, of which there are six, each twice the one before. The exponent is the slope of log cost on log size. What is
@@ -101,10 +102,7 @@ exponent between the two largest sizes stands beside it; it is of two medians, a
 Two rows have no bound. Attention compares every token of a document with those before it, so the cost of a step on one
 document grows with the square of its tokens, once most of it is attention. A conversation is rendered anew for each
 turn that is trained, because only its template knows what a server shows the model before that turn; these texts
-together grow with the square of the turns. Each token is encoded once (`ptf/data/incremental_encode.py`).
-
-Eight sequences of each lane grow faster between 128 and 256 lanes than the calls in them: a profile has twice as
-many of each, and without Python's garbage collector the CPU-seconds are twice as many, too."""
+together grow with the square of the turns. Each token is encoded once (`ptf/data/incremental_encode.py`)."""
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -159,6 +157,18 @@ def line(work: Work, row: dict[str, Any]) -> str:
     )
 
 
+def steep(rows: Sequence[tuple[Work, dict[str, Any]]]) -> str:
+    """Return a paragraph of the rows that may grow faster beyond these sizes, and of those that are mostly constant."""
+    above = [f"{work.quantity}, {work.name} ({row['local']:.2f})" for work, row in rows if row["local"] > BOUND]
+    flat = [f"{work.quantity}, {work.name} ({row['local']:.2f})" for work, row in rows if row["local"] < FLAT]
+    said = ""
+    if above:
+        said += f"Between the two largest sizes the exponent is above {BOUND} for: {'; '.join(above)}.\n"
+    if flat:
+        said += f"It is below {FLAT} for what is still mostly constant, so the bound says little: {'; '.join(flat)}.\n"
+    return f"{said}\n" if said else ""
+
+
 def page(rows: Sequence[tuple[Work, dict[str, Any]]]) -> int:
     """Write the page of the rows that are kept; return the exit status."""
 
@@ -173,6 +183,7 @@ def page(rows: Sequence[tuple[Work, dict[str, Any]]]) -> int:
         f"Hardware: {every('hardware')}, one thread; load averages of {min(loads)} to {max(loads)} beside it  \n"
         f"Date: {every('date')}; commit {every('commit')}\n\n"
         f"{ABOUT.format(bound=BOUND, rounds=every('rounds'))}\n\n"
+        + steep([(work, row) for work, row in rows if work.bound is not None])
         + (f"Not measured yet: {left} rows of {len(WORKS)}.\n\n" if left else "")
     )
     header = [
@@ -189,11 +200,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="words in the size or the name of a row")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--page", action="store_true", help="write the page alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
     stored = [json.loads(text) for text in KEPT.read_text().splitlines()] if KEPT.exists() else []
     for work in WORKS:
-        if any(words in f"{work.quantity}: {work.name}" for words in given.only):
+        if not given.page and any(words in f"{work.quantity}: {work.name}" for words in given.only):
             stored = [row for row in stored if not row.items() >= work.key.items()] + [result(work, given.rounds)]
             print(json.dumps(stored[-1]), flush=True)
             KEPT.write_text("".join(json.dumps(row) + "\n" for row in stored))

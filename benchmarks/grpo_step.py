@@ -227,7 +227,7 @@ def write(lines: Sequence[str], asked: argparse.Namespace) -> None:
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
         f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
         f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
-        "longest. `small4`: Qwen3 shape, width 256,\n"
+        "longest (its\n`use_transformers_continuous_batching` was not tried). `small4`: Qwen3 shape, width 256,\n"
         f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that "
         "of the next; median of the rounds, each the median\n"
         "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with "

@@ -30,7 +30,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 WIDTHS = {"log-normal": 4096, "bimodal": 4096, "heavy tail": 4096, "long thoughts": 16384}
 SEQUENCES = 8
-LOOKAHEAD = 64  # of a config with short sequences that names none
 LOOKAHEADS = (64, 128, 256, 512)
 TRL_SFT = 1000  # documents that SFTTrainer packs at a time: it leaves Dataset.map its default
 
@@ -148,7 +147,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not PEER.exists():
         sys.exit("benchmarks/packing.py needs the peer's environment: make peers")
-    from ptf.config.sections.data import LONG_SEQUENCE, LOOKAHEAD_OF_LONG
+    from ptf.config.sections.data import LONG_SEQUENCE, LOOKAHEAD, LOOKAHEAD_OF_LONG
     from ptf.data.packing import balanced
 
     lines, balance, fills = [], [], []

@@ -158,6 +158,10 @@ INSIDE: dict[str, Callable[[Path], Figures]] = {"rank": rank, "reward": reward, 
 def commands(directory: Path) -> dict[str, Sequence[str]]:
     """Return what is measured as a whole process: its name, and the arguments of Python."""
     imports = {f"import {name}": ("-c", f"import {name}") for name in ("torch", "transformers", "verl")}
+    imports["import verl, without garbage collection"] = (
+        "-c",
+        "import gc; gc.disable(); import verl",
+    )  # as a rank does
     checks = {
         f"ptf check, {name.upper()}": (*CLI, "check", f"{ROOT}/configs/tiny/{name}.yaml") for name in ("sft", "grpo")
     }
@@ -202,7 +206,9 @@ def one_round(directory: Path, inside: Sequence[str]) -> Figures:
         done = python([__file__, "--inside", name, "--directory", str(directory)], directory)[1]
         figures |= json.loads(done.stdout.splitlines()[-1])
     on_ray_s = figures["rank on Ray, before its function"] + figures["rank on Ray, imports of its function"]
-    return figures | {"rank on Ray, beyond `import verl`": on_ray_s - figures["import verl"]}
+    return figures | {
+        "rank on Ray, beyond `import verl`": on_ray_s - figures["import verl, without garbage collection"]
+    }
 
 
 def imported_by_a_rank(directory: Path, runs: int = 3) -> dict[str, float]:
@@ -288,9 +294,9 @@ def about(rounds: int, with_vllm: bool, load: float) -> str:
 
 
 NOTES = """
-What a rank still imports is torch, its distributed tensors (with sympy), transformers, of which two fifths list the
-installed distributions (`importlib.metadata.packages_distributions`) and a third reads `__all__` of every model family,
-and torch._dynamo, which `torch.optim.Optimizer` and FSDP import when they are made. `ptf check` imports as much where
+What a rank still imports is torch, its distributed tensors (with sympy), transformers, which lists the installed
+distributions (`importlib.metadata.packages_distributions`) and reads `__all__` of every model family, and
+torch._dynamo, which `torch.optim.Optimizer` and FSDP import when they are made. `ptf check` imports as much where
 the data and the tokenizer are on this machine, to say how often the run passes over them.
 
 Each step of a flow is a process of its own and starts the Ray and the vLLM that it needs. If train and evaluate of one

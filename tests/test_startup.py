@@ -15,10 +15,13 @@ HEAVY = ["numpy", "torch", "transformers", "tokenizers", "pyarrow", "pandas", "f
 OF_A_RANK = ["ray", "verl", "vllm", "pandas", "scipy", "sklearn", "datasets", "tensorboard", "metaflow"]
 OF_A_RANK += ["torch._dynamo", "torch._inductor", "transformers.generation.utils", "transformers.models.auto"]
 COMMAND = """
-import contextlib, sys
+import sys
 from ptf.cli import main
-with contextlib.suppress(SystemExit):
-    assert main({!r}) == 0
+try:
+    status = main({!r})
+except SystemExit as end:
+    status = end.code
+assert status in (0, None), status
 """
 SHOW = "\nimport json, sys; print(json.dumps([name for name in {!r} if name in sys.modules]))"
 PROCESSES = {

@@ -14,12 +14,25 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from sft_cell import Clock, arguments
+from sft_cell import Clock, arguments, weight_of
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, logging
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+
+class ClockOfNorms(Clock):
+    """A clock that also keeps the norm of every step's gradient."""
+
+    def __init__(self, warmup: int) -> None:
+        super().__init__(warmup)
+        self.norms: list[float] = []
+
+    def on_log(self, args, state, control, logs=None, **more) -> None:
+        super().on_log(args, state, control, logs, **more)
+        if logs and "grad_norm" in logs:
+            self.norms.append(logs["grad_norm"])
 
 
 class Given:
@@ -106,9 +119,10 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    clock = Clock(given["warmup"])
+    clock = ClockOfNorms(given["warmup"])
     with tempfile.TemporaryDirectory() as out:
         trainer = trainer_of(given, out, clock)
+        weight = weight_of(trainer.model)
         real: list[int] = []
         inner = trainer.training_step
 
@@ -120,7 +134,8 @@ def main() -> None:
         trainer.train()
     passes = given["units"] // given["pass"]
     tokens = [sum(real[i : i + passes]) for i in range(0, len(real), passes)]
-    print(json.dumps({"cpu_s": clock.cpu, "tokens": tokens[given["warmup"] :], "losses": clock.losses}))
+    found = {"cpu_s": clock.cpu, "tokens": tokens[given["warmup"] :], "losses": clock.losses}
+    print(json.dumps({**found, "norms": clock.norms, "weight": weight}))
 
 
 if __name__ == "__main__":

@@ -162,10 +162,8 @@ def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:
         if len(shares[rank]) < room[rank]:
             heappush(with_room, (sums[rank], rank))
     # heaps of all ranks; an entry whose sum is no longer that of its rank is dropped when it comes first
-    most_loaded, least_loaded = (
-        [(-total, rank) for rank, total in enumerate(sums)],
-        [*zip(sums, range(ranks), strict=True)],
-    )
+    most_loaded = [(-total, rank) for rank, total in enumerate(sums)]
+    least_loaded = [(total, rank) for rank, total in enumerate(sums)]
     heapify(most_loaded)
     heapify(least_loaded)
     for _ in range(len(work)):

@@ -51,6 +51,7 @@ def test_what_a_file_says_of_truncation_and_padding_changes_no_ids(characters: T
     characters.save(tmp_path)
     cutting = Tokenizer.load(str(tmp_path))
     backend = cutting.hf.backend_tokenizer
+    assert cutting._is_plain  # found before the file says otherwise
     backend.enable_truncation(max_length=2)
     backend.enable_padding(length=9)
     assert len(backend.encode_batch_fast(["12+7=19"], add_special_tokens=False)[0].ids) == 9  # it would change them

@@ -1,14 +1,13 @@
 """The section `data`: the sources, their mixture, and how rows become tokens."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, changeable
 
-# Fill with samples of 6,000 tokens (median) in sequences of 16,384: 0.974 with a look-ahead of 64, 0.997 with 256. In
-# sequences of 4,096 a larger one gains nothing where samples are short (benchmarks/packing.py).
-LONG_SEQUENCE, LOOKAHEAD_OF_LONG = 8192, 256
+# How full sequences are by look-ahead: the second table of benchmarks/results/packing.md.
+LONG_SEQUENCE, LOOKAHEAD_OF_LONG, LOOKAHEAD = 16_384, 256, 64
 
 
 class Source(Section):
@@ -90,10 +89,12 @@ class DataConfig(Section):
     baskets: Literal["shuffle", "keep"] = "shuffle"
     """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
     each time the basket is read."""
-    packing_lookahead: Positive = 64
+    packing_lookahead: Positive = Field(
+        default_factory=lambda data: LOOKAHEAD_OF_LONG if data.get("seq_len", 0) >= LONG_SEQUENCE else LOOKAHEAD
+    )
     """Number of samples that the packer may choose from to fill a sequence, in each partition. Default: 64, and 256
-    where `seq_len` is at least 8192, because two or three long samples seldom fill such a sequence. A larger number
-    lets rows of small sets be seen more often than others for some epochs."""
+    where `seq_len` is at least 16384, because two or three long samples seldom fill such a sequence. A sample may wait
+    for as many others: with more of them than a partition has rows, the rows are seen in turns that are less even."""
     mix: MixConfig = MixConfig()
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
@@ -127,14 +128,3 @@ class DataConfig(Section):
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = changeable(4)
     """Number of global steps that are packed ahead in the background."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _look_ahead_by_length(cls, values: Any) -> Any:
-        """Set the default of `packing_lookahead` by `seq_len`; a run's job.yaml names the value that it had."""
-        if not isinstance(values, dict) or "packing_lookahead" in values:
-            return values
-        seq_len = values.get("seq_len")
-        if not isinstance(seq_len, int) or seq_len < LONG_SEQUENCE:
-            return values
-        return {**values, "packing_lookahead": LOOKAHEAD_OF_LONG}
