@@ -274,7 +274,7 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         f"`{MODEL}`: Qwen3 shape, width 256, 4 layers, {HEADS}, vocabulary 4,096; bf16 is autocast over weights of "
         "fp32 for both.\n"
         "All start from the same weights and count the same tokens. The loss of a step (the norm of its gradient) may "
-        f"differ by {bounds}; the largest differences\nare in the table, beside ptf's loss in the first and in the last "
+        f"differ by {bounds}; the largest differences\nare in the table, beside ptf's loss in the first and the last "
         "step. These ratios are a CPU's.\n\n"
         "| dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss | losses apart | norms apart |\n|"
         + 8 * "---|"

@@ -158,10 +158,8 @@ INSIDE: dict[str, Callable[[Path], Figures]] = {"rank": rank, "reward": reward, 
 def commands(directory: Path) -> dict[str, Sequence[str]]:
     """Return what is measured as a whole process: its name, and the arguments of Python."""
     imports = {f"import {name}": ("-c", f"import {name}") for name in ("torch", "transformers", "verl")}
-    imports["import verl, without garbage collection"] = (
-        "-c",
-        "import gc; gc.disable(); import verl",
-    )  # as a rank does
+    # as a rank imports it
+    imports["import verl, without garbage collection"] = ("-c", "import gc; gc.disable(); import verl")
     checks = {
         f"ptf check, {name.upper()}": (*CLI, "check", f"{ROOT}/configs/tiny/{name}.yaml") for name in ("sft", "grpo")
     }

@@ -257,8 +257,6 @@ def _word(annotation: Any, limits: Any = ()) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default_factory is not None:
-        return "see text"
     if field.default is PydanticUndefined:
         return "required"
     if isinstance(field.default, Section) or field.default == {}:

@@ -1,8 +1,8 @@
 """The section `data`: the sources, their mixture, and how rows become tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, changeable
 
@@ -89,9 +89,7 @@ class DataConfig(Section):
     baskets: Literal["shuffle", "keep"] = "shuffle"
     """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
     each time the basket is read."""
-    packing_lookahead: Positive = Field(
-        default_factory=lambda data: LOOKAHEAD_OF_LONG if data.get("seq_len", 0) >= LONG_SEQUENCE else LOOKAHEAD
-    )
+    packing_lookahead: Positive = LOOKAHEAD
     """Number of samples that the packer may choose from to fill a sequence, in each partition. Default: 64, and 256
     where `seq_len` is at least 16384, because two or three long samples seldom fill such a sequence. A sample may wait
     for as many others: with more of them than a partition has rows, the rows are seen in turns that are less even."""
@@ -128,3 +126,10 @@ class DataConfig(Section):
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
     prefetch: Positive = changeable(4)
     """Number of global steps that are packed ahead in the background."""
+
+    @model_validator(mode="after")
+    def _look_ahead_by_length(self) -> Self:
+        """Set the default of `packing_lookahead` by `seq_len`; a run's job.yaml names the value that it had."""
+        if "packing_lookahead" not in self.model_fields_set and self.seq_len >= LONG_SEQUENCE:
+            self.__dict__["packing_lookahead"] = LOOKAHEAD_OF_LONG
+        return self
