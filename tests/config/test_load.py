@@ -46,9 +46,9 @@ def problems(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "lookahead"), [(None, 64), (2048, 64), (16383, 64), (16384, 256), (16384.0, 256)]
+    ("seq_len", "lookahead"), [(None, 64), (2048, 64), (16383, 64), (16384, 256)]
 )
-def test_the_look_ahead_follows_the_length_of_sequences(seq_len: float | None, lookahead: int) -> None:
+def test_the_look_ahead_follows_the_length_of_sequences(seq_len: int | None, lookahead: int) -> None:
     text = SFT if seq_len is None else SFT.replace("data: {", f"data: {{seq_len: {seq_len}, ")
     job = loads(text)
     assert job.data.packing_lookahead == lookahead
