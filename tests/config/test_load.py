@@ -45,9 +45,7 @@ def problems(*files: str, overrides: tuple[str, ...] = ()) -> list[str]:
 # --- a default that follows another key -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("seq_len", "lookahead"), [(None, 64), (2048, 64), (16383, 64), (16384, 256)]
-)
+@pytest.mark.parametrize(("seq_len", "lookahead"), [(None, 64), (2048, 64), (16383, 64), (16384, 256)])
 def test_the_look_ahead_follows_the_length_of_sequences(seq_len: int | None, lookahead: int) -> None:
     text = SFT if seq_len is None else SFT.replace("data: {", f"data: {{seq_len: {seq_len}, ")
     job = loads(text)
