@@ -131,5 +131,5 @@ class DataConfig(Section):
     def _look_ahead_by_length(self) -> Self:
         """Set the default of `packing_lookahead` by `seq_len`; a run's job.yaml names the value that it had."""
         if "packing_lookahead" not in self.model_fields_set and self.seq_len >= LONG_SEQUENCE:
-            self.__dict__["packing_lookahead"] = LOOKAHEAD_OF_LONG
+            object.__setattr__(self, "packing_lookahead", LOOKAHEAD_OF_LONG)  # the section is frozen
         return self
