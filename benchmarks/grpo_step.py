@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
-from train_step import HEADS, MODELS, PEER, round_of, start
+from train_step import HEADS, MODELS, asked_of, round_of, start
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
 PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
@@ -248,15 +248,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         ours(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
-    asked = parser.parse_args()
-    if not PEER.exists():
-        sys.exit("benchmarks/grpo_step.py needs the peer's environment: make peers")
+    asked = asked_of(__doc__, cases=CASES)
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         model = start(Path(directory), MODELS["small4"])

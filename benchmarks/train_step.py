@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -208,6 +209,20 @@ def round_of(
     if done.returncode:
         sys.exit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def asked_of(about: str | None, **lists: Sequence[str]) -> argparse.Namespace:
+    """The options of a benchmark of other steps: lists of what is compared, dtypes and rounds. Exits where the peer's
+    environment is missing."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, choices in ({**lists, "dtypes": list(APART)}).items():
+        parser.add_argument(f"--{name}", nargs="+", default=list(choices), choices=choices)
+    for name, default in (("rounds", 3), ("steps", 3), ("warmup", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    if not PEER.exists():
+        sys.exit(f"{sys.argv[0]} needs the peer's environment: make peers")
+    return asked
 
 
 def rate(one: dict[str, Any]) -> float:
