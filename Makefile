@@ -203,6 +203,9 @@ bench-recipes: setup                     ## the steps of DPO, reward models and 
 bench-grpo: setup                         ## the GRPO step beside TRL's (make peers first); writes benchmarks/results/grpo_step.md
 	$(PY) benchmarks/grpo_step.py
 
+bench-main-job-profile: setup            ## where a GRPO step of the main job goes, by py-spy (make peers run first); writes benchmarks/results/main_job_profile.md
+	$(PY) benchmarks/main_job_profile.py
+
 bench-async-peer: setup                  ## asynchronous GRPO beside TRL's (make peers first); writes benchmarks/results/async_peer.md
 	$(PY) benchmarks/async_peer.py
 	$(PY) benchmarks/async_peer.py --objectives

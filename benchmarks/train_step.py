@@ -14,6 +14,7 @@ on a CPU of the same name goes on, and writes results/train_step.md from the rou
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -58,13 +59,14 @@ SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab":
 TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
 TRAINER = "benchmarks/peers/hf_trainer.py"
 BOTH, SMALL = tuple(MODELS), ("small4",)
+ONE_ROW = "TRL, packed, 1 row a pass"
 # peer, how the documents of a pass lie, sequences or documents a pass (the others are accumulated), attention, compiled
 # by torch, Liger's kernels, models. `bigvocab` has one sequence a step, whose four documents are a pass without padding
 # too; what a library refuses, it refuses whatever the vocabulary.
 GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
     "TRL, packed, 4 rows a pass": (TRL, "packed", 4, "sdpa", False, False, SMALL),
     "TRL, packed, 2 rows a pass": (TRL, "packed", 2, "sdpa", False, False, SMALL),
-    "TRL, packed, 1 row a pass": (TRL, "packed", 1, "sdpa", False, False, BOTH),
+    ONE_ROW: (TRL, "packed", 1, "sdpa", False, False, BOTH),
     "TRL, padding-free, 8 documents a pass": (TRL, "padding-free", 8, "sdpa", False, False, SMALL),
     "TRL, padding-free, 4 documents a pass": (TRL, "padding-free", 4, "sdpa", False, False, SMALL),
     "TRL, a document a pass": (TRL, "documents", 1, "sdpa", False, False, BOTH),
@@ -142,14 +144,14 @@ def start(directory: Path, config: dict[str, Any], seed: int = 0, head: Literal[
     return str(directory / f"start-{seed}")
 
 
-def ours(given: dict[str, Any]) -> None:
-    """One round of ptf: Trainer.step over packed sequences, as a run does it."""
+@contextlib.contextmanager
+def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """ptf's Trainer of a run with the given weights, and the batch of every step."""
     from ptf.compute.world import joined
     from ptf.config.sections.model import ModelConfig
     from ptf.config.sections.train import TrainConfig
     from ptf.data.batch import Batch
     from ptf.data.sample import Sample
-    from ptf.recipes.sft.recipe import SFT
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])
@@ -159,6 +161,7 @@ def ours(given: dict[str, Any]) -> None:
         return Sample(tokens, (np.arange(len(tokens)) >= 0.4 * len(tokens)).astype(np.float32))
 
     rows = [[(sample(next(parts)),) for _ in range(n)] for n in stored["rows"]]
+    steps = [rows[step * given["rows"] : (step + 1) * given["rows"]] for step in range(given["written"])]
     with joined("cpu", 600, threads=1) as world:
         place = Path(given["model"])
         settings = {"betas": (0.9, 0.999), "weight_decay": 0.0, **given["train"]}
@@ -168,13 +171,19 @@ def ours(given: dict[str, Any]) -> None:
         model, _ = load_model(
             place, world, ModelConfig(path=str(place)), seed=0, precision=train.precision, compiled=train.compile
         )
-        weight = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-        trainer = Trainer(model, world, train)
+        yield Trainer(model, world, train), [Batch.of(of_step, WIDTH) for of_step in steps]
+
+
+def ours(given: dict[str, Any]) -> None:
+    """One round of ptf: Trainer.step over packed sequences, as a run does it."""
+    from ptf.recipes.sft.recipe import SFT
+
+    with prepared(given) as (trainer, batches):
+        weight = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
         cpu_s, tokens, losses, trained = [], [], [], []
         base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
-        for step in range(given["written"]):
-            batch = Batch.of(rows[step * given["rows"] : (step + 1) * given["rows"]], WIDTH)
+        for step, batch in enumerate(batches):
             began = time.process_time()
             losses.append(trainer.step([batch], SFT(), step)["loss"])
             if step >= given["warmup"]:
@@ -379,6 +388,19 @@ def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) ->
     return lines
 
 
+def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """ptf beside TRL's fastest setting, and its memory beside that of TRL with one packed row a pass, first rounds."""
+    ptf, row = found["ptf"][0], found[ONE_ROW][0]
+    theirs = {system: of[0] for system, of in found.items() if system.startswith("TRL") and "refused" not in of[0]}
+    best = max(theirs, key=lambda system: rate(theirs[system]))
+    compiled = rate(found["ptf, train.compile: true"][0])
+    return (
+        f"| {title} | {best} | {rate(ptf) / rate(theirs[best]):.2f} | {compiled / rate(theirs[best]):.2f} | "
+        f"{rate(ptf) / rate(row):.2f} | {ptf['added_mib']:,.0f} / {row['added_mib']:,.0f} = "
+        f"{ptf['added_mib'] / row['added_mib']:.2f} |"
+    )
+
+
 def write(rounds: int) -> None:
     """The page, of the rounds that are kept."""
     stored = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
@@ -390,7 +412,7 @@ def write(rounds: int) -> None:
         if kept(name, dtype, hardware)
     ]
     order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all cells is the fastest known
-    table, grid, slower, larger, unfinished, dates = [], [], [], [], [], set()
+    table, grid, beside_trl, slower, larger, unfinished, dates = [], [], [], [], [], [], set()
     for key in order:
         rows, title = kept(*key), f"{key[0]} | {key[1]}"
         best = fastest(rows)
@@ -413,6 +435,7 @@ def write(rounds: int) -> None:
         if added["ptf"] > added[best]:
             larger.append(f"{' in '.join(key[:2])} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
         grid += grid_lines(title, found, best)
+        beside_trl.append(beside(title, found))
     loses = (
         "ptf loses here: " + "; ".join(slower) + ".\n\n"
         if slower
@@ -451,6 +474,9 @@ def write(rounds: int) -> None:
         "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
         "| MiB that the step adds | losses apart | CPU, commit |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
+        "Beside TRL alone, one round each:\n\n"
+        "| model | dtype | TRL's fastest | ptf / it | compiled / it | ptf / TRL, packed, 1 row a pass | MiB that the "
+        "step adds, beside that |\n|---|---|---|---|---|---|---|\n" + "\n".join(beside_trl) + "\n\n"
         "All settings, one round each, beside ptf's in the same minutes; what a library refuses stands here in its own "
         "words:\n\n"
         "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added | CPU |\n"

@@ -9,6 +9,7 @@ again in the driver; a process that died, or a deadline that passed, becomes a R
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -39,7 +40,7 @@ with large_imports():
         SubRayResourcePool,
     )
 
-from ptf.compute.heartbeat import ADDRESS, SILENT_S, Monitor
+from ptf.compute.heartbeat import ADDRESS, BEAT_S, SILENT_S, Monitor
 from ptf.compute.launch import default_threads
 from ptf.errors import Lost
 
@@ -175,10 +176,13 @@ class Gang:
         # the generator has the same deadline, and its error says more than that it passed
         deadline = time.monotonic() + self.timeout_s + GRACE_S
         items = self._group.workers[0].stream.options(num_returns="streaming").remote(method, *args)
+        heard = -math.inf
         while True:
-            for message in self._monitor.poll([0]):
-                print(message, flush=True)
-            self._raise_if_silent([0], doing, self.silent_s)
+            if time.monotonic() >= heard + BEAT_S:  # not for each item: a look takes as long as some items
+                heard = time.monotonic()
+                for message in self._monitor.poll([0]):
+                    print(message, flush=True)
+                self._raise_if_silent([0], doing, self.silent_s)
             if time.monotonic() > deadline:
                 raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
             if not ray.wait([items], timeout=1.0)[0]:

@@ -121,9 +121,10 @@ class Player:
 
         reporting = asyncio.create_task(report())
         try:
-            async for number, trajectory in run_episodes(TimedEngine(engine, clock), [episode(n) for n in numbers]):
-                clock.end(first + number)
-                found[number] = trajectory
+            async for ended in run_episodes(TimedEngine(engine, clock), [episode(n) for n in numbers]):
+                for number, trajectory in ended:
+                    clock.end(first + number)
+                    found[number] = trajectory
         finally:
             reporting.cancel()
         return [found[i] for i in range(len(numbers))]

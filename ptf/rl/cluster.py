@@ -29,8 +29,8 @@ def split_over_workers(
 
     Replicas get items of nearly the same total `cost`; with `queued`, for items that are computed one after the other,
     each replica takes the most expensive item that is left when it has ended its last one. Their method may be a
-    generator of (index in its list, result) in any order: results that arrived before a replica was lost are not
-    computed again.
+    generator of lists of (index in its list, result), in any order: results that arrived before a replica was lost are
+    not computed again.
     """
 
     def mark(method: F) -> F:
@@ -75,14 +75,15 @@ OnResult = Callable[[int, Any], None]  # takes the index of an item, and its res
 
 
 def in_order(results: Any, on_result: OnResult | None = None) -> Any:
-    """Return a generator's (index, result) pairs as a list in the order of the indices; anything else unchanged.
+    """Return the results of a generator's lists of (index, result) in the order of the indices; anything else
+    unchanged.
 
     `on_result` is called with each pair.
     """
     if not isinstance(results, Iterator):
         return results
     by_index = dict[int, Any]()
-    for index, result in results:
+    for index, result in itertools.chain.from_iterable(results):
         by_index[index] = result
         if on_result:
             on_result(index, result)

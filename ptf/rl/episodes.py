@@ -41,8 +41,10 @@ class Episode:
     timeout_s: float | None = None
 
 
-async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> AsyncGenerator[tuple[int, Trajectory]]:
-    """Yield (index, trajectory) of each episode as soon as it ends.
+async def run_episodes(
+    engine: RolloutEngine, episodes: Sequence[Episode]
+) -> AsyncGenerator[list[tuple[int, Trajectory]]]:
+    """Yield (index, trajectory) of each episode as soon as it ends, in lists of those that have ended since the last.
 
     A rollout function that is an async context manager is entered before all episodes and left after them. Episodes do
     not wait for each other, except with an engine that answers in batches: then all take their turns together, so that
@@ -54,9 +56,17 @@ async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> As
             if isinstance(function, contextlib.AbstractAsyncContextManager):
                 await resources.enter_async_context(function)
         tasks = [asyncio.create_task(_run_one(engine, lockstep, i, episode)) for i, episode in enumerate(episodes)]
+        ended = asyncio.Queue[asyncio.Task[tuple[int, Trajectory]]]()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        left = len(tasks)
         try:
-            for ended in asyncio.as_completed(tasks):
-                yield await ended
+            while left:
+                together = [await ended.get()]
+                while not ended.empty():
+                    together.append(ended.get_nowait())
+                left -= len(together)
+                yield [task.result() for task in together]
         finally:
             for task in tasks:
                 task.cancel()
@@ -65,7 +75,7 @@ async def run_episodes(engine: RolloutEngine, episodes: Sequence[Episode]) -> As
 
 async def run_all(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
     """Run all episodes to their ends; return their trajectories in order."""
-    trajectories = dict([one async for one in run_episodes(engine, episodes)])
+    trajectories = dict([one async for ended in run_episodes(engine, episodes) for one in ended])
     return [trajectories[i] for i in range(len(episodes))]
 
 

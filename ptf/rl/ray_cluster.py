@@ -47,11 +47,11 @@ class RoleRank(RankWorker):
         """Call a method of the role."""
         return getattr(self.role, method)(*args)
 
-    def call_streaming(self, method: str, items: list[Any], *args: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (index of the item, result), in the order in which a generator method yields them."""
+    def call_streaming(self, method: str, items: list[Any], *args: Any) -> Iterator[list[tuple[int, Any]]]:
+        """Yield lists of (index of the item, result), as a generator method yields them; one list of any other's."""
         results = getattr(self.role, method)(items, *args)
         # wrapped in a new generator, because Ray sends values into the generator that it iterates over
-        yield from (pair for pair in (results if isinstance(results, Iterator) else enumerate(results)))
+        yield from (part for part in (results if isinstance(results, Iterator) else [list(enumerate(results))]))
 
 
 class VerlRoleGroup:

@@ -150,10 +150,11 @@ class Replicas:
             missing = [k for k in mine if k not in results]
             if missing:
                 arguments = (method, [items[k] for k in missing], *shared)
-                for which, result in gang.stream("call_streaming", arguments, doing=doing):
-                    results[missing[which]] = result
-                    if on_result:
-                        on_result(missing[which], result)
+                for part in gang.stream("call_streaming", arguments, doing=doing):
+                    for which, result in part:
+                        results[missing[which]] = result
+                        if on_result:
+                            on_result(missing[which], result)
 
         def progress() -> str:
             return f"; {len(mine) - len(results)} of its {len(mine)} items are computed again"

@@ -86,8 +86,9 @@ class Sampler:
     @split_over_workers(cost=lambda prompt: len(prompt.tokens))
     def rollout(
         self, prompts: list[Prompt], version: int, key: str, n: int, max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[int, Group]]:
-        """Yield (index of a prompt, its `n` responses) as soon as all responses to that prompt are generated.
+    ) -> Iterator[list[tuple[int, Group]]]:
+        """Yield (index of a prompt, its `n` responses) as soon as all responses to that prompt are generated, in lists
+        of what became whole together.
 
         `key` identifies the step or evaluation; with the prompt's index and the response's number it seeds each
         response. Raises SyncError, before anything is generated, if the engine's weights do not have exactly this
@@ -103,15 +104,20 @@ class Sampler:
             )
 
         responses: list[dict[int, Trajectory]] = [{} for _ in prompts]
-        for number, trajectory in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
-            which, i = divmod(number, n)
-            responses[which][i] = trajectory
-            if len(responses[which]) == n:
-                yield which, tuple(responses[which][i] for i in range(n))
+        for ended in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
+            whole = list[tuple[int, Group]]()
+            for number, trajectory in ended:
+                which, i = divmod(number, n)
+                responses[which][i] = trajectory
+                if len(responses[which]) == n:
+                    whole.append((which, tuple(responses[which][i] for i in range(n))))
+            if whole:
+                yield whole
 
     @split_over_workers(cost=len, queued=True)
-    def sample_parts(self, batches: list[list[Request]], version: int) -> Iterator[tuple[int, list[Generation]]]:
-        """Yield (index of a batch, what was sampled for each of its requests); a batch is computed by itself.
+    def sample_parts(self, batches: list[list[Request]], version: int) -> Iterator[list[tuple[int, list[Generation]]]]:
+        """Yield (index of a batch, what was sampled for each of its requests); a batch is computed by itself, and is a
+        list of its own.
 
         Raises SyncError, before anything is generated, if the engine's weights do not have exactly this `version`.
         """
@@ -122,7 +128,7 @@ class Sampler:
             return list(await asyncio.wait_for(asyncio.gather(*asked), self.timeout_s))
 
         for number, requests in enumerate(batches):
-            yield number, run_coroutine(sampled(requests))
+            yield [(number, run_coroutine(sampled(requests)))]
 
     def _raise_if_other_version(self, version: int) -> None:
         if self.engine.version != version:
@@ -136,18 +142,18 @@ class Sampler:
         sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie)
         return Limits(sampling, self.max_length, self.vocabulary)
 
-    def _run_episodes(self, episodes: list[Episode]) -> Iterator[tuple[int, Trajectory]]:
-        """Yield (index, trajectory) of each episode as it ends. Raises TimeoutError after `timeout_s` seconds."""
+    def _run_episodes(self, episodes: list[Episode]) -> Iterator[list[tuple[int, Trajectory]]]:
+        """Yield what `run_episodes` yields. Raises TimeoutError after `timeout_s` seconds."""
         until, running = time.monotonic() + self.timeout_s, run_episodes(self.engine, episodes)
 
-        async def next_ended() -> tuple[int, Trajectory] | None:
+        async def next_ended() -> list[tuple[int, Trajectory]] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
         with EventLoop() as loop:
             left = len(episodes)
             try:
                 while (ended := loop.run(next_ended())) is not None:
-                    left -= 1
+                    left -= len(ended)
                     yield ended
             except TimeoutError:
                 raise TimeoutError(self._too_slow(left, len(episodes))) from None

@@ -77,9 +77,10 @@ def watch_sampling(monkeypatch) -> list[int]:
     played = Sampler._run_episodes
 
     def noting(self, episodes):
-        for number, trajectory in played(self, episodes):
-            seen.extend(version for generation in trajectory.generations for version in generation.versions.tolist())
-            yield number, trajectory
+        for ended in played(self, episodes):
+            for _, trajectory in ended:
+                seen.extend(v for generation in trajectory.generations for v in generation.versions.tolist())
+            yield ended
 
     monkeypatch.setattr(Sampler, "_run_episodes", noting)
     return seen

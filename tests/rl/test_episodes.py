@@ -21,7 +21,7 @@ from ptf.rl.engines.protocol import Sampling
 from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.episodes import Episode, one_response, run_all
+from ptf.rl.episodes import Episode, one_response, run_all, run_episodes
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environment
 from tests.data.conversations import Conversation, real, said, schema
@@ -351,6 +351,24 @@ def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
         assert "did not give the same replies as before" in gone.outcome.reason
     finally:
         environments.close()
+
+
+def test_episodes_that_end_together_come_together_and_none_is_lost(tokenizer):
+    """All end in one turn of the loop; one that ends later comes by itself."""
+
+    class Late(Scripted):
+        async def generate(self, request):
+            if request.seed == 301:
+                await asyncio.sleep(0.05)
+            return await super().generate(request)
+
+    async def run():
+        return [ended async for ended in run_episodes(Late(tokenizer), episodes([{}] * 6, tokenizer, None))]
+
+    together, late = asyncio.run(run())
+    assert sorted(i for i, _ in together) == [0, 1, 2, 4, 5]
+    assert [i for i, _ in late] == [3]
+    assert all(t.prompt.index == i for i, t in [*together, *late])
 
 
 def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):

@@ -73,14 +73,14 @@ class Worker:
         return count
 
     @split_over_workers(cost=float)
-    def squares(self, items: list[int], fault: str) -> Iterator[tuple[int, tuple[int, int]]]:
+    def squares(self, items: list[int], fault: str) -> Iterator[list[tuple[int, tuple[int, int]]]]:
         self.count += len(items)
         for i in reversed(range(len(items))):
             with open(self.place / f"asked-{items[i]}", "a") as file:
                 file.write(f"{self.weights}\n")
             if items[i] == 3:
                 self.go_wrong(fault)
-            yield i, (items[i] ** 2, self.weights)
+            yield [(i, (items[i] ** 2, self.weights))]
 
     def go_wrong(self, fault: str) -> None:
         mark = self.place / fault
@@ -285,7 +285,7 @@ def test_a_successor_is_asked_for_the_rest_alone():
             for which, item in enumerate(arguments[1]):
                 if len(asked) == 1 and which == 2:
                     raise RuntimeError("the process died")
-                yield which, item * 10
+                yield [(which, item * 10)]
 
     def twice(i, method, ask, progress):
         with pytest.raises(RuntimeError):
@@ -312,7 +312,7 @@ class Pace:
             if item == self.fails_at:
                 self.fails_at = None
                 raise RuntimeError("the engine is out of order")
-            yield i, (item * item, self.name)
+            yield [(i, (item * item, self.name))]
 
     def close(self) -> None:
         pass

@@ -46,9 +46,28 @@ class Submission:
 
     requests: Sequence[Request]
     streamed: bool
-    deliver: Callable[[int, "Progress | BaseException"], None]  # number of the request in `requests`
+    loop: asyncio.AbstractEventLoop  # in which `receive` is called
+    receive: Callable[[int, "Progress | BaseException"], None]  # number of the request in `requests`
     numbers: list[int] = field(default_factory=list)  # the engine's
     aborted: bool = False
+
+
+Item = tuple[Submission, int, Progress | BaseException]  # what is new of which of its requests
+
+
+def hand_over(items: Sequence[Item]) -> None:
+    """Let each event loop receive what is new of its submissions, all at once: it is woken once for a step."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Item]] = {}
+    for item in items:
+        by_loop.setdefault(item[0].loop, []).append(item)
+    for loop, mine in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_receive, mine)
+
+
+def _receive(items: Sequence[Item]) -> None:
+    for submission, place, news in items:
+        submission.receive(place, news)
 
 
 class Stepper:
@@ -68,7 +87,8 @@ class Stepper:
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Generation]] = [loop.create_future() for _ in requests]
 
-        def resolve(future: "asyncio.Future[Generation]", news: Progress | BaseException) -> None:
+        def resolve(place: int, news: Progress | BaseException) -> None:
+            future = futures[place]
             if future.done():
                 return
             if isinstance(news, BaseException):
@@ -76,11 +96,7 @@ class Stepper:
             elif news.generation is not None:
                 future.set_result(news.generation)
 
-        def deliver(place: int, news: Progress | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(resolve, futures[place], news)
-
-        submission = self._submit(Submission(requests, False, deliver))
+        submission = self._submit(Submission(requests, False, loop, resolve))
         try:
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
             return [future.result() for future in [f for f in futures if f.done() and f.exception()] or futures]
@@ -99,11 +115,7 @@ class Stepper:
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
 
-        def deliver(_: int, item: Progress | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(news.put_nowait, item)
-
-        submission = self._submit(Submission([request], True, deliver))
+        submission = self._submit(Submission([request], True, loop, lambda _, item: news.put_nowait(item)))
         try:
             while True:
                 item = await news.get()
@@ -165,8 +177,8 @@ class Stepper:
                 self._drop(aborted)
                 for submission in submissions:
                     self._admit(submission)
-                for progress in self.engine.step() if self.running else []:
-                    self._deliver(progress.number, progress)
+                if self.running:
+                    self._deliver([(progress.number, progress) for progress in self.engine.step()])
             except BaseException as error:  # whatever it is: callers would wait for ever
                 self._fail(error, submissions)
 
@@ -178,21 +190,22 @@ class Stepper:
         except ValueError as error:
             if type(error) is not ValueError:  # a subclass is a fault inside the engine
                 raise
-            for place in range(len(submission.requests)):
-                submission.deliver(place, error)
+            hand_over([(submission, place, error) for place in range(len(submission.requests))])
             return
         with self.changed:
             self.running |= {number: (submission, place) for place, number in enumerate(submission.numbers)}
 
-    def _deliver(self, number: int, news: Progress | BaseException) -> None:
-        """Give the caller what is new; a request whose response is whole, or that failed, is served no longer."""
+    def _deliver(self, news: Sequence[tuple[int, Progress | BaseException]]) -> None:
+        """Give the callers what is new; a request whose response is whole, or that failed, is served no longer."""
+        items = list[Item]()
         with self.changed:
-            submission, place = self.running[number]
-            if isinstance(news, Progress) and news.error is not None:
-                news = news.error
-            if isinstance(news, BaseException) or news.generation is not None:
-                del self.running[number]
-        submission.deliver(place, news)
+            for number, item in news:
+                if isinstance(item, Progress) and item.error is not None:
+                    item = item.error
+                items.append((*self.running[number], item))
+                if isinstance(item, BaseException) or item.generation is not None:
+                    del self.running[number]
+        hand_over(items)
 
     def _drop(self, aborted: Sequence[Submission]) -> None:
         """Abort what is left of the submissions that nobody waits for."""
@@ -212,9 +225,7 @@ class Stepper:
         numbers = list(self.running)
         with contextlib.suppress(Exception):  # the engine has failed already
             self.engine.abort(numbers)
-        for number in numbers:
-            self._deliver(number, error)
+        self._deliver([(number, error) for number in numbers])
         for submission in submissions:
             if not submission.numbers and not submission.aborted:
-                for place in range(len(submission.requests)):
-                    submission.deliver(place, error)
+                hand_over([(submission, place, error) for place in range(len(submission.requests))])

@@ -192,3 +192,17 @@ def test_many_requests_from_several_loops_all_end():
 
     assert [asyncio.run(run()) for _ in range(3)] == [sum(1 + i % 5 for i in range(300))] * 3
     assert stepper.engine.requests == {}
+
+
+def test_a_step_wakes_a_loop_once_however_many_requests_it_ends(monkeypatch):
+    stepper, woken = Stepper(Scripted()), []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a, **k: (woken.append(a), wake(*a, **k))[1])
+        answers = await asyncio.gather(*(stepper.generate(r) for r in [*endless(40, 2), *endless(30, 3)]))
+        assert [len(one.sampled_ids) for one in answers] == [2] * 40 + [3] * 30
+
+    asyncio.run(run())
+    assert len(woken) == stepper.engine.steps == 3
