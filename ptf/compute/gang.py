@@ -46,6 +46,8 @@ from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
+# variables of this process that a rank gets, too: on a machine of its own, and before it imports torch
+PASSED_ON = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PTF_MATRIX_PRODUCTS")
 # seconds to wait after the first failure: one rank's error makes the collectives of the other ranks fail, so the error
 # that explains the others may arrive later
 ECHO_S = 2.0
@@ -121,9 +123,8 @@ class Gang:
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         threads = threads or default_threads(min(workers, max(self._pool.store)))
-        # a rank may import torch before ptf
-        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
-        environment = {"OMP_NUM_THREADS": str(threads), **waiting, **(env or {})}
+        passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), **passed_on, **(env or {})}
         environment[ADDRESS] = self._monitor.address
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)

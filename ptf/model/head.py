@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from ptf.model.matrix_product import linear
+
 
 def sums_in_fp32(x: Tensor) -> bool:
     """Whether torch can return the product of tensors like x in fp32, as its GEMM summed it: for 16 bits on CUDA.
@@ -37,7 +39,7 @@ class _WideProduct(Function):
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [..., D] · weight [V, D]ᵀ in fp32."""
     if not sums_in_fp32(x):
-        return (x @ weight.t()).float()
+        return linear(x, weight).float()
     wide: Any = _WideProduct.apply(x.flatten(0, -2), weight)
     return wide.unflatten(0, x.shape[:-1])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head, sums_in_fp32
+from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 # probabilities that entropies are summed over at a time: on a CPU its cache holds them; on CUDA they are an eighth of a
@@ -157,7 +158,7 @@ class Projection:
         if self.fused:
             torch.mm(self.x[chunk], head.weight.t(), out_dtype=torch.float32, out=logits)
         else:
-            narrow = torch.mm(self.x[chunk], head.weight.t(), out=self.narrow[:n])
+            narrow = write_product(self.x[chunk], head.weight, self.narrow[:n])
             if self.wide is not self.narrow:
                 logits.copy_(narrow)
         if head.bias is not None:
@@ -214,11 +215,11 @@ class Projection:
     def _add(self, chunk: slice, grad: Tensor) -> None:
         """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
         if self.dx is not None:
-            torch.mm(grad, self.head.weight, out=self.dx[chunk])
+            write_product(grad, self.head.weight.t(), self.dx[chunk])
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
-            self.dweight.addmm_(grad.t(), self.x[chunk])
+            add_product(self.dweight, grad, self.x[chunk])
         elif self.fused:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:

@@ -24,7 +24,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, matrix_product
 from ptf.model.fused import Setting, attention_of
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import format_of
@@ -204,8 +204,8 @@ class Learner:
 
     @broadcast
     def kernels(self) -> dict[str, str]:
-        """Return the packages whose kernels the model uses (`train.fused`), and their versions."""
-        return dict(self.model.kernels)
+        """Return the packages whose kernels the model uses (`train.fused`, matrix_product.py), and their versions."""
+        return {**self.model.kernels, **matrix_product.record(self.world.device, self.precision)}
 
     @broadcast
     def update(

@@ -22,6 +22,7 @@ from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
+from ptf.model import matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.fused import attention_of
@@ -87,11 +88,10 @@ class OfflineAttempt:
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
+        kernels = {**self.model.kernels, **matrix_product.record(world.device, job.train.precision)}
         self.made_with = cast(
             "dict[str, Any]",
-            world.broadcast_object(
-                provenance.made_with(world.device, data, self.tokenizer.fingerprint(), self.model.kernels)
-            ),
+            world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = peak_flops(world.device, job.train.precision) * world.size

@@ -1,0 +1,143 @@
+"""Products of fp32 matrices on a CPU: by oneDNN on AMD's CPUs with AVX-512, elsewhere by what torch takes (MKL).
+
+On AMD's CPUs MKL leaves AVX-512 unused: of 8,192 rows by 256 × 768, one core of an AMD EPYC (family 26) computes 98
+GFLOP/s with MKL and 232 with oneDNN. torch has oneDNN built in, and calls it for 16 bits and where a model is compiled
+for inference.
+
+The choice depends on the CPU and on the size of a product, never on a clock, so that a run repeats; what a run was made
+with names it, and a run does not continue on a CPU that takes the other library (ptf/compute/provenance.py).
+PTF_MATRIX_PRODUCTS, `torch` or `onednn`, overrides it.
+"""
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils.flop_counter import register_flop_formula
+
+from ptf.errors import UserError
+
+VARIABLE = "PTF_MATRIX_PRODUCTS"
+LIBRARIES = ("torch", "onednn")
+LEAST = 1 << 21  # multiplications of a product that oneDNN computes: below, calling it takes longer than it saves
+BLOCK_BYTES = 8 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
+OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+@functools.cache
+def library() -> str:
+    """Return the library of this process's products: `torch`, or `onednn`. Raises UserError if the variable names
+    another one, or one that torch was built without."""
+    asked = os.environ.get(VARIABLE)
+    available = OPERATOR is not None and torch.backends.mkldnn.is_available()
+    if asked is None:
+        return "onednn" if available and has_fast_onednn() else "torch"
+    if asked not in LIBRARIES:
+        raise UserError(f"{VARIABLE} is {asked!r}; it may be {' or '.join(LIBRARIES)}")
+    if asked == "onednn" and not available:
+        raise UserError(f"{VARIABLE} is onednn, but torch was built without oneDNN: unset it")
+    return asked
+
+
+def has_fast_onednn(cpus: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this is a CPU of AMD with AVX-512."""
+    try:
+        return "AuthenticAMD" in cpus.read_text() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    except OSError:
+        return False
+
+
+def record(device: torch.device, precision: str) -> dict[str, str]:
+    """Return oneDNN with its version if it computes the products of a run on this device (`train.precision`), for the
+    record of what the run was made with."""
+    if device.type != "cpu" or precision != "fp32" or library() != "onednn":
+        return {}
+    version = re.search(r"MKL-DNN (v[\d.]+)", torch.__config__.show())
+    return {"oneDNN": version[1] if version else "built in"}
+
+
+def is_taken(x: Tensor, rows: int, weight: Tensor) -> bool:
+    """Return whether oneDNN computes the product of so many rows with a weight [out, in]."""
+    return (
+        rows * weight.numel() >= LEAST
+        and x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and type(x) in (Tensor, Parameter)  # neither distributed nor fake
+        and type(weight) in (Tensor, Parameter)
+        and library() == "onednn"
+        and not torch.compiler.is_compiling()
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias, [.., out] for x [.., in] and weight [out, in]; it can be differentiated once."""
+    if weight.dim() != 2 or not is_taken(x, x.numel() // weight.shape[1], weight):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def write_product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Write x · weightᵀ [rows, n] to `out`, for x [rows, k] and weight [n, k], without gradients."""
+    if not is_taken(x, len(x), weight):
+        return torch.mm(x, weight.t(), out=out)
+    for block in blocks(len(x), len(weight)):
+        out[:, block] = _product(x, weight[block])
+    return out
+
+
+def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add xᵀ · weight [k, n] to `total`, for x [rows, k] and weight [rows, n], without gradients."""
+    if not is_taken(x, x.shape[1], weight):
+        total.addmm_(x.t(), weight)
+        return
+    columns = weight.t()
+    for block in blocks(weight.shape[1], x.shape[1]):
+        total[block] += _product(x[:, block].t(), columns)
+
+
+def blocks(rows: int, columns: int) -> list[slice]:
+    """Return blocks of the columns of a product, of BLOCK_BYTES each, or 64 columns."""
+    size = max(64, BLOCK_BYTES // (4 * rows))
+    return [slice(i, min(i + size, columns)) for i in range(0, columns, size)]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return OPERATOR(x, weight, bias, "none", [], "")
+
+
+class _Linear(Function):
+    """x · weightᵀ + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            _product(rows, weight.t()).view(x.shape) if of_x else None,
+            _product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+if OPERATOR is not None:
+
+    @register_flop_formula(OPERATOR)
+    def _flops(x_shape: Any, weight_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        """Count a product as torch counts aten.mm."""
+        rows = functools.reduce(lambda a, b: a * b, x_shape[:-1], 1)
+        return 2 * rows * weight_shape[0] * weight_shape[1]
