@@ -11,6 +11,7 @@ results/step_profile.md.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from train_step import HEADS, LR, MODELS, SEQUENCES, WIDTH, documents, prepared,
 RESULTS = results_page("step_profile.md")
 # parts of an operation's name, without aten::; the first that fits counts
 KINDS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("mm", "addmm", "addmm_", "bmm", "linear"),
+    "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise"),
     "attention, backward": ("attention_for_cpu_backward", "attention_backward"),
     "attention, forward": ("attention",),
     "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "norm"),
@@ -54,13 +55,14 @@ def kind_of(name: str) -> str:
 
 
 def products(events: Any) -> Counter[tuple[Any, ...]]:
-    """How often each product of two matrices was computed: (rows, inner, columns), and how the operands lie."""
+    """How often each product of two matrices was computed, [rows, inner] by [inner, columns]."""
     found = Counter[tuple[Any, ...]]()
     for event in events:
-        if event.name not in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            continue
-        a, b = event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
-        if len(a) == 2 and len(b) == 2:
+        if event.name == "mkldnn::_linear_pointwise":
+            (*rows, inner), (columns, _) = event.input_shapes[:2]
+            found[(math.prod(rows), inner), (inner, columns)] += 1
+        elif event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            a, b = event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
             found[tuple(a), tuple(b)] += 1
     return found
 
@@ -79,13 +81,17 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
     """Seconds of these products by themselves, each at its fastest, and their FLOPs."""
     import torch
 
+    from ptf.model import matrix_product
+
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     seconds = flops = 0.0
     for (a, b), times in found.items():
         left, right = torch.randn(a, dtype=kind), torch.randn(b, dtype=kind)
         # as a linear layer computes: x · Wᵀ forward, g · W and gᵀ · x backward; the fastest order in memory counts
         orders = (right, right.t().contiguous().t())
-        seconds += times * min(fastest(partial(torch.mm, left, one)) for one in orders)
+        ways = [partial(torch.mm, left, one) for one in orders]
+        ways += [partial(matrix_product.linear, left, one.t()) for one in orders]
+        seconds += times * min(map(fastest, ways))
         flops += times * 2 * a[0] * a[1] * b[1]
     return seconds, flops
 
