@@ -27,7 +27,7 @@ from ptf.errors import UserError
 
 VARIABLE = "PTF_MATRIX_PRODUCTS"
 LIBRARIES = ("torch", "onednn")
-LEAST = 1 << 21  # multiplications of a product that oneDNN computes: below, calling it takes longer than it saves
+LEAST = 1 << 22  # multiplications of a product that oneDNN computes: below, calling it saves little or nothing
 BLOCK_BYTES = 8 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
 OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
