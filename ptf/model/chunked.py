@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ptf.model.head import Head
-from ptf.model.projection import Projection, summed
+from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20  # on a CPU
@@ -46,16 +46,18 @@ def chunk_bytes(device: torch.device) -> int:
     return CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
 
 
-def chunks_of(n: int, *heads: Head, buffers: int = 1) -> list[slice]:
+def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
     """Return the chunks of n positions. They are the same on all ranks of a group, since each chunk is a collective.
 
     On CUDA, a computation that needs several `buffers` as large as its logits gets smaller chunks, so that all of them
-    together take what one takes elsewhere.
+    together take what one takes elsewhere. There, and in a group, a chunk is one block; on a CPU blocks are as large as
+    the caches of its threads.
     """
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     device = heads[0].weight.device
     size = max(1, chunk_bytes(device) // (4 * rows * (buffers if device.type == "cuda" else 1)))
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    whole = device.type == "cuda" or any(h.group is not None for h in heads)
+    return Chunks(n, size, size if whole else min(size, rows_of_a_block(rows)))
 
 
 class _Targets:
@@ -67,13 +69,13 @@ class _Targets:
         # 0 if a different rank has the target
         self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()
 
-    def pick(self, chunk: slice, values: Tensor) -> Tensor:
+    def pick(self, block: slice, values: Tensor) -> Tensor:
         """Return the targets' entries [n] of `values` [n, V], to be summed over the ranks."""
-        return values.gather(1, self.at[chunk, None]).squeeze(1) * self.counts[chunk]
+        return values.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
 
-    def subtract(self, chunk: slice, values: Tensor) -> Tensor:
+    def subtract(self, block: slice, values: Tensor) -> Tensor:
         """Subtract 1 at each target of `values` [n, V], in place."""
-        return values.scatter_add_(1, self.at[chunk, None], -self.counts[chunk, None])
+        return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
 
 
 def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,15 +97,15 @@ class _CrossEntropy(Function):
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        for chunk in chunks:
+        for block in chunks:
             if projection.compiles_loss:
-                values[chunk] = projection.cross_entropy(chunk, targets[chunk], weights[chunk])
+                values[block] = projection.cross_entropy(block, targets[block], weights[block])
                 continue
-            logprobs = projection.logprobs(chunk)
-            values[chunk] = where.pick(chunk, logprobs)
+            logprobs = projection.logprobs(block)
+            values[block] = where.pick(block, logprobs)
             if any(ctx.needs_input_grad):
                 projection.accumulate(
-                    chunk, where.subtract(chunk, projection.probabilities(logprobs, out=logprobs)), weights[chunk]
+                    block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), weights[block]
                 )
         ctx.save_for_backward(*projection.gradients())
         values = -summed(values * weights, head.group)
@@ -138,12 +140,12 @@ class _Surrogate(Function):
         projection = Projection(x, head, chunks, processing, targets, trie_states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
-        for chunk in chunks:
-            logprobs = projection.logprobs(chunk)
-            picked[chunk] = where.pick(chunk, logprobs)
-            entropy[chunk] = projection.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
+        for block in chunks:
+            logprobs = projection.logprobs(block)
+            picked[block] = where.pick(block, logprobs)
+            entropy[block] = projection.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
             if any(ctx.needs_input_grad):
-                projection.accumulate(chunk, where.subtract(chunk, logprobs), coefficients[chunk])
+                projection.accumulate(block, where.subtract(block, logprobs), coefficients[block])
         ctx.save_for_backward(*projection.gradients())
         picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
         ctx.mark_non_differentiable(picked, entropy, slack)
@@ -173,10 +175,10 @@ class _TokenLogprobs(Function):
         projection = Projection(x, head, chunks, processing, targets, trie_states)
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.empty_like(picked)
-        for chunk in chunks:
-            logprobs = projection.logprobs(chunk)
-            picked[chunk] = where.pick(chunk, logprobs)
-            entropy[chunk] = projection.entropies(logprobs, leave_probabilities=False)
+        for block in chunks:
+            logprobs = projection.logprobs(block)
+            picked[block] = where.pick(block, logprobs)
+            entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
         entropy = summed(entropy, head.group)
         slack = projection.slack_of(picked)
         ctx.mark_non_differentiable(slack)
@@ -194,18 +196,18 @@ class _TokenLogprobs(Function):
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
-        spare = None if grads[1] is None else torch.empty_like(projection.wide)
-        for chunk in chunks:
-            logprobs = projection.logprobs(chunk)
+        spare = None if grads[1] is None else projection.new_block()
+        for block in chunks:
+            logprobs = projection.logprobs(block)
             if spare is None:
                 projection.accumulate(
-                    chunk, where.subtract(chunk, projection.probabilities(logprobs, out=logprobs)), of_logprobs[chunk]
+                    block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), of_logprobs[block]
                 )
                 continue
             p = projection.probabilities(logprobs, out=spare[: len(logprobs)])
-            bent = logprobs.add_(entropy[chunk, None]).mul_(p).mul_(of_entropy[chunk, None])  # ∂H/∂z = −p (log p + H)
-            bent += where.subtract(chunk, p).mul_(of_logprobs[chunk, None])
-            projection.accumulate(chunk, bent, torch.ones_like(entropy[chunk]))
+            bent = logprobs.add_(entropy[block, None]).mul_(p).mul_(of_entropy[block, None])  # ∂H/∂z = −p (log p + H)
+            bent += where.subtract(block, p).mul_(of_logprobs[block, None])
+            projection.accumulate(block, bent, torch.ones_like(entropy[block]))
         return *projection.gradients(), None, None, None, None
 
 

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from ptf.model.chunked import chunks_of, differentiable_once, function_inputs, scaled, trained_positions
 from ptf.model.head import Head
-from ptf.model.projection import FLOOR, Projection, summed
+from ptf.model.projection import FLOOR, Chunks, Projection, summed
 from ptf.model.sampling import LogitsProcessing
 
 Form = Literal["forward", "reverse", "js"]
@@ -59,14 +59,14 @@ def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, form: Form, beta
 class _Whole:
     """A teacher's distribution over the whole vocabulary."""
 
-    def __init__(self, x: Tensor, head: Head, chunks: list[slice], temperature: float) -> None:
+    def __init__(self, x: Tensor, head: Head, chunks: Chunks, temperature: float) -> None:
         self.projection = Projection(x, head, chunks, LogitsProcessing(temperature))
-        self.s, self.t = torch.empty_like(self.projection.wide), torch.empty_like(self.projection.wide)
+        self.s, self.t = self.projection.new_block(), self.projection.new_block()
 
-    def compare(self, chunk: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
-        """Return D of the chunk's positions; `log_s` becomes the gradient."""
+    def compare(self, block: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
+        """Return D of the block's positions; `log_s` becomes the gradient."""
         n, real = len(log_s), slice(student.head.real)
-        log_t = self.projection.logprobs(chunk)
+        log_t = self.projection.logprobs(block)
         t = self.projection.probabilities(log_t, out=self.t[:n])
         s = student.probabilities(log_s, out=_like(self.s[:n], log_s))
         values = compare(log_s[:, real], s[:, real], log_t[:, real], t[:, real], form, beta, student.head)
@@ -86,9 +86,9 @@ class _Top:
         self.at, self.counts = _here(ids, head)
         self.logprobs = logprobs
 
-    def compare(self, chunk: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
-        """Return D of the chunk's positions; `log_s` becomes the gradient."""
-        at, counts, log_t, group = self.at[chunk], self.counts[chunk], self.logprobs[chunk], student.head.group
+    def compare(self, block: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
+        """Return D of the block's positions; `log_s` becomes the gradient."""
+        at, counts, log_t, group = self.at[block], self.counts[block], self.logprobs[block], student.head.group
         known = summed(log_s.gather(1, at) * counts, group)  # [n, k]
         s = student.probabilities(log_s, out=log_s)
         rest = _rest(s, at, counts, group)
@@ -125,7 +125,7 @@ class _Divergence(Function):
         bias: Tensor | None,
         head: Head,
         teacher: _Whole | _Top,
-        chunks: list[slice],
+        chunks: Chunks,
         weights: Tensor,
         temperature: float,
         form: Form,
@@ -133,11 +133,11 @@ class _Divergence(Function):
     ) -> Tensor:
         student = Projection(x, head, chunks, LogitsProcessing(temperature), needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        for chunk in chunks:
-            log_s = student.logprobs(chunk)
-            values[chunk] = teacher.compare(chunk, log_s, student, form, beta)
+        for block in chunks:
+            log_s = student.logprobs(block)
+            values[block] = teacher.compare(block, log_s, student, form, beta)
             if any(ctx.needs_input_grad):
-                student.accumulate(chunk, log_s, weights[chunk])
+                student.accumulate(block, log_s, weights[block])
         ctx.save_for_backward(*student.gradients())
         return (values * weights).sum(dtype=torch.float32)
 
@@ -151,7 +151,7 @@ def _summed_divergence(
     x: Tensor,
     head: Head,
     teacher: _Whole | _Top,
-    chunks: list[slice],
+    chunks: Chunks,
     weights: Tensor,
     selected: Tensor,
     temperature: float,
@@ -246,8 +246,8 @@ def top_logprobs(
     projection = Projection(x.flatten(0, -2).index_select(0, selected), head, chunks, LogitsProcessing(temperature))
     ids = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device)
     top = torch.zeros(weights.numel(), k + 1, device=x.device)
-    for chunk in chunks:
-        logprobs = projection.logprobs(chunk)
+    for block in chunks:
+        logprobs = projection.logprobs(block)
         values, best = logprobs.topk(min(k, len(head.weight)), -1)
         best += head.first
         if head.group is not None:
@@ -255,8 +255,8 @@ def top_logprobs(
             values, columns = values.topk(k, -1)
             best = best.gather(1, columns)
         rest = _rest(projection.probabilities(logprobs, out=logprobs), *_here(best, head), head.group)
-        ids[selected[chunk]] = best.int()
-        top[selected[chunk]] = torch.cat([values, rest.log()], -1)
+        ids[selected[block]] = best.int()
+        top[selected[block]] = torch.cat([values, rest.log()], -1)
     return ids.view(*weights.shape, k), top.view(*weights.shape, k + 1)
 
 

@@ -1,13 +1,15 @@
 """The output projection applied to hidden states chunk by chunk: it computes log-probs, and takes the gradients of
 logits back.
 
-The same few buffers serve every chunk, and everything after the GEMM happens in them in place. With 16 bits on CUDA,
+The same few buffers serve every chunk, and everything after the GEMM happens in them in place, on a CPU a block of
+rows at a time, which its cache holds from the logits to their gradients. With 16 bits on CUDA,
 the GEMMs themselves give logits and add up the head's gradient in fp32 (`sums_in_fp32`); on a CPU they round, and fp32
 comes after them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from ptf.model.head import Head, sums_in_fp32
 from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
-# probabilities that entropies are summed over at a time: on a CPU its cache holds them; on CUDA they are an eighth of a
-# chunk, which keeps the buffer small, and each of their kernels takes about ten times as long as its launch
+# logits of a thread that are a block on a CPU: its cache holds them. Probabilities that entropies are summed over at a
+# time are as many; on CUDA they are an eighth of a chunk, which keeps the buffer small, and each of their kernels takes
+# about ten times as long as its launch
 BLOCK_BYTES = 1 << 20
 CUDA_BLOCK_BYTES = 128 << 20
 # logits whose nucleus is found at a time: it takes about ten times their memory
@@ -76,8 +79,38 @@ def _compiled_loss() -> Callable[..., Tensor]:
     return compiler(loss_of_rows, dynamic=False, recompile_limit=LOSSES)
 
 
+def rows_of_a_block(columns: int) -> int:
+    """Return how many rows of logits the caches of a CPU's threads hold, at least one each."""
+    return torch.get_num_threads() * max(1, BLOCK_BYTES // (4 * columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Positions in chunks of `size`, whose logits one GEMM computes, and each chunk in blocks of `rows`.
+
+    Iteration yields the blocks.
+    """
+
+    positions: int
+    size: int
+    rows: int
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.positions, self.size):
+            stop = min(start + self.size, self.positions)
+            yield from (slice(i, min(i + self.rows, stop)) for i in range(start, stop, self.rows))
+
+    def of(self, block: slice) -> slice:
+        """Return the chunk of a block."""
+        start = block.start - block.start % self.size
+        return slice(start, min(start + self.size, self.positions))
+
+
 class Projection:
     """A head applied to x [N, D] chunk by chunk, and the gradients that come back.
+
+    The blocks of `chunks` are taken once each, in their order: the first of a chunk computes the chunk's logits, the
+    last one adds the chunk's gradients.
 
     Its buffers are made once: on a CPU, the page faults of a fresh 64 MiB cost as much as two passes over it (28 ms
     against 10 ms for a copy).
@@ -87,7 +120,7 @@ class Projection:
         self,
         x: Tensor,
         head: Head,
-        chunks: list[slice],
+        chunks: Chunks,
         processing: LogitsProcessing = NO_LOGITS_PROCESSING,
         targets: Tensor | None = None,
         trie_states: Tensor | None = None,
@@ -106,17 +139,23 @@ class Projection:
         self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
-        size, rows = (chunks[0].stop if chunks else 0), len(head.weight)
+        self.chunks, self.chunk = chunks, slice(0, 0)  # the chunk whose logits the buffer holds
+        size, rows = min(chunks.size, len(x)), len(head.weight)
         self.fused = sums_in_fp32(x)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
-        self.wide = self.narrow if x.dtype == torch.float32 else x.new_empty(size, rows, dtype=torch.float32)
+        self.rows = min(chunks.rows, size)
+        self.wide = self.narrow if x.dtype == torch.float32 else x.new_empty(self.rows, rows, dtype=torch.float32)
         self.spare: Tensor | None = None  # a block of probabilities
-        self.slope = torch.empty_like(self.wide) if head.softcap is not None and any(needs) else None
+        self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
         self.dx = torch.empty_like(x) if needs[0] else None
         self.dweight = torch.zeros_like(head.weight, dtype=sums) if needs[1] else None
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
+
+    def new_block(self) -> Tensor:
+        """Return an uninitialised tensor for a block of logits, fp32 [rows, V]."""
+        return torch.empty_like(self.wide[: self.rows])
 
     @property
     def compiles_loss(self) -> bool:
@@ -126,41 +165,53 @@ class Projection:
         plain = head.group is None and head.softcap is None and head.bias is None
         return self.fused and plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
 
-    def cross_entropy(self, chunk: slice, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the log-probs of a chunk's targets, fp32 [n], and add the chunk's contribution to the gradients of
+    def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
         −Σ weights · log-prob; see `compiles_loss`."""
-        logits, narrow = self._logits(chunk), self.narrow[: chunk.stop - chunk.start]
-        rows = logits, targets, weights, narrow
+        logits = self._logits(block)
+        rows = logits, targets, weights, self.narrow[self._place(block)]
         for tensor in rows:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         picked = _compiled_loss()(*rows)
-        self._add(chunk, narrow)
+        self._add_after(block)
         return picked
 
-    def logprobs(self, chunk: slice) -> Tensor:
-        """Return the log-probs of a chunk, fp32 [n, V], of the distribution that is sampled from.
+    def logprobs(self, block: slice) -> Tensor:
+        """Return the log-probs of a block, fp32 [n, V], of the distribution that is sampled from.
 
-        They lie in a buffer that the next chunk overwrites.
+        They lie in a buffer that a later block overwrites.
         """
-        logprobs = normalise(self._logits(chunk), self.head.group)
+        logprobs = normalise(self._logits(block), self.head.group)
         if self.slack is not None:
-            drawn = None if self.targets is None else self.targets[chunk]
-            slack, rounding = self.slack[chunk], ROUNDING[self.x.dtype]
-            for block in blocks(logprobs, NUCLEUS_BYTES):
-                mine = None if drawn is None else drawn[block]
-                slack[block] = nucleus(logprobs[block], self.processing.top_p, mine, rounding)
+            drawn = None if self.targets is None else self.targets[block]
+            slack, rounding = self.slack[block], ROUNDING[self.x.dtype]
+            for part in blocks(logprobs, NUCLEUS_BYTES):
+                mine = None if drawn is None else drawn[part]
+                slack[part] = nucleus(logprobs[part], self.processing.top_p, mine, rounding)
         return logprobs
 
-    def _logits(self, chunk: slice) -> Tensor:
-        """Return the logits of a chunk, fp32 [n, V], as they are sampled from, in the buffer."""
-        head, n = self.head, chunk.stop - chunk.start
-        logits = self.wide[:n]
+    def _place(self, block: slice) -> slice:
+        """Return the rows of a block in the buffers of its chunk."""
+        return slice(block.start - self.chunk.start, block.stop - self.chunk.start)
+
+    def _multiply(self, chunk: slice) -> None:
+        """Write the product of a chunk with the weight to the buffer."""
+        x, weight, n = self.x[chunk], self.head.weight, chunk.stop - chunk.start
         if self.fused:
-            torch.mm(self.x[chunk], head.weight.t(), out_dtype=torch.float32, out=logits)
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=self.wide[:n])
         else:
-            narrow = write_product(self.x[chunk], head.weight, self.narrow[:n])
-            if self.wide is not self.narrow:
-                logits.copy_(narrow)
+            write_product(x, weight, self.narrow[:n])
+        self.chunk = chunk
+
+    def _logits(self, block: slice) -> Tensor:
+        """Return the logits of a block, fp32 [n, V], as they are sampled from, in the buffer."""
+        if (chunk := self.chunks.of(block)) != self.chunk:
+            self._multiply(chunk)
+        head, n, place = self.head, block.stop - block.start, self._place(block)
+        if self.fused or self.wide is self.narrow:
+            logits = self.wide[place]
+        else:
+            logits = self.wide[:n].copy_(self.narrow[place])
         if head.bias is not None:
             logits += head.bias
         if head.softcap is not None:
@@ -171,7 +222,7 @@ class Projection:
         if scale != 1.0:
             logits *= scale
         if self.edges is not None and self.trie_states is not None:
-            restrict(logits, self.trie_states[chunk], self.edges, head.first)
+            restrict(logits, self.trie_states[block], self.edges, head.first)
         logits[:, head.real :] = NEVER
         return logits
 
@@ -189,7 +240,7 @@ class Projection:
         anyway.
         """
         parts = blocks(logprobs, CUDA_BLOCK_BYTES if logprobs.device.type == "cuda" else BLOCK_BYTES)
-        if self.spare is None:  # the first chunk is the largest
+        if self.spare is None:  # the first block is the largest
             self.spare = torch.empty_like(logprobs[parts[0]])
         entropies = logprobs.new_empty(len(logprobs))
         for block in parts:
@@ -201,16 +252,22 @@ class Projection:
         return entropies
 
     def slack_of(self, logprobs: Tensor) -> Tensor:
-        """Return the slack of every row [N] (`nucleus`), after all chunks; 0 without a nucleus."""
+        """Return the slack of every row [N] (`nucleus`), after all blocks; 0 without a nucleus."""
         return torch.zeros_like(logprobs) if self.slack is None else self.slack
 
-    def accumulate(self, chunk: slice, grad: Tensor, weights: Tensor) -> None:
-        """Add a chunk's contribution to the gradients.
+    def accumulate(self, block: slice, grad: Tensor, weights: Tensor) -> None:
+        """Add a block's contribution to the gradients.
 
         `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted; it may be
         the buffer of `logprobs`, and is overwritten.
         """
-        self._add(chunk, self._weighted(grad, (weights / self.processing.temperature)[:, None]))
+        self._weigh(grad, (weights / self.processing.temperature)[:, None], self.narrow[self._place(block)])
+        self._add_after(block)
+
+    def _add_after(self, block: slice) -> None:
+        """Add the contribution of a chunk after its last block."""
+        if block.stop == self.chunk.stop:
+            self._add(self.chunk, self.narrow[: self.chunk.stop - self.chunk.start])
 
     def _add(self, chunk: slice, grad: Tensor) -> None:
         """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
@@ -226,18 +283,19 @@ class Projection:
             for i in range(0, len(self.dweight), BLOCK):
                 self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
 
-    def _weighted(self, grad: Tensor, weights: Tensor) -> Tensor:
-        """Return a chunk's gradient with respect to the output of the matrix product, in its dtype, and add it to the
-        gradient of the bias."""
-        narrow = self.narrow[: len(grad)]
+    def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it
+        to the gradient of the bias."""
         if self.fused and self.slope is None and self.dbias is None:
-            return torch.mul(grad, weights, out=narrow)  # one pass, where a CPU would make a copy of its own
+            torch.mul(grad, weights, out=out)  # one pass, where a CPU would make a copy of its own
+            return
         grad.mul_(weights)
         if self.slope is not None:
             grad *= self.slope[: len(grad)]
         if self.dbias is not None:
             self.dbias += grad.sum(0)
-        return grad if self.wide is self.narrow else narrow.copy_(grad)
+        if grad.data_ptr() != out.data_ptr():
+            out.copy_(grad)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of x, the weight and the bias, each in the dtype of its tensor; None where none is

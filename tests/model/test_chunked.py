@@ -23,6 +23,7 @@ from ptf.model import head as head_module
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
+from ptf.model.projection import Chunks
 from ptf.model.sampling import LogitsProcessing
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
@@ -513,6 +514,49 @@ def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(n
     with Seen() as seen:
         torch.autograd.grad(problem.dense(name), leaves)
     assert max(t.numel() for t in seen.tensors) >= 4 * 501 * 500
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_blocks_of_a_chunk_change_no_bit(name, dtype, monkeypatch):
+    """Chunks of 50 rows in blocks of 1, 7, 50 and more; the bias, which is a sum over rows, differs by rounding."""
+    found, sizes = [], []
+    take = Chunks.__iter__
+
+    def noted(chunks: Chunks):
+        sizes.append(chunks.rows)
+        return take(chunks)
+
+    monkeypatch.setattr(Chunks, "__iter__", noted)
+    for rows in (1, 7, 50, 1000):
+        problem = Problem(shape=(4, 41), vocab=60, padding=4, share=0.9, temperature=0.7, softcap=30.0, dtype=dtype)
+        columns = len(problem.head.weight)
+        monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * columns * 50)
+        monkeypatch.setattr(chunked, "rows_of_a_block", lambda columns, rows=rows: rows)
+        leaves = problem.leaves()
+        loss = problem.ours(name)
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert {1, 7} < set(sizes)
+    assert max(sizes) > 40
+    for others in found[1:]:
+        *same, bias = zip(found[0], others, strict=True)
+        if name.startswith("js"):  # torch rounds logaddexp otherwise at a tensor's end
+            torch.testing.assert_close(*map(list, zip(*same, strict=True)), atol=1e-6, rtol=1e-5)
+        else:
+            assert all(torch.equal(a, b) for a, b in same)
+        torch.testing.assert_close(*bias, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@given(positions=st.integers(0, 60), size=st.integers(1, 30), rows=st.integers(1, 30))
+def test_blocks_are_all_positions_in_order_and_each_in_one_chunk(positions, size, rows):
+    chunks = Chunks(positions, size, min(rows, size))
+    blocks = list(chunks)
+    assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(positions))
+    for block in blocks:
+        chunk = chunks.of(block)
+        assert chunk.start <= block.start < block.stop <= chunk.stop
+        assert block.stop - block.start <= rows
+        assert chunk.start % size == 0
 
 
 @pytest.mark.parametrize(

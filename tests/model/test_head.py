@@ -91,7 +91,7 @@ def test_a_sum_over_a_group_is_that_of_its_ranks_and_alone_the_value(monkeypatch
 
 def test_a_nucleus_needs_the_whole_vocabulary_and_nothing_else_does():
     head = Head(torch.zeros(ROWS, DIM), VOCAB, group=object())  # type: ignore[arg-type]
-    x, chunks = torch.zeros(2, DIM), [slice(0, 2)]
+    x, chunks = torch.zeros(2, DIM), projection.Chunks(2, 2, 2)
     assert projection.Projection(x, head, chunks).head is head
     with pytest.raises(NotImplementedError, match=r"rollout\.top_p.*sharded over ranks"):
         projection.Projection(x, head, chunks, LogitsProcessing(top_p=0.5))

@@ -13,7 +13,7 @@ from ptf.errors import UserError
 from ptf.model import matrix_product
 from ptf.model.head import Head
 from ptf.model.matrix_product import LEAST, VARIABLE, add_product, has_fast_onednn, library, linear, write_product
-from ptf.model.projection import Projection
+from ptf.model.projection import Chunks, Projection
 from tests.tiny import checkpoint
 
 CPU = torch.device("cpu")
@@ -114,11 +114,11 @@ def test_what_is_small_narrow_distributed_or_not_there_is_left_to_torch(monkeypa
 def test_a_head_in_chunks_gives_the_gradients_of_torchs_products(monkeypatch):
     def gradients() -> list[torch.Tensor]:
         head = Head(drawn(90, 16), 90)
-        x, chunks = drawn(40, 16), [slice(0, 24), slice(24, 40)]
+        x, chunks = drawn(40, 16), Chunks(40, 24, 9)
         projection = Projection(x, head, chunks, needs=(True, True, False))
-        for chunk in chunks:
-            logprobs = projection.logprobs(chunk)
-            projection.accumulate(chunk, logprobs.exp(), torch.ones(chunk.stop - chunk.start))
+        for block in chunks:
+            logprobs = projection.logprobs(block)
+            projection.accumulate(block, logprobs.exp(), torch.ones(block.stop - block.start))
         found = projection.gradients()
         assert found[0] is not None
         assert found[1] is not None
