@@ -46,7 +46,7 @@ from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
-# variables of this process that a rank gets, too: on a machine of its own, and before it imports torch
+# environment variables that every rank gets: it may run on another machine, and may import torch before ptf
 PASSED_ON = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PTF_MATRIX_PRODUCTS")
 # seconds to wait after the first failure: one rank's error makes the collectives of the other ranks fail, so the error
 # that explains the others may arrive later
@@ -186,7 +186,7 @@ class Gang:
                 self._raise_if_silent([0], doing, self.silent_s)
             if time.monotonic() > deadline:
                 raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
-            if not ray.wait([items], timeout=1.0)[0]:
+            if not ray.wait([items], timeout=max(0.0, heard + BEAT_S - time.monotonic()))[0]:
                 continue
             try:
                 yield ray.get(next(items), timeout=FETCH_S)

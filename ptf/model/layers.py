@@ -62,7 +62,7 @@ class LayerFactory:
 
 
 class Linear(nn.Linear):
-    """A projection."""
+    """A projection, whose product is computed by the library that `matrix_product` chooses."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection [.., out] of `input` [.., in]."""

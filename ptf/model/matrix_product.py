@@ -10,6 +10,7 @@ PTF_MATRIX_PRODUCTS, `torch` or `onednn`, overrides it.
 """
 
 import functools
+import math
 import os
 import re
 from pathlib import Path
@@ -28,7 +29,7 @@ from ptf.errors import UserError
 VARIABLE = "PTF_MATRIX_PRODUCTS"
 LIBRARIES = ("torch", "onednn")
 LEAST = 1 << 22  # multiplications of a product that oneDNN computes: below, calling it saves little or nothing
-BLOCK_BYTES = 8 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
+BLOCK_BYTES = 4 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
 OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
@@ -58,7 +59,7 @@ def has_fast_onednn(cpus: Path = Path("/proc/cpuinfo")) -> bool:
 def record(device: torch.device, precision: str) -> dict[str, str]:
     """Return oneDNN with its version if it computes the products of a run on this device (`train.precision`), for the
     record of what the run was made with."""
-    if device.type != "cpu" or precision != "fp32" or library() != "onednn":
+    if library() != "onednn" or device.type != "cpu" or precision != "fp32":
         return {}
     version = re.search(r"MKL-DNN (v[\d.]+)", torch.__config__.show())
     return {"oneDNN": version[1] if version else "built in"}
@@ -73,13 +74,12 @@ def is_taken(x: Tensor, rows: int, weight: Tensor) -> bool:
         and type(x) in (Tensor, Parameter)  # neither distributed nor fake
         and type(weight) in (Tensor, Parameter)
         and library() == "onednn"
-        and not torch.compiler.is_compiling()
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, [.., out] for x [.., in] and weight [out, in]; it can be differentiated once."""
-    if weight.dim() != 2 or not is_taken(x, x.numel() // weight.shape[1], weight):
+    if weight.dim() != 2 or not is_taken(x, math.prod(x.shape[:-1]), weight):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
@@ -110,6 +110,8 @@ def blocks(rows: int, columns: int) -> list[slice]:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):  # for which oneDNN has no fast kernel
+        weight = weight.contiguous()
     return OPERATOR(x, weight, bias, "none", [], "")
 
 
@@ -118,7 +120,9 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.shape = x.shape
         return _product(x, weight, bias)
 
     @staticmethod
@@ -128,7 +132,7 @@ class _Linear(Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (
-            _product(rows, weight.t()).view(x.shape) if of_x else None,
+            _product(rows, weight.t()).view(ctx.shape) if of_x else None,
             _product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
@@ -139,5 +143,4 @@ if OPERATOR is not None:
     @register_flop_formula(OPERATOR)
     def _flops(x_shape: Any, weight_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         """Count a product as torch counts aten.mm."""
-        rows = functools.reduce(lambda a, b: a * b, x_shape[:-1], 1)
-        return 2 * rows * weight_shape[0] * weight_shape[1]
+        return 2 * math.prod(x_shape[:-1]) * weight_shape[0] * weight_shape[1]

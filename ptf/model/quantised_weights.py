@@ -100,9 +100,14 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
         return matrix_product.linear(x, module.weight, module.bias)
     bias = module.bias
     if bias is not None and bias.requires_grad:
-        return _Product.apply(x, *_parts(module, "weight"), F.linear, torch.matmul) + bias
-    product = functools.partial(F.linear, bias=bias)  # which rounds once, as without packing
-    return _Product.apply(x, *_parts(module, "weight"), product, torch.matmul)
+        return _Product.apply(x, *_parts(module, "weight"), matrix_product.linear, _of_gradient) + bias
+    product = functools.partial(matrix_product.linear, bias=bias)  # which rounds once, as without packing
+    return _Product.apply(x, *_parts(module, "weight"), product, _of_gradient)
+
+
+def _of_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient [.., in] of a projection's input, of its output's [.., out] and a weight [out, in]."""
+    return matrix_product.linear(grad, weight.t())
 
 
 def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> Tensor:

@@ -66,7 +66,10 @@ async def run_episodes(
                 while not ended.empty():
                     together.append(ended.get_nowait())
                 left -= len(together)
-                yield [task.result() for task in together]
+                if whole := [task.result() for task in together if task.exception() is None]:
+                    yield whole
+                for task in together:
+                    task.result()  # raises what the engine raised
         finally:
             for task in tasks:
                 task.cancel()

@@ -41,7 +41,7 @@ from ptf.train.precompute import precompute_sources
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
-from ptf.train.trainer import load_model
+from ptf.train.trainer import load_model, products
 from ptf.train.validate import held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
 
@@ -88,7 +88,7 @@ class OfflineAttempt:
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
-        kernels = {**self.model.kernels, **matrix_product.record(world.device, job.train.precision)}
+        kernels = {**self.model.kernels, **products(world, job.train.precision)}
         self.made_with = cast(
             "dict[str, Any]",
             world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),
@@ -433,10 +433,11 @@ def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan 
     if world.leads:
         config = model.config
         attention = attention_of(model, world.device)
+        by_onednn = "products by oneDNN, " if matrix_product.record(world.device, job.train.precision) else ""
         print(
             f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
-            f"{job.train.precision}, attention={attention}, "
+            f"{job.train.precision}, {by_onednn}attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device, model.kernels)}, "
             f"{config.num_layers} layers × {config.dim}",
             flush=True,

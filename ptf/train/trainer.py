@@ -16,7 +16,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, matrix_product
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
@@ -82,6 +82,17 @@ def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, s
     every = world.all_gather_object(found) if world.device.type == "cuda" and setting else [found]
     if others := [each for each in every if each != found]:
         raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
+    return found
+
+
+def products(world: World, precision: str) -> dict[str, str]:
+    """Return `matrix_product.record`, which is the same on every rank. Raises UserError if it is not."""
+    found = matrix_product.record(world.device, precision)
+    if others := [each for each in world.all_gather_object(found) if each != found]:
+        raise UserError(
+            f"products of matrices: this machine computes them with {found or 'MKL'}, another one with "
+            f"{others[0] or 'MKL'}; set {matrix_product.VARIABLE}=torch on all"
+        )
     return found
 
 

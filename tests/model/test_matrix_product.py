@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptf.compute import provenance
@@ -75,9 +76,12 @@ def test_values_and_gradients_are_those_of_float64(rows, width, columns, bias, l
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_a_gradient_that_nobody_needs_is_not_computed(monkeypatch, needs):
-    calls = noted_calls(monkeypatch)
+    calls, saved = noted_calls(monkeypatch), []
     x, weight = (t.requires_grad_(need) for t, need in zip((drawn(9, 5), drawn(7, 5)), needs, strict=True))
-    linear(x, weight).sum().backward()
+    with saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        out = linear(x, weight)
+    assert saved == [weight.shape if needs[0] else x.shape], "what the other gradient needs is not kept"
+    out.sum().backward()
     assert (x.grad is not None, weight.grad is not None) == needs
     assert calls == [9, 9 if needs[0] else 7]
 
@@ -109,6 +113,26 @@ def test_what_is_small_narrow_distributed_or_not_there_is_left_to_torch(monkeypa
     assert calls == []
     linear(drawn(LEAST // 64, 8), weight)
     assert calls == [LEAST // 64]
+
+
+def test_a_slice_of_a_transposed_weight_is_not_left_to_the_slow_kernel(monkeypatch):
+    """oneDNN has no fast kernel for a weight whose rows and columns are both apart."""
+    asked = []
+    monkeypatch.setattr(matrix_product, "OPERATOR", lambda x, weight, *_: asked.append(weight.is_contiguous()))
+    weight = drawn(30, 20)
+    for one in (weight, weight.t(), weight[:7], weight.t()[:7]):
+        matrix_product._product(drawn(4, one.shape[1]), one)
+    assert asked == [True, False, True, True]
+
+
+def test_ranks_with_different_libraries_are_refused(monkeypatch):
+    from ptf.compute.world import World
+    from ptf.train.trainer import products
+
+    assert "oneDNN" in products(World(), "fp32")
+    monkeypatch.setattr(World, "all_gather_object", lambda self, value: [value, {}])
+    with pytest.raises(UserError, match="PTF_MATRIX_PRODUCTS=torch"):
+        products(World(), "fp32")
 
 
 def test_a_head_in_chunks_gives_the_gradients_of_torchs_products(monkeypatch):

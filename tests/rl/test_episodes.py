@@ -371,6 +371,24 @@ def test_episodes_that_end_together_come_together_and_none_is_lost(tokenizer):
     assert all(t.prompt.index == i for i, t in [*together, *late])
 
 
+def test_episodes_that_ended_before_the_engine_failed_are_not_lost(tokenizer):
+    class Failing(Scripted):
+        async def generate(self, request):
+            if request.seed == 301:
+                raise RuntimeError("out of order")
+            return await super().generate(request)
+
+    found = []
+
+    async def run():
+        async for ended in run_episodes(Failing(tokenizer), episodes([{}] * 6, tokenizer, None)):
+            found.extend(i for i, _ in ended)
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        asyncio.run(run())
+    assert sorted(found) == [0, 1, 2, 4, 5]
+
+
 def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):
     """While one environment hangs, the others come to their ends."""
     engine = Scripted(tokenizer)

@@ -282,10 +282,11 @@ def test_a_successor_is_asked_for_the_rest_alone():
     class Answering:
         def stream(self, method, arguments, doing):
             asked.append((arguments[1], arguments[2:], doing))
-            for which, item in enumerate(arguments[1]):
-                if len(asked) == 1 and which == 2:
-                    raise RuntimeError("the process died")
-                yield [(which, item * 10)]
+            items = arguments[1]
+            yield [(which, item * 10) for which, item in enumerate(items[:2])]  # two that came together
+            if len(asked) == 1:
+                raise RuntimeError("the process died")
+            yield [(which, item * 10) for which, item in enumerate(items[2:], 2)]
 
     def twice(i, method, ask, progress):
         with pytest.raises(RuntimeError):

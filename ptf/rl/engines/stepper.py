@@ -198,14 +198,16 @@ class Stepper:
     def _deliver(self, news: Sequence[tuple[int, Progress | BaseException]]) -> None:
         """Give the callers what is new; a request whose response is whole, or that failed, is served no longer."""
         items = list[Item]()
-        with self.changed:
-            for number, item in news:
-                if isinstance(item, Progress) and item.error is not None:
-                    item = item.error
-                items.append((*self.running[number], item))
-                if isinstance(item, BaseException) or item.generation is not None:
-                    del self.running[number]
-        hand_over(items)
+        try:
+            with self.changed:
+                for number, item in news:
+                    if isinstance(item, Progress) and item.error is not None:
+                        item = item.error
+                    items.append((*self.running[number], item))
+                    if isinstance(item, BaseException) or item.generation is not None:
+                        del self.running[number]
+        finally:  # also what came before an answer to no request
+            hand_over(items)
 
     def _drop(self, aborted: Sequence[Submission]) -> None:
         """Abort what is left of the submissions that nobody waits for."""
