@@ -197,6 +197,9 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 bench-train: setup                       ## the SFT step beside TRL and transformers at their best (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
 
+bench-step-profile: setup                ## where an SFT step goes on a CPU, and the bound of its matrix products; writes benchmarks/results/step_profile.md
+	$(PY) benchmarks/step_profile.py
+
 bench-recipes: setup                     ## the steps of DPO, reward models and distillation beside TRL's (make peers first); writes benchmarks/results/{dpo,rm,kd}_step.md
 	$(PY) benchmarks/recipe_step.py
 

@@ -2,7 +2,7 @@
 step, from prompts to new weights in the engine, with as many sampled tokens on both sides.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
-    python benchmarks/grpo_step.py [--dtypes fp32 bf16] [--rounds 3]
+    python benchmarks/grpo_step.py [--cases equal log-normal] [--dtypes fp32 bf16] [--rounds 3]
 
 8 prompts of 64 tokens, 8 responses to each; one optimizer step, AdamW, no reference; the reward is a number from the
 response. Two cases of lengths, which both sides are made to keep: 128 tokens for all, and log-normal ones (σ = 1, mean
@@ -10,7 +10,8 @@ about 128, at most 512). ptf runs its controller as `ptf train` does with `launc
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
 in bf16 once with weights of fp32 (autocast) and once with all of bf16.
-Prints a JSON line a round and writes results/grpo_step.md.
+Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest rounds
+of each case and type on this CPU.
 """
 
 import argparse
@@ -32,12 +33,12 @@ from flow_runs import ROOT, commit, cpu
 from train_step import HEADS, MODELS, asked_of, round_of, start
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
+KEPT = RESULTS.with_suffix(".jsonl")
 PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
 WORDS = 4096
 RESPONSES = PROMPTS * GROUP
-PASSES = (64, 32, 16, 8, 4)  # responses of a pass of TRL's update
-SYSTEMS = {"ptf": {}, **{f"TRL, {n} responses a pass": {"pass": n} for n in PASSES}}
-CASES = ("equal", "log-normal")
+# responses of a pass of TRL's update. Where lengths differ, generation is most of its step, whatever the pass
+PASSES = {"equal": (64, 32, 16, 8, 4), "log-normal": (64, 8)}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
 
@@ -169,22 +170,32 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
     }
     expected = [sum(of_step) for of_step in given["lengths"][asked.warmup :]]
     found: dict[str, list[dict[str, Any]]] = {}
+    about = {"hardware": cpu(), "commit": commit(), "date": time.strftime("%Y-%m-%d"), "began": time.time()}
+
+    def keep(system: str, number: int, made: dict[str, Any]) -> None:
+        row = {"case": case, "dtype": dtype, "system": system, "round": number, **made}
+        print(json.dumps(row), flush=True)
+        with KEPT.open("a") as file:
+            file.write(json.dumps(row | about | {"steps": [asked.warmup, asked.steps]}) + "\n")
+
     for number in range(asked.rounds):
-        systems: dict[str, dict[str, Any]] = SYSTEMS
+        systems: dict[str, dict[str, Any]] = {"ptf": {}}
+        systems |= {f"TRL, {n} responses a pass": {"pass": n} for n in PASSES[case]}
+        last = list(systems)[-1]
         if number:
             systems = {system: found[system][0]["cell"] for system in ("ptf", fastest(found))}
         for system, cell in systems.items():
             one = given | {"seed": number, "weights": "fp32"} | cell
             made = round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py")
-            shown = {"case": case, "dtype": dtype, "system": system, "round": number}
-            print(json.dumps({**shown, **made}), flush=True)
+            keep(system, number, made)
             assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
             found.setdefault(system, []).append(made | {"cell": cell})
-            if not number and dtype == "bf16" and system == list(SYSTEMS)[-1]:  # the fastest also in bf16 alone
+            if not number and dtype == "bf16" and system == last:  # the fastest also in bf16 alone
                 best = fastest(found)
                 cell = found[best][0]["cell"] | {"weights": "bf16"}
                 made = round_of("TRL", given | {"seed": 0} | cell, "", "benchmarks/peers/trl_grpo.py")
                 assert made["tokens"] == expected
+                keep(f"{best}, weights of bf16", number, made)
                 found[f"{best}, weights of bf16"] = [made | {"cell": cell}]
     return found
 
@@ -192,6 +203,20 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
 def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
     """TRL's setting that takes least in its first round."""
     return min((system for system in found if system != "ptf"), key=lambda system: median(found[system][0]["cpu_s"]))
+
+
+def newest() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rounds of the newest call on this CPU for each case and type."""
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = row["case"], row["dtype"]
+        if row["hardware"] != cpu():
+            continue
+        if key in found and found[key][0]["began"] != row["began"]:
+            del found[key]
+        found.setdefault(key, []).append(row)
+    return found
 
 
 def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -216,14 +241,26 @@ def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> l
     return lines
 
 
-def write(lines: Sequence[str], asked: argparse.Namespace) -> None:
-    command = " ".join(["python benchmarks/grpo_step.py", *sys.argv[1:]])
+def write() -> None:
+    """The page."""
+    lines, kept = list[str](), newest()
+    for case in PASSES:
+        for dtype in ("fp32", "bf16"):
+            if rows := kept.get((case, dtype)):
+                by_system: dict[str, list[dict[str, Any]]] = {}
+                for row in rows:
+                    by_system.setdefault(row["system"], []).append(row)
+                lines += lines_of(case, dtype, by_system)
+    every = [row for rows in kept.values() for row in rows]
+    rounds = min(max(row["round"] for row in rows) + 1 for rows in kept.values())
+    warmup, steps = min(row["steps"] for row in every)
+    dates, commits = (", ".join(sorted({row[name] for row in every})) for name in ("date", "commit"))
     RESULTS.write_text(
         "# The GRPO step beside TRL\n\n"
-        f"Command: `{command}` (`make peers bench-grpo`)  \nHardware: {cpu()}, one thread, no GPU  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
-        f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
-        f"others), {asked.steps} timed steps a round after {asked.warmup} of\n"
+        "Command: `python benchmarks/grpo_step.py` (`make peers bench-grpo`)  \n"
+        f"Hardware: {cpu()}, one thread, no GPU  \nDate: {dates}  \nCommit: {commits}\n\n"
+        f"Interleaved rounds ({rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
+        f"others), {steps} timed {'steps' if steps > 1 else 'step'} a round or more, after {warmup} of\n"
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
         f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
         f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
@@ -248,15 +285,14 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         ours(json.loads(sys.argv[2]))
         return
-    asked = asked_of(__doc__, cases=CASES)
-    lines = []
+    asked = asked_of(__doc__, cases=list(PASSES))
     with tempfile.TemporaryDirectory() as directory:
         model = start(Path(directory), MODELS["small4"])
         tokenizer(model)
         for case in asked.cases:
             for dtype in asked.dtypes:
-                lines += lines_of(case, dtype, compared(case, dtype, model, asked))
-    write(lines, asked)
+                compared(case, dtype, model, asked)
+                write()
 
 
 if __name__ == "__main__":

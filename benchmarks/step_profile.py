@@ -4,8 +4,8 @@
 
 The step is that of benchmarks/train_step.py, on one thread: the same shapes, lengths and weights. torch's profiler
 gives the seconds of each operation, without those that it calls; they are summed by kind (`KINDS`). Every matrix
-product of the step is then repeated alone, on random matrices of the same shapes, dtype and order in memory: their
-fastest times together are the least that a step can take with this library of matrix products. Writes
+product of the step is then repeated alone, on random matrices of the same shapes and dtype that lie in the caches, by
+torch's way and by oneDNN's: the fastest times together are the least that a step can take with these libraries. Writes
 results/step_profile.md.
 """
 
@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise"),
     "attention, backward": ("attention_for_cpu_backward", "attention_backward"),
     "attention, forward": ("attention",),
-    "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "norm"),
+    "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "vector_norm"),
     "softmax and loss": ("softmax", "gather", "scatter", "logsumexp"),
     "copies, and moving rows": ("copy", "cat", "index", "clone", "embedding", "zero", "fill", "slice"),
     "norms, gates, rotation": ("mul", "add", "sub", "div", "neg", "silu", "sigmoid", "pow", "mean", "rsqrt", "sum"),
@@ -201,8 +201,10 @@ def main() -> None:
         f"Hardware: {cpu()}, one thread, no GPU  \nDate: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
         f"The step of [train_step.md](train_step.md): packed sequences of {WIDTH:,} tokens, {HEADS}, one thread. "
         f"CPU-seconds are the median of {asked.rounds} steps\n"
-        "without a profiler; shares are torch's profiler's of one more step. Matrix products *alone*: each of the "
-        "step's products on random matrices\nof its shapes, at its fastest.\n\n" + "\n".join(sections)
+        "without a profiler; shares are torch's profiler's of one more step, which makes many small operations dearer "
+        "than they are. *Matrix products* are the\nproducts by themselves: what oneDNN adds to a sum or copies to its "
+        "place counts with the additions and the copies. *Alone*: each of the step's products\non random matrices of "
+        "its shapes that lie in the caches, by the faster of torch's way and oneDNN's.\n\n" + "\n".join(sections)
     )
     print(f"wrote {RESULTS.name}")
 
