@@ -258,8 +258,8 @@ class Projection:
     def accumulate(self, block: slice, grad: Tensor, weights: Tensor) -> None:
         """Add a block's contribution to the gradients.
 
-        `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted; it may be
-        the buffer of `logprobs`, and is overwritten.
+        `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted. It is the
+        buffer of `logprobs`, and is overwritten.
         """
         self._weigh(grad, (weights / self.processing.temperature)[:, None], self.narrow[self._place(block)])
         self._add_after(block)
@@ -294,7 +294,7 @@ class Projection:
             grad *= self.slope[: len(grad)]
         if self.dbias is not None:
             self.dbias += grad.sum(0)
-        if grad.data_ptr() != out.data_ptr():
+        if self.wide is not self.narrow:
             out.copy_(grad)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

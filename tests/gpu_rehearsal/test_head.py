@@ -75,7 +75,7 @@ def run(name: str, softcap: float | None = None, top_p: float = 1.0, gradients: 
         return {
             "operators": dict(seen.operators),
             "bytes": seen.bytes,
-            "chunks": len(chunks_of(TOKENS, head)),
+            "chunks": len(list(chunks_of(TOKENS, head))),  # each is one block
             "syncs": dict(found.counts),
         }
 

@@ -142,7 +142,7 @@ def test_a_head_in_chunks_gives_the_gradients_of_torchs_products(monkeypatch):
         projection = Projection(x, head, chunks, needs=(True, True, False))
         for block in chunks:
             logprobs = projection.logprobs(block)
-            projection.accumulate(block, logprobs.exp(), torch.ones(block.stop - block.start))
+            projection.accumulate(block, logprobs.exp_(), torch.ones(block.stop - block.start))
         found = projection.gradients()
         assert found[0] is not None
         assert found[1] is not None
