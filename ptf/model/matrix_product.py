@@ -127,8 +127,8 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (
