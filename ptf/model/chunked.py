@@ -13,27 +13,19 @@ rank; the gradient of the hidden states is a sum over ranks.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ptf.model.head import Head
+from ptf.model.matrix_product import differentiable_once
 from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20  # on a CPU
 CUDA_CHUNK_BYTES = 1 << 30
-
-
-Backward = TypeVar("Backward")
-
-
-def differentiable_once(backward: Backward) -> Backward:
-    """Mark a `backward` whose result cannot be differentiated; unlike torch's own decorator, it keeps the type."""
-    return cast("Backward", once_differentiable(cast("Any", backward)))
 
 
 def chunk_bytes(device: torch.device) -> int:

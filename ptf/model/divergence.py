@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from ptf.model.chunked import chunks_of, differentiable_once, function_inputs, scaled, trained_positions
+from ptf.model.chunked import chunks_of, function_inputs, scaled, trained_positions
 from ptf.model.head import Head
+from ptf.model.matrix_product import differentiable_once
 from ptf.model.projection import FLOOR, Chunks, Projection, summed
 from ptf.model.sampling import LogitsProcessing
 

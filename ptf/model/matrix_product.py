@@ -14,7 +14,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,14 @@ LIBRARIES = ("torch", "onednn")
 LEAST = 1 << 22  # multiplications of a product that oneDNN computes: below, calling it saves little or nothing
 BLOCK_BYTES = 4 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
 OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+Backward = TypeVar("Backward")
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Mark a `backward` whose result cannot be differentiated; unlike torch's own decorator, it keeps the type."""
+    return cast("Backward", once_differentiable(cast("Any", backward)))
 
 
 @functools.cache
@@ -126,7 +134,7 @@ class _Linear(Function):
         return _product(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
