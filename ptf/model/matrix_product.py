@@ -9,10 +9,13 @@ with names it, and a run does not continue on a CPU that takes the other library
 PTF_MATRIX_PRODUCTS, `torch` or `onednn`, overrides it.
 """
 
+import contextlib
 import functools
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,6 +33,7 @@ VARIABLE = "PTF_MATRIX_PRODUCTS"
 LIBRARIES = ("torch", "onednn")
 LEAST = 1 << 22  # multiplications of a product that oneDNN computes: below, calling it saves little or nothing
 BLOCK_BYTES = 4 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
+_left_to_torch = ContextVar("left_to_torch", default=False)
 OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
@@ -82,7 +86,18 @@ def is_taken(x: Tensor, rows: int, weight: Tensor) -> bool:
         and type(x) in (Tensor, Parameter)  # neither distributed nor fake
         and type(weight) in (Tensor, Parameter)
         and library() == "onednn"
+        and not _left_to_torch.get()
     )
+
+
+@contextlib.contextmanager
+def left_to_torch() -> Iterator[None]:
+    """Leave all products to torch, where two definitions of a model are compared, and not two libraries."""
+    before = _left_to_torch.set(True)
+    try:
+        yield
+    finally:
+        _left_to_torch.reset(before)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

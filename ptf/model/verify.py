@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ptf.errors import UserError, raise_if_custom_code
-from ptf.model import bridge
+from ptf.model import bridge, matrix_product
 from ptf.model.config import DecoderConfig, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
@@ -267,6 +267,7 @@ class _Probe:
         return _Probe(documents, upstream, tokens, positions, segments)
 
 
+@matrix_product.left_to_torch()
 def compare(directory: Path, hf: "PreTrainedModel", change: Callable[[Decoder], Any] | None = None) -> Case:
     """Compare our decoder with transformers' model `hf` of the same directory.
 

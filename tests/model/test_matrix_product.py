@@ -13,7 +13,16 @@ from ptf.compute import provenance
 from ptf.errors import UserError
 from ptf.model import matrix_product
 from ptf.model.head import Head
-from ptf.model.matrix_product import LEAST, VARIABLE, add_product, has_fast_onednn, library, linear, write_product
+from ptf.model.matrix_product import (
+    LEAST,
+    VARIABLE,
+    add_product,
+    has_fast_onednn,
+    left_to_torch,
+    library,
+    linear,
+    write_product,
+)
 from ptf.model.projection import Chunks, Projection
 from tests.tiny import checkpoint
 
@@ -110,6 +119,8 @@ def test_what_is_small_narrow_distributed_or_not_there_is_left_to_torch(monkeypa
         assert type(linear(mode.from_tensor(x), mode.from_tensor(weight))).__name__ == "FakeTensor"
     monkeypatch.setattr(matrix_product, "LEAST", LEAST)
     linear(x, weight)
+    with left_to_torch():
+        linear(drawn(LEAST // 64, 8), weight)
     assert calls == []
     linear(drawn(LEAST // 64, 8), weight)
     assert calls == [LEAST // 64]
