@@ -1,12 +1,12 @@
 """Products of fp32 matrices on a CPU: by oneDNN on AMD's CPUs with AVX-512, elsewhere by what torch takes (MKL).
 
-On AMD's CPUs MKL leaves AVX-512 unused: of 8,192 rows by 256 × 768, one core of an AMD EPYC (family 26) computes 98
-GFLOP/s with MKL and 232 with oneDNN. torch has oneDNN built in, and calls it for 16 bits and where a model is compiled
-for inference.
+On such CPUs oneDNN is faster than MKL (benchmarks/step_profile.py, also with PTF_MATRIX_PRODUCTS=torch). torch has it
+built in, and calls it for 16 bits and where a model is compiled for inference.
 
 The choice depends on the CPU and on the size of a product, never on a clock, so that a run repeats; what a run was made
-with names it, and a run does not continue on a CPU that takes the other library (ptf/compute/provenance.py).
-PTF_MATRIX_PRODUCTS, `torch` or `onednn`, overrides it.
+with names it, and a run does not continue on a CPU that takes the other library unless
+`checkpoint.accept_version_changes` permits it (ptf/compute/provenance.py). PTF_MATRIX_PRODUCTS, `torch` or `onednn`,
+overrides the choice.
 """
 
 import contextlib
