@@ -5,7 +5,8 @@ MFU beside the upper bound of `ptf plan --roofline`, and peak memory beside the 
         [--fused …] [--into DIRECTORY] [--device cuda]
 
 Documents have log-normal lengths (median 180, 99th percentile about 2,000); bf16 compute over fp32 master weights,
-AdamW, four passes a step. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
+AdamW, four passes a step. After the measured steps one more runs under torch's profiler: the page has its kernels by
+kind. `--device cpu` is for trying the benchmark itself: its figures say nothing about a GPU.
 """
 
 import argparse
@@ -43,11 +44,25 @@ CASES = {
 }
 PASSES = 4  # of gradient accumulation
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+PROFILE = "profile.json"
 WARM_UP = 3  # steps that are not measured: the first compile
 # a model that a CPU trains in a second, for --device cpu
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY |= {"intermediate_size": 128, "vocab_size": 512}
 LIMIT_S = 540.0  # of one shape
+# parts of a kernel's name; the first kind with one that fits counts
+KINDS = {
+    "attention": ("flex_attention", "flash", "fmha"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
+    "optimizer, norm of the gradient": ("adam", "multi_tensor", "lpnorm"),
+    "gates": ("swiglu", "geglu", "silu", "gelu"),
+    "softmax and loss": ("softmax", "logsumexp", "exp", "log"),
+    "norms": ("rsqrt", "rms_norm"),
+    "rotation": ("cat", "neg", "rotate", "slice", "stack"),
+    "copies, sums and moved rows": ("copy", "memcpy", "memset", "elementwise", "index", "embedding", "reduce", "fill"),
+}
+OTHER = "other"
+LARGEST = 12  # kernels that the page names
 
 
 def write_documents(file: Path, tokens: int, longest: int) -> None:
@@ -120,10 +135,52 @@ def planned(job_file: Path, name: str) -> dict[str, float]:
     return {"bound": round(plan["mfu"], 4), "planned_gib": round(plan["memory_gib"]["step"]["total"], 2)}
 
 
+def profiled(job_file: Path, wanted: int, into: Path) -> None:
+    """Run `ptf train` in this process; write the milliseconds of each kernel of a step (the first is 0) to a file."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from ptf.cli import main as ptf
+    from ptf.train.trainer import Trainer
+
+    plain = Trainer.step
+
+    def step(self: Trainer, micro: Any, recipe: Any, number: int, *rest: Any) -> dict[str, float]:
+        if number != wanted or self.world.device.type != "cuda":
+            return plain(self, micro, recipe, number, *rest)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+            metrics = plain(self, micro, recipe, number, *rest)
+            torch.cuda.synchronize()
+            spent = time.monotonic() - began
+        kernels = {event.key: event.self_device_time_total / 1e3 for event in traced.key_averages()}
+        into.write_text(json.dumps({"step_s": spent, "kernels_ms": kernels}))
+        return metrics
+
+    Trainer.step = step  # type: ignore[method-assign]
+    sys.argv = ["ptf", "train", str(job_file), "--run-name", "bench"]
+    sys.exit(ptf())
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel."""
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
+
+
+def by_kind(kernels_ms: dict[str, float]) -> dict[str, float]:
+    """Return the milliseconds of each kind of kernel, the largest first."""
+    found = dict.fromkeys([*KINDS, OTHER], 0.0)
+    for kernel, spent in kernels_ms.items():
+        found[kind_of(kernel)] += spent
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
 def trained(directory: Path, steps: int) -> tuple[str, list[str]]:
-    """Start `ptf train` and end it after so many steps, before it writes a checkpoint; return what it printed and its
-    metrics. Raises SystemExit if it fails, or takes longer than LIMIT_S."""
-    command = [sys.executable, "-m", "ptf.cli", "train", str(directory / "job.yaml"), "--run-name", "bench"]
+    """Start `ptf train` and end it after so many steps and one that is profiled, before it writes a checkpoint; return
+    what it printed and its metrics. Raises SystemExit if it fails, or takes longer than LIMIT_S."""
+    command = [sys.executable, __file__, "--profiled", str(directory / "job.yaml"), str(steps), str(directory / PROFILE)]
     metrics, output = directory / "runs" / "bench" / "metrics.jsonl", directory / "output.txt"
     deadline = time.monotonic() + LIMIT_S
     with output.open("w") as out:
@@ -131,7 +188,7 @@ def trained(directory: Path, steps: int) -> tuple[str, list[str]]:
     try:
         while True:
             lines = metrics.read_text().splitlines() if metrics.exists() else []
-            if len(lines) >= steps:
+            if len(lines) > steps:
                 return output.read_text(), lines[:steps]
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"ptf train made {len(lines)} of {steps} steps\n{output.read_text()[-3000:]}")
@@ -149,6 +206,7 @@ def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
         (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
         plan = planned(directory / "job.yaml", name)
         said, lines = trained(directory, WARM_UP + given.steps)
+        profile = json.loads((directory / PROFILE).read_text()) if (directory / PROFILE).exists() else {}
     rows = [json.loads(line) for line in lines][WARM_UP:]
     return {
         "shape": shape,
@@ -163,7 +221,29 @@ def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
         "spread_s": [round(pick(row["step_s"] for row in rows), 4) for pick in (min, max)],
         "peak_gib": round(max(row["peak_memory_gib"] for row in rows), 2),
         **plan,
+        **({"profile": profile} if profile else {}),
     }
+
+
+def profile_section(row: dict[str, Any]) -> list[str]:
+    """Return the lines of the page about a row's profiled step."""
+    kernels = row["profile"]["kernels_ms"]
+    total, step = sum(kernels.values()), 1e3 * row["profile"]["step_s"]
+    lines = [
+        "",
+        f"## {row['shape']}: one step by kind of kernel",
+        "",
+        f"{total:,.0f} ms of kernels in a step of {step:,.0f} ms with the profiler ({1e3 * row['step_s']:,.0f} without).",
+        "",
+        "| kind | ms | share |",
+        "|---|---|---|",
+        *(f"| {kind} | {spent:,.0f} | {spent / total:.1%} |" for kind, spent in by_kind(kernels).items()),
+        "",
+        f"The {LARGEST} largest kernels:",
+        "",
+    ]
+    largest = sorted(kernels.items(), key=lambda one: -one[1])[:LARGEST]
+    return [*lines, *(f"* {spent:,.0f} ms, {kind_of(name)}: `{name[:110]}`" for name, spent in largest)]
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -191,6 +271,8 @@ def page(found: list[dict[str, Any]]) -> str:
             f"| {row['spread_s'][0]:.3f} to {row['spread_s'][1]:.3f} | {row['peak_gib']:.1f} "
             f"| {row.get('planned_gib', '–')} |"
         )
+    for row in found:
+        lines += profile_section(row) if "profile" in row else []
     return "\n".join(lines) + "\n"
 
 
@@ -206,6 +288,8 @@ def device_name(device: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--profiled"]:
+        profiled(Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(CASES), choices=list(SHAPES))
     parser.add_argument("--seq-len", type=int, default=8192)
@@ -226,7 +310,7 @@ def main() -> None:
             into.mkdir(parents=True, exist_ok=True)
             (into / "gpu_sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
             (into / "gpu_sft.md").write_text(page(found))
-    print("\n" + "\n".join(page(found).splitlines()[-2 - len(found) :]))
+    print("\n" + page(found))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Kernels of other packages, which training on a GPU uses where they are installed: attention by flash_attn, gates by
-liger_kernel, the rule of linear attention by fla (flash-linear-attention).
+"""Kernels of other packages, which training on a GPU uses where they are installed: attention by flash_attn 4 or 2,
+gates by liger_kernel, the rule of linear attention by fla (flash-linear-attention).
 
 They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out: Liger's
 norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
@@ -28,17 +28,24 @@ from ptf.model.layers import MLP
 from ptf.model.moe import Experts
 from ptf.varlen import Varlen
 
-Package = Literal["flash_attn", "liger_kernel", "fla"]
-DISTRIBUTIONS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "fla": "flash-linear-attention"}
-OF_16_BITS = ("flash_attn", "fla")
+Package = Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]
+DISTRIBUTIONS = {
+    "flash_attn": "flash-attn",
+    "flash_attn_4": "flash-attn-4",
+    "liger_kernel": "liger-kernel",
+    "fla": "flash-linear-attention",
+}
+MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
+OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
+HOPPER = (9, 0)  # the first compute capability for which flash_attn_4 has a backward pass
 Setting = Literal["auto"] | Sequence[Package]
-MOST_HEAD_DIM = 256  # of flash_attn
+MOST_HEAD_DIM = 256  # of both versions of flash_attn
 
 
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None.
 
-    The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions that are called here.
+    The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions of flash-attn.
     """
     try:
         return version(DISTRIBUTIONS[package])
@@ -60,20 +67,31 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
             reason = f"it computes in 16 bits only, and train.precision is {precision}"
         elif has is None:
             reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
+        elif package == "flash_attn_4" and (has_capability := capability(device)) < HOPPER:
+            reason = f"it trains on GPUs of compute capability 9.0 and above, and this one has {has_capability}"
         else:
             found[package] = has
             continue
         if setting != "auto":
             raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` uses what there is, [] nothing")
+    if found.keys() >= {"flash_attn", "flash_attn_4"}:
+        if setting != "auto":
+            raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
+        del found["flash_attn"]
     for package, has in found.items():
         try:
-            importlib.import_module(package)
+            importlib.import_module(MODULES.get(package, package))
         except ImportError as error:
             raise UserError(
                 f"{package} {has} is installed and cannot be imported ({error}); install it again, or leave it out of "
                 "train.fused"
             ) from error
     return found
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def use(model: Decoder, packages: Mapping[str, str]) -> None:
@@ -85,12 +103,17 @@ def use(model: Decoder, packages: Mapping[str, str]) -> None:
         for module in model.modules():
             if isinstance(module, GatedDeltaNet):
                 module.rule = fla_rule  # type: ignore[method-assign]
-    if "flash_attn" in packages and obstacle(model.config) is None:
-        model.attention = Flash
+    if (package := flash_of(packages)) and obstacle(model.config) is None:
+        model.attention = Flash4 if package == "flash_attn_4" else Flash
+
+
+def flash_of(packages: Mapping[str, str]) -> str | None:
+    """Return the package among these that computes attention, or None."""
+    return next((package for package in ("flash_attn_4", "flash_attn") if package in packages), None)
 
 
 def obstacle(c: DecoderConfig) -> str | None:
-    """Return why flash_attn cannot compute the attention of a model, or None if it can."""
+    """Return why neither version of flash_attn can compute the attention of a model, or None if they can."""
     if c.sinks:
         return "it has no attention sinks"
     if c.attention_softcap is not None:
@@ -113,12 +136,13 @@ def attention_of(model: Decoder, device: torch.device) -> str:
 
 def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
     """Return what computes a model's softmax attention on a device."""
-    if (has := model.kernels.get("flash_attn")) is None:
+    if (package := flash_of(model.kernels)) is None:
         on_cpu = "SDPA per document (FlexAttention has no backward on a CPU)"
         return "flex_attention" if device.type == "cuda" else on_cpu
+    name = f"flash_attn {model.kernels[package]}"
     if reason := obstacle(model.config):
-        return f"flex_attention (not flash_attn {has}: {reason})"
-    return f"flash_attn {has} (flex_attention for documents that share a prefix)"
+        return f"flex_attention (not {name}: {reason})"
+    return f"{name} (flex_attention for documents that share a prefix)"
 
 
 def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:
@@ -139,6 +163,15 @@ class Flash:
     The padding of a sequence is one more document. Batches in which documents share a prefix are computed by Flex.
     """
 
+    unlimited: int | None = -1  # size of a window, for the package
+
+    @staticmethod
+    def function() -> Callable[..., Any]:
+        """Return the package's function."""
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func
+
     def __init__(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> None:
         self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
         self.cu_seqlens, max_seqlen, shares_prefix = varlen or varlen_of(segments, positions)
@@ -150,9 +183,7 @@ class Flash:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         if self.flex is not None:
             return self.flex(layer, q, k, v)
-        from flash_attn import flash_attn_varlen_func
-
-        out = flash_attn_varlen_func(
+        out = self.function()(
             *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens,
@@ -160,15 +191,28 @@ class Flash:
             max_seqlen_k=self.max_seqlen,
             softmax_scale=layer.scale,
             causal=True,
-            # keys before the query, keys after it; -1 is unlimited
-            window_size=(-1, -1) if layer.window is None else (layer.window - 1, 0),
+            # keys before the query, keys after it
+            window_size=(self.unlimited, self.unlimited) if layer.window is None else (layer.window - 1, 0),
             deterministic=True,  # otherwise the backward pass adds in the order in which the GPU's blocks end
         )
-        return out.view_as(q)
+        return (out[0] if isinstance(out, tuple) else out).view_as(q)
 
     def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""
         return self.packed_delta()(layer, qkv, decay, beta)[0]
+
+
+class Flash4(Flash):
+    """The same by flash_attn 4, which needs a GPU from Hopper on."""
+
+    unlimited = None
+
+    @staticmethod
+    def function() -> Callable[..., Any]:
+        """Return the package's function, which returns the output and the log-sum-exp, or None for the latter."""
+        from flash_attn.cute import flash_attn_varlen_func
+
+        return flash_attn_varlen_func
 
 
 def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:

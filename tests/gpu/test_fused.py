@@ -1,4 +1,4 @@
-"""Kernels of other packages beside ptf's own, where they are installed (`pip install flash-attn liger-kernel`).
+"""Kernels of other packages beside ptf's own, where they are installed (`pip install flash-attn-4 liger-kernel`).
 
 The reference is ptf's own function on the CPU in float64. A kernel in bf16 may be as far from it as rounding of the
 inputs' products allows (2e-2 of the largest value), and not much further than ptf's own on the same GPU.
@@ -17,7 +17,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy
 from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, fla_rule, kernels, varlen_of
+from ptf.model.fused import Flash, Flash4, fla_rule, installed, kernels, varlen_of
 from ptf.model.layers import gated, gelu_tanh
 from ptf.train.trainer import load_model
 from tests.gpu.test_attention import ROWS, attention
@@ -41,8 +41,10 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("head_dim", [32, 128, 256])
 @pytest.mark.parametrize("window", [None, 2, 24])
-def test_flash_attn_is_attention_per_document(window, head_dim, kv_heads):
-    needs("flash_attn")
+@pytest.mark.parametrize(("package", "kind"), [("flash_attn", Flash), ("flash_attn_4", Flash4)])
+def test_flash_attn_is_attention_per_document(package, kind, window, head_dim, kv_heads):
+    if installed(package) is None:
+        pytest.skip(f"{package} is not installed")
     batch, layer = packed(ROWS, 256), attention(window, False)
     layer.scale = head_dim**-0.5
     real = (batch.segments >= 0)[..., None, None]
@@ -61,11 +63,11 @@ def test_flash_attn_is_attention_per_document(window, head_dim, kv_heads):
     device_batch = batch.to(GPU)
     places = device_batch.segments, device_batch.positions
     expected = results(PerDocument(batch.segments, batch.positions), "cpu", torch.float64)
-    flash = results(Flash(*places, device_batch.varlen), "cuda", torch.bfloat16)
+    flash = results(kind(*places, device_batch.varlen), "cuda", torch.bfloat16)
     flex = results(Flex(*places), "cuda", torch.bfloat16)
     assert worst(flash, expected) <= BOUND
     assert worst(flash, expected) <= 2 * worst(flex, expected) + 2e-3
-    again = results(Flash(*places, varlen_of(*places)), "cuda", torch.bfloat16)
+    again = results(kind(*places, varlen_of(*places)), "cuda", torch.bfloat16)
     assert all(map(torch.equal, again, flash))  # the backward pass, too, is the same to the bit
 
 

@@ -1,5 +1,5 @@
-"""What `flash_attn`, `liger_kernel` and `fla` compute, in plain PyTorch, written from their documentation: the calls
-that ptf makes are tested with these, since the packages themselves need a GPU.
+"""What `flash_attn`, versions 2 and 4, `liger_kernel` and `fla` compute, in plain PyTorch, written from their
+documentation: the calls that ptf makes are tested with these, since the packages themselves need a GPU.
 
 flash_attn 2.8 (`flash_attn_varlen_func`): documents lie end to end, `cu_seqlens` are int32; the causal mask is aligned
 to the bottom right; a query at i sees the keys from i + k - q - left to i + k - q + right, both included, -1 is
@@ -58,6 +58,15 @@ def flash_attn_varlen_func(
         scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
         out[a:b] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[c:d])
     return out.to(dtype)
+
+
+def flash_attn_4_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int | None, int | None] = (None, None), **named: Any
+) -> tuple[Tensor, None]:
+    """The function of flash-attn-4: unlimited is None, and the output comes with a log-sum-exp, here without."""
+    assert -1 not in window_size
+    left, right = (-1 if size is None else size for size in window_size)
+    return flash_attn_varlen_func(q, k, v, window_size=(left, right), **named), None
 
 
 class _Gate(Function):
@@ -128,6 +137,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packages importable."""
     contents: dict[str, Any] = {
         "flash_attn": flash_attn_varlen_func,
+        "flash_attn.cute": flash_attn_4_varlen_func,
         "liger_kernel": None,
         "liger_kernel.ops": None,
         "liger_kernel.ops.swiglu": LigerSiLUMulFunction,
@@ -140,5 +150,5 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)  # transformers looks for it
         if value is not None:
-            setattr(module, value.__name__, value)
+            setattr(module, value.__name__.replace("_4", ""), value)
         monkeypatch.setitem(sys.modules, name, module)

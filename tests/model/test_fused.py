@@ -23,7 +23,7 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, attention_of, kernels, obstacle, use, varlen_of
+from ptf.model.fused import Flash, Flash4, attention_of, kernels, obstacle, use, varlen_of
 from ptf.model.layers import gated, gelu_tanh
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compilation, parallelize
@@ -78,13 +78,19 @@ packings = st.lists(st.lists(st.integers(1, 12), max_size=5), min_size=1, max_si
 
 
 @settings(deadline=None, max_examples=60)
-@given(packings, st.integers(0, 5), st.none() | st.integers(1, 14), st.sampled_from([(4, 2), (3, 3), (6, 1)]))
-def test_flash_is_attention_per_document(rows, room, window, heads) -> None:
+@given(
+    packings,
+    st.integers(0, 5),
+    st.none() | st.integers(1, 14),
+    st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    st.sampled_from([Flash, Flash4]),
+)
+def test_flash_is_attention_per_document(rows, room, window, heads, kind) -> None:
     batch = packed(rows, max(1, max(map(sum, rows)) + room))
     real = batch.segments >= 0
     if not real.any():
         return
-    mine = results(Flash(batch.segments, batch.positions, batch.varlen), window, real, heads, torch.float64)
+    mine = results(kind(batch.segments, batch.positions, batch.varlen), window, real, heads, torch.float64)
     ours = results(PerDocument(batch.segments, batch.positions), window, real, heads, torch.float64)
     assert difference(mine, ours) <= 1e-12
     assert not any(t.isnan().any() for t in mine)  # not at padding, either
@@ -135,6 +141,21 @@ def test_a_wrong_call_is_seen(faults, monkeypatch: pytest.MonkeyPatch) -> None:
     function = shifted(stand_ins.flash_attn_varlen_func, **faults)
     monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", function)
     assert not mine() <= 1e-3  # or NaN
+
+
+def test_a_wrong_window_of_flash_attn_4_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = packed(ROWS[:2], 30 + 18)
+    real = batch.segments >= 0
+    ours = results(PerDocument(batch.segments, batch.positions), 5, real, (4, 2), torch.float64)
+
+    def mine() -> float:
+        attend = Flash4(batch.segments, batch.positions, batch.varlen)
+        return difference(results(attend, 5, real, (4, 2), torch.float64), ours)
+
+    assert mine() <= 1e-12
+    function = shifted(stand_ins.flash_attn_4_varlen_func, window_size=lambda size: (size[0] + 1, size[1]))
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", function)
+    assert not mine() <= 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -212,6 +233,31 @@ def test_the_clamped_gate_of_gpt_oss_and_its_sinks_are_kept() -> None:
 )
 def test_what_is_chosen(setting, device, precision, found) -> None:
     assert kernels(setting, device, precision) == found
+
+
+@pytest.mark.parametrize(
+    ("setting", "has", "found"),
+    [
+        ("auto", (9, 0), {"flash_attn_4": "4.0.0"}),
+        ("auto", (8, 9), {"flash_attn": "2.8.4"}),
+        (["flash_attn_4"], (10, 0), {"flash_attn_4": "4.0.0"}),
+        (["flash_attn"], (9, 0), {"flash_attn": "2.8.4"}),
+        (["flash_attn_4"], (8, 0), "flash_attn_4 cannot be used: it trains on GPUs of compute capability 9.0"),
+        (["flash_attn", "flash_attn_4"], (9, 0), "name one of them"),
+    ],
+)
+def test_the_version_of_flash_attn(setting, has, found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "installed", {"flash_attn": "2.8.4", "flash_attn_4": "4.0.0"}.get)
+    monkeypatch.setattr(fused, "capability", lambda device: has)
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            kernels(setting, CUDA, "bf16")
+        return
+    assert kernels(setting, CUDA, "bf16") == found
+    model = copy.deepcopy(model_of("qwen3"))
+    use(model, found)
+    assert model.attention is (Flash4 if "flash_attn_4" in found else Flash)
+    assert attention_of(model, CUDA).startswith(f"flash_attn {next(iter(found.values()))} (")
 
 
 def test_what_is_not_installed_is_not_used_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
