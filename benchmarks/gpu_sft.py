@@ -180,7 +180,14 @@ def by_kind(kernels_ms: dict[str, float]) -> dict[str, float]:
 def trained(directory: Path, steps: int) -> tuple[str, list[str]]:
     """Start `ptf train` and end it after so many steps and one that is profiled, before it writes a checkpoint; return
     what it printed and its metrics. Raises SystemExit if it fails, or takes longer than LIMIT_S."""
-    command = [sys.executable, __file__, "--profiled", str(directory / "job.yaml"), str(steps), str(directory / PROFILE)]
+    command = [
+        sys.executable,
+        __file__,
+        "--profiled",
+        str(directory / "job.yaml"),
+        str(steps),
+        str(directory / PROFILE),
+    ]
     metrics, output = directory / "runs" / "bench" / "metrics.jsonl", directory / "output.txt"
     deadline = time.monotonic() + LIMIT_S
     with output.open("w") as out:
@@ -300,6 +307,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="write the page and its rows here (default: benchmarks/results)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended on request"))  # so that training, too, is ended
     name, found = device_name(given.device), []
     about = {"device": name, "torch": version("torch"), "date": str(datetime.date.today())}
     into = given.into or (RESULTS if given.device == "cuda" else None)

@@ -37,7 +37,7 @@ DISTRIBUTIONS = {
 }
 MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
-HOPPER = (9, 0)  # the first compute capability for which flash_attn_4 has a backward pass
+HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it
 Setting = Literal["auto"] | Sequence[Package]
 MOST_HEAD_DIM = 256  # of both versions of flash_attn
 
@@ -56,6 +56,8 @@ def installed(package: str) -> str | None:
 def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
     """Return the packages that `train.fused` uses on a device, with their versions.
 
+    `auto` leaves out flash_attn from Hopper on, where FlexAttention is faster than its version 2
+    (benchmarks/gpu_attention.py), and flash_attn_4, which has to be named.
     Raises UserError for a package that is asked for by name and cannot be used, or is installed and cannot be imported.
     """
     found: dict[str, str] = {}
@@ -67,17 +69,17 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
             reason = f"it computes in 16 bits only, and train.precision is {precision}"
         elif has is None:
             reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
-        elif package == "flash_attn_4" and (has_capability := capability(device)) < HOPPER:
-            reason = f"it trains on GPUs of compute capability 9.0 and above, and this one has {has_capability}"
+        elif package == "flash_attn_4" and (setting == "auto" or capability(device) < HOPPER):
+            reason = "it trains on GPUs of compute capability 9.0 and above"
+        elif package == "flash_attn" and setting == "auto" and capability(device) >= HOPPER:
+            reason = "FlexAttention is faster"
         else:
             found[package] = has
             continue
         if setting != "auto":
             raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` uses what there is, [] nothing")
     if found.keys() >= {"flash_attn", "flash_attn_4"}:
-        if setting != "auto":
-            raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
-        del found["flash_attn"]
+        raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
     for package, has in found.items():
         try:
             importlib.import_module(MODULES.get(package, package))

@@ -42,6 +42,7 @@ WIDTH = 48
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins.installed(monkeypatch)
     monkeypatch.setattr(fused, "installed", BOTH.get)
+    monkeypatch.setattr(fused, "capability", lambda device: (8, 0))
 
 
 class Asked:
@@ -238,8 +239,9 @@ def test_what_is_chosen(setting, device, precision, found) -> None:
 @pytest.mark.parametrize(
     ("setting", "has", "found"),
     [
-        ("auto", (9, 0), {"flash_attn_4": "4.0.0"}),
+        ("auto", (9, 0), {}),
         ("auto", (8, 9), {"flash_attn": "2.8.4"}),
+        (["flash_attn_4"], (9, 0), {"flash_attn_4": "4.0.0"}),
         (["flash_attn_4"], (10, 0), {"flash_attn_4": "4.0.0"}),
         (["flash_attn"], (9, 0), {"flash_attn": "2.8.4"}),
         (["flash_attn_4"], (8, 0), "flash_attn_4 cannot be used: it trains on GPUs of compute capability 9.0"),
@@ -256,8 +258,10 @@ def test_the_version_of_flash_attn(setting, has, found, monkeypatch: pytest.Monk
     assert kernels(setting, CUDA, "bf16") == found
     model = copy.deepcopy(model_of("qwen3"))
     use(model, found)
-    assert model.attention is (Flash4 if "flash_attn_4" in found else Flash)
-    assert attention_of(model, CUDA).startswith(f"flash_attn {next(iter(found.values()))} (")
+    assert (model.attention is Flash4) == ("flash_attn_4" in found)
+    assert (model.attention is Flash) == ("flash_attn" in found)
+    said = f"flash_attn {next(iter(found.values()))} (" if found else "flex_attention"
+    assert attention_of(model, CUDA).startswith(said)
 
 
 def test_what_is_not_installed_is_not_used_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
