@@ -240,7 +240,7 @@ def profile_section(row: dict[str, Any]) -> list[str]:
         "",
         f"## {row['shape']}: one step by kind of kernel",
         "",
-        f"{total:,.0f} ms of kernels in a step of {step:,.0f} ms with the profiler ({1e3 * row['step_s']:,.0f} without).",
+        f"{total:,.0f} ms of kernels in a step of {step:,.0f} ms under the profiler; {1e3 * row['step_s']:,.0f} without.",
         "",
         "| kind | ms | share |",
         "|---|---|---|",
