@@ -2,14 +2,16 @@
 step, from prompts to new weights in the engine, with as many sampled tokens on both sides.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
-    python benchmarks/grpo_step.py [--cases equal log-normal] [--dtypes fp32 bf16] [--rounds 3]
+    python benchmarks/grpo_step.py [--cases equal log-normal agents] [--dtypes fp32 bf16] [--rounds 3]
 
 8 prompts of 64 tokens, 8 responses to each; one optimizer step, AdamW, no reference; the reward is a number from the
-response. Two cases of lengths, which both sides are made to keep: 128 tokens for all, and log-normal ones (σ = 1, mean
-about 128, at most 512). ptf runs its controller as `ptf train` does with `launcher: local`
+response. Three cases of lengths, which both sides are made to keep: 128 tokens for all; log-normal ones (σ = 1, mean
+about 128, at most 512); agents, whose episodes have 4 turns of 32 tokens, with 16 tokens of an environment between
+them (ptf: `rollout.environment`, in a process of its own, whose CPU-seconds are not counted; TRL: `rollout_func` and
+its `env_mask`). ptf runs its controller as `ptf train` does with `launcher: local`
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
-in bf16 once with weights of fp32 (autocast) and once with all of bf16.
+in bf16 once with weights of fp32 (autocast) and once with all of bf16, and once with transformers' continuous batching.
 Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest rounds
 of each case and type on this CPU.
 """
@@ -38,7 +40,8 @@ PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
 WORDS = 4096
 RESPONSES = PROMPTS * GROUP
 # responses of a pass of TRL's update. Where lengths differ, generation is most of its step, whatever the pass
-PASSES = {"equal": (64, 32, 16, 8, 4), "log-normal": (64, 8)}
+PASSES = {"equal": (64, 32, 16, 8, 4), "log-normal": (64, 8), "agents": (64, 16, 4)}
+TURNS, SAID, OBSERVED = 4, 32, 16  # of an agent: turns, sampled tokens of each, tokens of the environment after it
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
 
@@ -65,8 +68,9 @@ def texts(steps: int) -> list[str]:
 
 
 def lengths(case: str, steps: int) -> list[list[int]]:
-    """How many tokens each response of a step has."""
-    if case == "equal":
+    """How many tokens each response of a step has; agents: in all turns."""
+    assert TURNS * SAID == TOKENS
+    if case != "log-normal":
         return [[TOKENS] * RESPONSES] * steps
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(TOKENS) - 0.5, 1.0, (steps, RESPONSES))
@@ -75,6 +79,29 @@ def lengths(case: str, steps: int) -> list[list[int]]:
 
 def reward(row: dict[str, Any], text: str) -> float:
     return float(sum(map(int, text.split())) % 7)
+
+
+class Looking:
+    """An environment that says a few words after each turn of the policy."""
+
+    def __init__(self, row: dict[str, Any], seed: int) -> None:
+        self.row, self.words, self.turns = row, np.random.default_rng(seed), 0
+
+    def reset(self) -> list[dict[str, Any]]:
+        return self.row["messages"]
+
+    def step(self, text: str) -> Any:
+        from ptf.rl.environments.protocol import StepResult
+
+        self.turns += 1
+        if self.turns == TURNS:
+            return StepResult(reward=reward(self.row, text), done=True)
+        return StepResult([{"role": "user", "content": observation(self.words)}])
+
+
+def observation(words: np.random.Generator) -> str:
+    """What an environment says."""
+    return " ".join(map(str, words.integers(2, WORDS, OBSERVED)))
 
 
 def ours(given: dict[str, Any]) -> None:
@@ -108,7 +135,9 @@ def ours(given: dict[str, Any]) -> None:
         ]
         return answer(self, limited)
 
-    NativeEngine.answer = of_lengths  # type: ignore[method-assign]
+    agents = given["case"] == "agents"
+    if not agents:  # whose turns all have one length
+        NativeEngine.answer = of_lengths  # type: ignore[method-assign]
     Tracker.log = timed  # type: ignore[method-assign]
     Tokenizer.stop_ids = property(lambda self: ())  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as out:
@@ -124,8 +153,11 @@ def ours(given: dict[str, Any]) -> None:
                 "engine": "native",
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP,
-                "max_new_tokens": max(map(max, given["lengths"])),
-                "reward": {"use": "grpo_step:reward"},
+                "max_new_tokens": SAID if agents else max(map(max, given["lengths"])),
+                "max_turns": TURNS,
+                **(
+                    {"environment": {"use": "grpo_step:Looking"}} if agents else {"reward": {"use": "grpo_step:reward"}}
+                ),
             },
             "train": {
                 "steps": given["steps"] + given["warmup"],
@@ -141,7 +173,7 @@ def ours(given: dict[str, Any]) -> None:
         }
         with contextlib.redirect_stdout(sys.stderr):
             run(loads(json.dumps(raw)), "a")
-    assert next(of_steps, None) is None, "every step had the lengths that were given"
+    assert agents or next(of_steps, None) is None, "every step had the lengths that were given"
     steps = [b - a for a, b in pairwise(ends)][-given["steps"] :]
     timed_rows = rows[-given["steps"] :]
     spent = {
@@ -161,6 +193,9 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
         "model": model,
         "texts": texts(written + 1),
         "lengths": lengths(case, written),
+        "case": case,
+        "turns": [TURNS, SAID] if case == "agents" else None,
+        "observations": [observation(np.random.default_rng(i)) for i in range(RESPONSES)],
         "responses": RESPONSES,
         "group": GROUP,
         "dtype": dtype,
@@ -182,10 +217,13 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
         systems: dict[str, dict[str, Any]] = {"ptf": {}}
         systems |= {f"TRL, {n} responses a pass": {"pass": n} for n in PASSES[case]}
         last = list(systems)[-1]
+        if case != "agents":
+            systems |= {f"{last}, continuous batching": systems[last] | {"continuous": True}}
+            last = list(systems)[-1]
         if number:
             systems = {system: found[system][0]["cell"] for system in ("ptf", fastest(found))}
         for system, cell in systems.items():
-            one = given | {"seed": number, "weights": "fp32"} | cell
+            one = given | {"seed": number, "weights": "fp32", "continuous": False} | cell
             made = round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py")
             keep(system, number, made)
             assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
@@ -193,7 +231,9 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
             if not number and dtype == "bf16" and system == last:  # the fastest also in bf16 alone
                 best = fastest(found)
                 cell = found[best][0]["cell"] | {"weights": "bf16"}
-                made = round_of("TRL", given | {"seed": 0} | cell, "", "benchmarks/peers/trl_grpo.py")
+                made = round_of(
+                    "TRL", given | {"seed": 0, "continuous": False} | cell, "", "benchmarks/peers/trl_grpo.py"
+                )
                 assert made["tokens"] == expected
                 keep(f"{best}, weights of bf16", number, made)
                 found[f"{best}, weights of bf16"] = [made | {"cell": cell}]
@@ -264,7 +304,10 @@ def write() -> None:
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
         f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
         f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
-        "longest (its\n`use_transformers_continuous_batching` was not tried). `small4`: Qwen3 shape, width 256,\n"
+        "longest, but with transformers'\n*continuous batching*. "
+        f"*Agents*: episodes of {TURNS} turns of {SAID} tokens, {OBSERVED} tokens of an environment between them (ptf: "
+        "`rollout.environment`, a process of its own that\nis not counted; TRL: `rollout_func`, whose turns each "
+        "compute what came before). `small4`: Qwen3 shape, width 256,\n"
         f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that "
         "of the next; median of the rounds, each the median\n"
         "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with "

@@ -2,8 +2,9 @@
 (requirements-peers.txt).
 
 Reads one JSON object from the command line: model directory (with its tokenizer), texts, lengths of each step's
-responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate; prints one
-JSON line. Every response ends at its length, with the end-of-turn token.
+responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate, whether
+generation is transformers' continuous batching, and for agents the turns and the observations; prints one JSON line.
+Every response ends at its length, with the end-of-turn token where the batch is not continuous.
 """
 
 import json
@@ -14,6 +15,7 @@ import time
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback, logging
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -55,6 +57,43 @@ def limit(model, lengths: list[list[int]]) -> None:
     model.generate = limited
 
 
+def limit_continuous(lengths: list[list[int]]) -> None:
+    """Let each call of `generate_batch`, which makes a manager, end its responses at the next step's lengths."""
+    begin, add, of_steps = ContinuousBatchingManager.__init__, ContinuousBatchingManager.add_request, iter(lengths)
+
+    def begun(self, *more, **named):
+        begin(self, *more, **named)
+        self.lengths = next(of_steps)
+
+    def added(self, input_ids, request_id=None, max_new_tokens=None, **named):
+        number = int(request_id.removeprefix("req_"))  # requests may be added in another order
+        named["eos_token_id"] = -1  # none
+        return add(self, input_ids, request_id, self.lengths[number], **named)
+
+    ContinuousBatchingManager.__init__ = begun
+    ContinuousBatchingManager.add_request = added
+
+
+class Agents:
+    """A rollout function: turns of a length, with the environment's words after each but the last."""
+
+    def __init__(self, turns: int, said: int, observations: list[str], tokenizer) -> None:
+        self.turns, self.said = turns, said
+        self.observations = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in observations]
+
+    def __call__(self, prompts, trainer):
+        starts = [trainer.processing_class(text)["input_ids"] for text in prompts]
+        ids, mask = [[] for _ in starts], [[] for _ in starts]
+        for turn in range(self.turns):
+            contexts = [start + more for start, more in zip(starts, ids, strict=True)]
+            turns, _ = trainer._generate_single_turn(contexts, None, {}, 1)
+            for i, said in enumerate(turns):
+                seen = self.observations[i] if turn + 1 < self.turns else []
+                ids[i] += [*said, *seen]
+                mask[i] += [1] * len(said) + [0] * len(seen)
+        return {"prompt_ids": starts, "completion_ids": ids, "logprobs": None, "env_mask": mask}
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     logging.set_verbosity_error()
@@ -64,11 +103,19 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
     model.config.eos_token_id = tokenizer.eos_token_id
-    limit(model, given["lengths"])
+    agents = given["turns"] and Agents(*given["turns"], given["observations"], tokenizer)
+    if agents:
+        steps = given["steps"] + given["warmup"]
+        limit(model, [[agents.said] * given["responses"]] * steps * agents.turns)
+    elif given["continuous"]:
+        limit_continuous(given["lengths"])
+    else:
+        limit(model, given["lengths"])
     clock, seen = Clock(), []
 
     def reward(completions, completion_ids, **more):
-        seen.append([len(ids) for ids in completion_ids])
+        observed = sum(map(len, agents.observations)) * (agents.turns - 1) if agents else 0
+        seen.append([sum(map(len, completion_ids)) - observed])
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as out:
@@ -78,7 +125,7 @@ def main() -> None:
             per_device_train_batch_size=given["pass"],
             gradient_accumulation_steps=given["responses"] // given["pass"],
             num_generations=given["group"],
-            max_completion_length=max(map(max, given["lengths"])),
+            max_completion_length=max(map(max, given["lengths"])) * (2 if agents else 1),
             beta=0.0,
             temperature=1.0,
             bf16=given["dtype"] == "bf16",
@@ -94,6 +141,7 @@ def main() -> None:
             optim="adamw_torch_fused",
             weight_decay=0.0,
             max_grad_norm=1.0,
+            use_transformers_continuous_batching=given["continuous"],
             shuffle_dataset=False,
         )
         trainer = GRPOTrainer(
@@ -103,6 +151,7 @@ def main() -> None:
             train_dataset=Dataset.from_dict({"prompt": given["texts"]}),
             processing_class=tokenizer,
             callbacks=[clock],
+            rollout_func=agents or None,
         )
         trainer.train()
     steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)][-given["steps"] :]
