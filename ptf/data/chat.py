@@ -284,7 +284,7 @@ def _turn(
     end = next((k for k in range(len(context), len(ids)) if ids[k] in stops), None)
     if end is None:
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
-    rest = tokenizer.decode(ids[end + 1 :]).strip() if any(k not in stops for k in ids[end + 1 :]) else ""
+    rest = tokenizer.decode_again(tuple(ids[end + 1 :])).strip() if any(k not in stops for k in ids[end + 1 :]) else ""
     if (
         rest != tokenizer.follows(calls).strip()
         and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip()

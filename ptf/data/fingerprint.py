@@ -22,9 +22,10 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     backend = getattr(hf, "backend_tokenizer", None)
     backend_config = json.loads(backend.to_str()) if backend is not None else {}
     model = backend_config.get("model", {})
+    vocabulary = _vocabulary(backend_config, model) or hf.get_vocab()
     steps = {name: backend_config.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
     facts = {
-        "vocabulary": sorted(hf.get_vocab().items()),
+        "vocabulary": [(token, vocabulary[token]) for token in sorted(vocabulary)],
         "merges": model.get("merges"),
         "special tokens": dict(sorted(hf.special_tokens_map.items())),
         "chat template": hf.chat_template,
@@ -36,6 +37,16 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     if rendering.facts:  # without such settings the fingerprint does not depend on them
         identity["rendering"] = rendering.facts
     return {"fingerprint": _digest(identity), **identity}
+
+
+def _vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the ids of all tokens from the configuration of tokenizers' Tokenizer, where it lists them with ids.
+
+    It is what `get_vocab` returns, which converts it once more.
+    """
+    if not isinstance(vocabulary := model.get("vocab"), dict):
+        return None
+    return vocabulary | {token["content"]: token["id"] for token in config.get("added_tokens") or ()}
 
 
 def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:

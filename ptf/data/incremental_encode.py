@@ -38,4 +38,6 @@ def encode_incrementally(texts: Sequence[str], tokenizer: Tokenizer) -> list[lis
 
 def common_prefix_length(a: str, b: str) -> int:
     """Return the number of characters at the start of two texts that are equal."""
+    if b.startswith(a):
+        return len(a)
     return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[: n + 1] != b[: n + 1])

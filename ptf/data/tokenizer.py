@@ -23,6 +23,8 @@ from ptf.data.rendering import Rendering, with_arguments
 from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer
 from ptf.errors import UserError
 
+MOST_DECODED = 256  # texts that a tokenizer keeps
+
 
 class Tokenizer:
     """The tokenizer of a model: encoding, decoding, chat rendering, and what ends a turn."""
@@ -177,6 +179,19 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
         return self.hf.decode(np.asarray(ids, dtype=np.int64).tolist(), clean_up_tokenization_spaces=False)
+
+    def decode_again(self, ids: tuple[int, ...]) -> str:
+        """Return `decode` of ids that come again and again, such as those after an end-of-turn token."""
+        if (text := self._decoded.get(ids)) is None:
+            text = self.decode(ids)
+            if len(self._decoded) < MOST_DECODED:
+                self._decoded[ids] = text
+        return text
+
+    @cached_property
+    def _decoded(self) -> dict[tuple[int, ...], str]:
+        """Return the texts that `decode_again` has decoded."""
+        return {}
 
     @cached_property
     def longest_token(self) -> int:

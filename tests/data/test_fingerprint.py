@@ -1,9 +1,17 @@
-"""What AutoTokenizer's class makes of a file, beside the file's own content."""
+"""What decides the ids of a tokenizer, and what AutoTokenizer's class makes of a file beside the file's own content."""
 
+import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from ptf.data.fingerprint import class_mismatch
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ptf.data.fingerprint import class_mismatch, identity_of
+from ptf.data.rendering import Rendering
 
 
 def test_a_class_that_reads_its_file_differently_is_found(tmp_path: Path) -> None:
@@ -20,3 +28,32 @@ def test_a_class_that_reads_its_file_differently_is_found(tmp_path: Path) -> Non
     problem = class_mismatch(hf, {"probes": [("a b", [0, 1]), ("b a", [0, 1])]})
     assert problem is not None
     assert "'b a' is [0, 1], not [1, 0]" in problem
+
+
+def trained(model: models.Model, trainer: trainers.Trainer) -> PreTrainedTokenizerFast:
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.train_from_iterator(["one two three one two one"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", additional_special_tokens=["<a>"])
+
+
+SPECIAL = ["[UNK]", "<pad>"]
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer"),
+    [
+        (models.BPE(unk_token="[UNK]"), trainers.BpeTrainer(special_tokens=SPECIAL)),
+        (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(special_tokens=SPECIAL)),
+        (models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer(special_tokens=SPECIAL)),
+        (models.Unigram(), trainers.UnigramTrainer(special_tokens=SPECIAL, unk_token="[UNK]")),
+    ],
+    ids=["BPE", "WordPiece", "WordLevel", "Unigram"],
+)
+def test_the_vocabulary_is_that_of_the_tokenizer(model: models.Model, trainer: trainers.Trainer) -> None:
+    hf = trained(model, trainer)
+    before = identity_of(hf, Rendering())["vocabulary"]
+    vocabulary = json.dumps(sorted(hf.get_vocab().items()), ensure_ascii=False)
+    assert before == hashlib.sha256(vocabulary.encode()).hexdigest()
+    hf.add_tokens(["<b>"])
+    assert identity_of(hf, Rendering())["vocabulary"] != before
