@@ -88,7 +88,7 @@ class Looking:
         self.row, self.words, self.turns = row, np.random.default_rng(seed), 0
 
     def reset(self) -> list[dict[str, Any]]:
-        return self.row["messages"]
+        return [{"role": "user", "content": self.row["prompt"]}]
 
     def step(self, text: str) -> Any:
         from ptf.rl.environments.protocol import StepResult
