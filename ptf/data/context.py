@@ -11,6 +11,7 @@ templates drop it on purpose.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring  # a string as JSON
 from typing import Any
 
 from ptf.data.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def raise_if_unseen(
     corpus = "\0".join(
         [
             *(str(m["content"]) for m in messages),
-            json.dumps(tools, ensure_ascii=False, default=str),
+            json.dumps(tools, ensure_ascii=False, default=str) if tools else "",
             str(tokenizer.hf.chat_template),
         ]
     )
@@ -106,7 +107,7 @@ def _parts(i: int, message: Mapping[str, Any]) -> list[Part]:
     parts: list[Part] = []
     thought, tag, spoken = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
     if spoken.strip() and not (calls and message["role"] == "assistant"):
-        escaped = json.dumps(spoken.strip(), ensure_ascii=False)[1:-1]
+        escaped = encode_basestring(spoken.strip())[1:-1]
 
         def replace(changed: Conversation, word: str) -> None:
             changed[0][i]["content"] = thought + tag + word

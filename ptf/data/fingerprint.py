@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from json.encoder import encode_basestring  # a string as JSON
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     vocabulary = _vocabulary(backend_config, model) or hf.get_vocab()
     steps = {name: backend_config.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
     facts = {
-        "vocabulary": [(token, vocabulary[token]) for token in sorted(vocabulary)],
         "merges": model.get("merges"),
         "special tokens": dict(sorted(hf.special_tokens_map.items())),
         "chat template": hf.chat_template,
         # How a text is split into pieces, and how the pieces are joined.
         "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},
     }
-    identity: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
+    identity: dict[str, Any] = {"vocabulary": _vocabulary_digest(vocabulary)}
+    identity |= {name: _digest(fact) for name, fact in facts.items()}
     identity["probes"] = [[text, hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
     if rendering.facts:  # without such settings the fingerprint does not depend on them
         identity["rendering"] = rendering.facts
@@ -94,6 +95,12 @@ def class_mismatch(hf: Any, identity: Mapping[str, Any]) -> str | None:
                 f"whose ids differ from its tokenizer.json's: {example}"
             )
     return None
+
+
+def _vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Return `_digest` of the sorted pairs of a vocabulary, of which no list is made."""
+    pairs = [f"[{encode_basestring(token)}, {vocabulary[token]}]" for token in sorted(vocabulary)]
+    return hashlib.sha256(f"[{', '.join(pairs)}]".encode()).hexdigest()
 
 
 def _digest(fact: Any) -> str:
