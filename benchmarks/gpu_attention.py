@@ -3,8 +3,9 @@ that `train.fused` can use and torch's own variable-length attention. Writes res
 
     python benchmarks/gpu_attention.py [--into DIRECTORY] [--rounds 3] [--cases 4]
 
-The first calls compile for 10 to 30 s a case. All get the same queries, keys and values in bf16. Milliseconds are medians over the rounds, in which the ways take
-turns; gradients are compared with those of the first way. A way that is not installed has no row.
+The first calls compile for 10 to 30 s a case. All get the same queries, keys and values in bf16. Milliseconds are
+medians over the rounds, in which the ways take turns; gradients are compared with those of the first way. A way that
+is not installed has no row.
 """
 
 import argparse

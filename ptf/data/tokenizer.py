@@ -85,6 +85,7 @@ class Tokenizer:
         """Drop the cached properties, which depend on the vocabulary and the chat template."""
         self.last_encoded = ("", [])
         for name in (
+            "_decoded",
             "_unknown",
             "_is_plain",
             "_closings",

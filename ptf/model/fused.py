@@ -37,9 +37,10 @@ DISTRIBUTIONS = {
 }
 MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
-HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it
+HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,
+AFTER_BLACKWELL = (12, 0)  # and from here on none that repeats
 Setting = Literal["auto"] | Sequence[Package]
-MOST_HEAD_DIM = 256  # of both versions of flash_attn
+MOST_HEAD_DIM = 256  # of flash_attn
 
 
 def installed(package: str) -> str | None:
@@ -56,8 +57,8 @@ def installed(package: str) -> str | None:
 def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
     """Return the packages that `train.fused` uses on a device, with their versions.
 
-    `auto` leaves out flash_attn from Hopper on, where FlexAttention is faster than its version 2
-    (benchmarks/gpu_attention.py), and flash_attn_4, which has to be named.
+    `auto` leaves out flash_attn_4, which has to be named, and from Hopper on flash_attn: on an H200 FlexAttention is
+    faster than the kernels of its version 2 that come with torch (benchmarks/gpu_attention.py).
     Raises UserError for a package that is asked for by name and cannot be used, or is installed and cannot be imported.
     """
     found: dict[str, str] = {}
@@ -69,12 +70,12 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
             reason = f"it computes in 16 bits only, and train.precision is {precision}"
         elif has is None:
             reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
-        elif package == "flash_attn_4" and (setting == "auto" or capability(device) < HOPPER):
-            reason = "it trains on GPUs of compute capability 9.0 and above"
-        elif package == "flash_attn" and setting == "auto" and capability(device) >= HOPPER:
-            reason = "FlexAttention is faster"
-        else:
+        elif package == "flash_attn_4" and not HOPPER <= capability(device) < AFTER_BLACKWELL:
+            reason = "it trains on GPUs of compute capability 9 to 11"
+        elif setting != "auto" or not _only_by_name(package, device):
             found[package] = has
+            continue
+        else:
             continue
         if setting != "auto":
             raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` uses what there is, [] nothing")
@@ -91,6 +92,11 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
     return found
 
 
+def _only_by_name(package: Package, device: torch.device) -> bool:
+    """Return whether `auto` leaves a package out."""
+    return package == "flash_attn_4" or (package == "flash_attn" and capability(device) >= HOPPER)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
@@ -105,7 +111,7 @@ def use(model: Decoder, packages: Mapping[str, str]) -> None:
         for module in model.modules():
             if isinstance(module, GatedDeltaNet):
                 module.rule = fla_rule  # type: ignore[method-assign]
-    if (package := flash_of(packages)) and obstacle(model.config) is None:
+    if (package := flash_of(packages)) and obstacle(model.config, package) is None:
         model.attention = Flash4 if package == "flash_attn_4" else Flash
 
 
@@ -114,14 +120,18 @@ def flash_of(packages: Mapping[str, str]) -> str | None:
     return next((package for package in ("flash_attn_4", "flash_attn") if package in packages), None)
 
 
-def obstacle(c: DecoderConfig) -> str | None:
-    """Return why neither version of flash_attn can compute the attention of a model, or None if they can."""
+def obstacle(c: DecoderConfig, package: str = "flash_attn") -> str | None:
+    """Return why flash_attn, or flash_attn_4, cannot compute the attention of a model, or None if it can."""
     if c.sinks:
         return "it has no attention sinks"
     if c.attention_softcap is not None:
         return "its scores are not soft-capped"
     if c.latent is not None:
         return "it computes no values that are narrower than keys"
+    if package == "flash_attn_4" and any(layer.window for layer in c.layers):
+        return "its windows were not compared on a GPU yet"
+    if package == "flash_attn_4" and 128 < c.head_dim < MOST_HEAD_DIM:
+        return f"its heads have 128 dimensions at most, or {MOST_HEAD_DIM}"
     return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
 
 
@@ -142,7 +152,7 @@ def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
         on_cpu = "SDPA per document (FlexAttention has no backward on a CPU)"
         return "flex_attention" if device.type == "cuda" else on_cpu
     name = f"flash_attn {model.kernels[package]}"
-    if reason := obstacle(model.config):
+    if reason := obstacle(model.config, package):
         return f"flex_attention (not {name}: {reason})"
     return f"{name} (flex_attention for documents that share a prefix)"
 
@@ -205,7 +215,7 @@ class Flash:
 
 
 class Flash4(Flash):
-    """The same by flash_attn 4, which needs a GPU from Hopper on."""
+    """The same by flash_attn 4, which needs a GPU of Hopper's or Blackwell's generation."""
 
     unlimited = None
 

@@ -244,7 +244,8 @@ def test_what_is_chosen(setting, device, precision, found) -> None:
         (["flash_attn_4"], (9, 0), {"flash_attn_4": "4.0.0"}),
         (["flash_attn_4"], (10, 0), {"flash_attn_4": "4.0.0"}),
         (["flash_attn"], (9, 0), {"flash_attn": "2.8.4"}),
-        (["flash_attn_4"], (8, 0), "flash_attn_4 cannot be used: it trains on GPUs of compute capability 9.0"),
+        (["flash_attn_4"], (8, 0), "flash_attn_4 cannot be used: it trains on GPUs of compute capability 9 to 11"),
+        (["flash_attn_4"], (12, 0), "flash_attn_4 cannot be used: it trains on GPUs of compute capability 9 to 11"),
         (["flash_attn", "flash_attn_4"], (9, 0), "name one of them"),
     ],
 )
@@ -256,7 +257,7 @@ def test_the_version_of_flash_attn(setting, has, found, monkeypatch: pytest.Monk
             kernels(setting, CUDA, "bf16")
         return
     assert kernels(setting, CUDA, "bf16") == found
-    model = copy.deepcopy(model_of("qwen3"))
+    model = copy.deepcopy(model_of("llama"))
     use(model, found)
     assert (model.attention is Flash4) == ("flash_attn_4" in found)
     assert (model.attention is Flash) == ("flash_attn" in found)
@@ -307,6 +308,12 @@ def config(**changes: Any) -> DecoderConfig:
 def test_heads_that_are_too_large_keep_flex() -> None:
     assert obstacle(config(head_dim=256)) is None
     assert "256 dimensions at most" in str(obstacle(config(head_dim=288)))
+    assert obstacle(config(head_dim=192)) is None
+    assert "128 dimensions at most" in str(obstacle(config(head_dim=192), "flash_attn_4"))
+    assert obstacle(config(head_dim=256), "flash_attn_4") is None
+    windowed = replace(config(), layers=(Layer(Rope(10_000.0), 24),))
+    assert obstacle(windowed) is None
+    assert "windows" in str(obstacle(windowed, "flash_attn_4"))
 
 
 def test_the_first_lines_name_what_is_used() -> None:

@@ -95,13 +95,14 @@ class TrainConfig(Section):
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the
     three on 2 busy cores) and changes the last bits."""
     fused: Literal["auto"] | list[Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]] = "auto"
-    """Packages whose kernels replace ptf's own in training on a GPU. `flash_attn_4` (flash-attn-4, from Hopper on) or
-    `flash_attn` (flash-attn, version 2): attention, in bf16; documents that share a prefix, attention sinks and heads
-    of more than 256 dimensions keep FlexAttention. `liger_kernel`: gates, of dense models and experts. `fla`
-    (flash-linear-attention): the rule of linear attention, in bf16. `auto` uses those that are installed, but
-    `flash_attn_4`, which has to be named, and from Hopper on `flash_attn`, which is slower there than FlexAttention; a
-    list refuses to begin without one of them; `[]` uses none. The run's first lines name what is used, and a run does
-    not continue with other versions, unless `checkpoint.accept_version_changes` allows it."""
+    """Packages whose kernels replace ptf's own in training on a GPU. `flash_attn_4` (flash-attn-4, on Hopper and
+    Blackwell) or `flash_attn` (flash-attn, version 2): attention, in bf16; documents that share a prefix, attention
+    sinks, heads of more than 256 dimensions and, with `flash_attn_4`, windows keep FlexAttention. `liger_kernel`:
+    gates, of dense models and experts. `fla` (flash-linear-attention): the rule of linear attention, in bf16. `auto`
+    uses those that are installed, except `flash_attn_4`, which has to be named, and from Hopper on `flash_attn`, which
+    was slower than FlexAttention on an H200; a list refuses to begin without one of them; `[]` uses none. The run's
+    first lines name what is used, and a run does not continue with other versions, unless
+    `checkpoint.accept_version_changes` allows it."""
     validate_every: Count = changeable(0)
     """Steps between measurements of the held-out losses, or (online recipes) between greedy passes over
     `evaluate.sources`; 0: never."""
