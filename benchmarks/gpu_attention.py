@@ -27,6 +27,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.vocabulary_padding import seconds  # noqa: E402
 from ptf.model.attention import Flex  # noqa: E402
 from ptf.model.fused import Flash, Flash4, installed, varlen_of  # noqa: E402
 from ptf.varlen import Varlen  # noqa: E402
@@ -108,13 +109,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor, int]:
 
 def timed(compute: Callable[[], object]) -> float:
     """Return the milliseconds of a call on the GPU, the mean of CALLS."""
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(CALLS):
-        compute()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) / CALLS
+    return 1e3 * seconds(compute, torch.device("cuda"), CALLS)
 
 
 def measure(case: Case, rounds: int) -> list[dict[str, Any]]:

@@ -213,7 +213,7 @@ def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
         (directory / "job.yaml").write_text(json.dumps(job(directory, shape, given)))  # JSON is YAML
         plan = planned(directory / "job.yaml", name)
         said, lines = trained(directory, WARM_UP + given.steps)
-        profile = json.loads((directory / PROFILE).read_text()) if (directory / PROFILE).exists() else {}
+        profile = json.loads((directory / PROFILE).read_text()) if given.device == "cuda" else {}
     rows = [json.loads(line) for line in lines][WARM_UP:]
     return {
         "shape": shape,

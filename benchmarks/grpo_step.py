@@ -11,8 +11,8 @@ them (ptf: `rollout.environment`, in a process of its own, whose CPU-seconds are
 its `env_mask`). ptf runs its controller as `ptf train` does with `launcher: local`
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
-in bf16 with weights of fp32 (autocast), and at its fastest setting also with weights of bf16. But for agents it is also
-tried with transformers' continuous batching, with its defaults, at the smallest pass.
+in bf16 with weights of fp32 (autocast), and at its fastest setting also with weights of bf16. Except for agents it is
+also tried with transformers' continuous batching, with its defaults, at the smallest pass.
 Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest rounds
 of each case and type on this CPU.
 """
@@ -304,8 +304,8 @@ def write() -> None:
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
         f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
         f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
-        "longest, but with transformers'\n*continuous batching* (its defaults; weights of bf16 in bf16; not tried with "
-        "agents). "
+        "longest, except with transformers'\n*continuous batching* (its defaults; weights of bf16 in bf16; not tried "
+        "with agents). "
         f"*Agents*: episodes of {TURNS} turns of {SAID} tokens, {OBSERVED} tokens of an environment between them (ptf: "
         "`rollout.environment`, a process of its own that\nis not counted; TRL: `rollout_func`, its observations as "
         "ids from the start). Both compute a turn's whole context anew. `small4`: Qwen3 shape, width 256,\n"

@@ -55,7 +55,7 @@ class Case:
         self.loss = loss.detach().item()
 
 
-def seconds(run: Callable[[], None], device: torch.device, repeat: int) -> float:
+def seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:
     """Of one call: CPU time of this process, or time on the GPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

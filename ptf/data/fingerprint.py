@@ -100,7 +100,7 @@ def class_mismatch(hf: Any, identity: Mapping[str, Any]) -> str | None:
 
 
 def _vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return `_digest` of the sorted pairs of a vocabulary, which takes half as long."""
+    """Return `_digest` of the sorted pairs of a vocabulary, of which it makes no JSON objects."""
     pairs = [f"[{encode_basestring(token)}, {vocabulary[token]}]" for token in sorted(vocabulary)]
     return hashlib.sha256(f"[{', '.join(pairs)}]".encode()).hexdigest()
 

@@ -122,8 +122,7 @@ class Packer(Generic[T]):
             if pairs >> half & 1 and room == 2 * half and len(ages[half]) < 2:
                 pairs ^= 1 << half
             n = (pairs or fits).bit_length() - 1
-            # the longest would leave less than two of the shortest need. In the last eighth the search pays; before,
-            # it takes the short units from later sequences (benchmarks/packing.py)
+            # the longest would leave less than two of the shortest need
             if not pairs and room <= seq_len >> 3 and room - n < 2 * ((bits & -bits).bit_length() - 1):
                 n = _first_of_last(fits, mirror >> (seq_len - room), room, ages)
         self._bits, self._mirror, self._arrivals = bits, mirror, arrivals

@@ -72,13 +72,12 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
             reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
         elif package == "flash_attn_4" and not HOPPER <= capability(device) < AFTER_BLACKWELL:
             reason = "it trains on GPUs of compute capability 9 to 11"
-        elif setting != "auto" or not _only_by_name(package, device):
-            found[package] = has
-            continue
         else:
+            if setting != "auto" or not _only_by_name(package, device):
+                found[package] = has
             continue
         if setting != "auto":
-            raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` uses what there is, [] nothing")
+            raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` leaves it out, [] uses nothing")
     if found.keys() >= {"flash_attn", "flash_attn_4"}:
         raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
     for package, has in found.items():

@@ -57,3 +57,14 @@ def test_the_vocabulary_is_that_of_the_tokenizer(model: models.Model, trainer: t
     assert before == hashlib.sha256(vocabulary.encode()).hexdigest()
     hf.add_tokens(["<b>"])
     assert identity_of(hf, Rendering())["vocabulary"] != before
+
+
+def test_two_tokens_of_one_id_are_both_in_the_vocabulary(tmp_path: Path) -> None:
+    """Of these the configuration that the tokenizer writes lists one only."""
+    config = json.loads(Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?")).to_str())
+    config["model"]["vocab"]["b"] = 0
+    (tmp_path / "tokenizer.json").write_text(json.dumps(config))
+    hf = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert len(json.loads(hf.backend_tokenizer.to_str())["model"]["vocab"]) < len(hf.get_vocab()) == 3
+    vocabulary = json.dumps(sorted(hf.get_vocab().items()), ensure_ascii=False)
+    assert identity_of(hf, Rendering())["vocabulary"] == hashlib.sha256(vocabulary.encode()).hexdigest()

@@ -99,9 +99,9 @@ class TrainConfig(Section):
     Blackwell) or `flash_attn` (flash-attn, version 2): attention, in bf16; documents that share a prefix, attention
     sinks, heads of more than 256 dimensions and, with `flash_attn_4`, windows keep FlexAttention. `liger_kernel`:
     gates, of dense models and experts. `fla` (flash-linear-attention): the rule of linear attention, in bf16. `auto`
-    uses those that are installed, except `flash_attn_4`, which has to be named, and from Hopper on `flash_attn`, which
-    was slower than FlexAttention on an H200; a list refuses to begin without one of them; `[]` uses none. The run's
-    first lines name what is used, and a run does not continue with other versions, unless
+    uses those that are installed, except `flash_attn_4`, which has to be named, and from Hopper on `flash_attn`, as
+    version 2's kernels in torch were slower than FlexAttention on an H200; a list refuses to begin without one of them;
+    `[]` uses none. The run's first lines name what is used, and a run does not continue with other versions, unless
     `checkpoint.accept_version_changes` allows it."""
     validate_every: Count = changeable(0)
     """Steps between measurements of the held-out losses, or (online recipes) between greedy passes over
