@@ -169,7 +169,13 @@ def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
             steps=given["written"], lr=given["lr"], schedule="constant", precision=given["dtype"], **settings
         )
         model, _ = load_model(
-            place, world, ModelConfig(path=str(place)), seed=0, precision=train.precision, compiled=train.compile
+            place,
+            world,
+            ModelConfig(path=str(place)),
+            seed=0,
+            precision=train.precision,
+            compiled=train.compile,
+            fused=train.fused,
         )
         yield Trainer(model, world, train), [Batch.of(of_step, WIDTH) for of_step in steps]
 

@@ -21,6 +21,7 @@ from ptf import storage
 from ptf.errors import UserError
 
 FILE = "made_with.json"
+KINDS = ("*.py", "*.cpp", "*.h")  # of source files
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors")
 
 
@@ -51,7 +52,7 @@ TOOLS = (
 def code(root: Path = Path(__file__).parents[1]) -> str:
     """Return the SHA-256 over the source files that a run's numbers depend on, shortened."""
     digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted(file for kind in KINDS for file in root.rglob(kind)):
         name = file.relative_to(root).as_posix()
         if not any(fnmatch(name, tool) for tool in TOOLS):
             digest.update(name.encode() + b"\0" + file.read_bytes())

@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from ptf.model.head import Head
 from ptf.model.matrix_product import differentiable_once
-from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
+from ptf.model.projection import Chunks, Projection, by_cpu_kernel, rows_of_a_block, summed
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20  # on a CPU
@@ -29,7 +29,7 @@ CUDA_CHUNK_BYTES = 1 << 30
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes the fp32 logits of a chunk may take.
+    """Return how many bytes the logits of a chunk may take: in fp32 on a GPU, on a CPU as the GEMM writes them.
 
     Every chunk reads the head's weight twice, and reads and writes the fp32 sum of its gradient: 12 bytes an element,
     however many positions the chunk has. At 72 % of an H100's FLOPs and 85 % of its bandwidth, the three GEMMs over 110
@@ -38,17 +38,18 @@ def chunk_bytes(device: torch.device) -> int:
     return CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
 
 
-def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
+def chunks_of(n: int, *heads: Head, buffers: int = 1, whole: bool = False) -> Chunks:
     """Return the chunks of n positions. They are the same on all ranks of a group, since each chunk is a collective.
 
     On CUDA, a computation that needs several `buffers` as large as its logits gets smaller chunks, so that all of them
-    together take what one takes elsewhere. There, and in a group, a chunk is one block; on a CPU blocks are as large as
-    the caches of its threads.
+    together take what one takes elsewhere. There, in a group and if they are to be `whole`, a chunk is one block; on a
+    CPU blocks are as large as the caches of its threads.
     """
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     device = heads[0].weight.device
-    size = max(1, chunk_bytes(device) // (4 * rows * (buffers if device.type == "cuda" else 1)))
-    whole = device.type == "cuda" or any(h.group is not None for h in heads)
+    element = 4 * buffers if device.type == "cuda" else heads[0].weight.element_size()
+    size = max(1, chunk_bytes(device) // (element * rows))
+    whole |= device.type == "cuda" or any(h.group is not None for h in heads)
     return Chunks(n, size, size if whole else min(size, rows_of_a_block(rows)))
 
 
@@ -86,7 +87,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
+        chunks, where = chunks_of(len(x), head, whole=by_cpu_kernel(head)), _Targets(targets, head)
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for block in chunks:

@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         return (
             Scalar(weight)
             if c.head == "scalar"
-            else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group)
+            else Head(weight, c.vocab, c.softcap, None, self.first, self.group, "cpu_kernels" in self.kernels)
         )
 
     def load_balancing_loss(self) -> Tensor | None:

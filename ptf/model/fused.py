@@ -1,7 +1,8 @@
-"""Kernels of other packages, which training on a GPU uses where they are installed: attention by flash_attn 4 or 2,
-gates by liger_kernel, the rule of linear attention by fla (flash-linear-attention).
+"""Kernels that training uses in place of PyTorch's functions. On a GPU those of other packages, where they are
+installed: attention by flash_attn 4 or 2, gates by liger_kernel, the rule of linear attention by fla
+(flash-linear-attention). On a CPU ptf's own (ptf/cpu_kernels), where the machine has a C++ compiler.
 
-They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out: Liger's
+They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py and tests/cpu_kernels compare them). Left out: Liger's
 norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
 keys that the backward pass may have saved; its losses, which know no weights of tokens. Generation keeps ptf's
 attention.
@@ -11,15 +12,18 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptf.cpu_kernels import layers as cpu_layers
+from ptf.cpu_kernels.attention import CpuAttention
+from ptf.cpu_kernels.library import Unavailable, library, unavailable
 from ptf.errors import UserError
-from ptf.model.attention import Attention, Flex, PackedDelta
+from ptf.model.attention import Attend, Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
@@ -28,14 +32,15 @@ from ptf.model.layers import MLP
 from ptf.model.moe import Experts
 from ptf.varlen import Varlen
 
-Package = Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]
+Package = Literal["cpu_kernels", "flash_attn", "flash_attn_4", "liger_kernel", "fla"]
 DISTRIBUTIONS = {
     "flash_attn": "flash-attn",
     "flash_attn_4": "flash-attn-4",
     "liger_kernel": "liger-kernel",
     "fla": "flash-linear-attention",
 }
-MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
+CPU_KERNELS = "cpu_kernels"
+MODULES = {"flash_attn_4": "flash_attn.cute", CPU_KERNELS: "ptf.cpu_kernels"}  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
 HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,
 AFTER_BLACKWELL = (12, 0)  # and from here on none that repeats
@@ -44,13 +49,13 @@ MOST_HEAD_DIM = 256  # of flash_attn
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None.
+    """Return the version of an installed package, or None; of ptf's kernels for CPUs, what compiled them.
 
     The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions of flash-attn.
     """
     try:
-        return version(DISTRIBUTIONS[package])
-    except PackageNotFoundError:
+        return library().version if package == CPU_KERNELS else version(DISTRIBUTIONS[package])
+    except (PackageNotFoundError, Unavailable):
         return None
 
 
@@ -63,21 +68,11 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
     """
     found: dict[str, str] = {}
     for package in get_args(Package) if setting == "auto" else setting:
-        has = installed(package)
-        if device.type != "cuda":
-            reason = f"it needs a GPU, and this run computes on {device}"
-        elif package in OF_16_BITS and precision != "bf16":
-            reason = f"it computes in 16 bits only, and train.precision is {precision}"
-        elif has is None:
-            reason = f"it is not installed (pip install {DISTRIBUTIONS[package]})"
-        elif package == "flash_attn_4" and not HOPPER <= capability(device) < AFTER_BLACKWELL:
-            reason = "it trains on GPUs of compute capability 9 to 11"
-        else:
-            if setting != "auto" or not _only_by_name(package, device):
-                found[package] = has
-            continue
-        if setting != "auto":
+        reason = why_not(package, device, precision)
+        if reason is not None and setting != "auto":
             raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` leaves it out, [] uses nothing")
+        if reason is None and not (setting == "auto" and _only_by_name(package, device)):
+            found[package] = cast("str", installed(package))
     if found.keys() >= {"flash_attn", "flash_attn_4"}:
         raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
     for package, has in found.items():
@@ -89,6 +84,21 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
                 "train.fused"
             ) from error
     return found
+
+
+def why_not(package: Package, device: torch.device, precision: str) -> str | None:
+    """Return why a package cannot be used on a device, or None if it can."""
+    if package == CPU_KERNELS:
+        return f"it computes on a CPU, and this run on {device}" if device.type != "cpu" else unavailable()
+    if device.type != "cuda":
+        return f"it needs a GPU, and this run computes on {device}"
+    if package in OF_16_BITS and precision != "bf16":
+        return f"it computes in 16 bits only, and train.precision is {precision}"
+    if installed(package) is None:
+        return f"it is not installed (pip install {DISTRIBUTIONS[package]})"
+    if package == "flash_attn_4" and not HOPPER <= capability(device) < AFTER_BLACKWELL:
+        return "it trains on GPUs of compute capability 9 to 11"
+    return None
 
 
 def _only_by_name(package: Package, device: torch.device) -> bool:
@@ -104,6 +114,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def use(model: Decoder, packages: Mapping[str, str]) -> None:
     """Let a decoder compute with these packages."""
     model.kernels = packages
+    if CPU_KERNELS in packages:
+        cpu_layers.use(model)
+        model.attention = _on_cpu
     if "liger_kernel" in packages:
         _use_liger(model)
     if "fla" in packages:
@@ -148,12 +161,31 @@ def attention_of(model: Decoder, device: torch.device) -> str:
 def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
     """Return what computes a model's softmax attention on a device."""
     if (package := flash_of(model.kernels)) is None:
-        on_cpu = "SDPA per document (FlexAttention has no backward on a CPU)"
-        return "flex_attention" if device.type == "cuda" else on_cpu
+        return "flex_attention" if device.type == "cuda" else _cpu_attention_of(model)
     name = f"flash_attn {model.kernels[package]}"
     if reason := obstacle(model.config, package):
         return f"flex_attention (not {name}: {reason})"
     return f"{name} (flex_attention for documents that share a prefix)"
+
+
+def _on_cpu(segments: Tensor, positions: Tensor, varlen: Varlen | None) -> Attend:
+    return CpuAttention(segments, positions)
+
+
+def _cpu_attention_of(model: Decoder) -> str:
+    """Return what computes a model's softmax attention on a CPU."""
+    by_torch, c = "SDPA per document", model.config
+    if (has := model.kernels.get(CPU_KERNELS)) is None:
+        reason = unavailable()
+        return f"{by_torch} (no cpu_kernels: {reason})" if reason else by_torch
+    kind = f"cpu_kernels ({has})"
+    if c.attention_softcap is not None:
+        return f"{by_torch} (not {kind}: scores are soft-capped)"
+    if c.latent is not None:
+        return f"{by_torch} (not {kind}: values are narrower than keys)"
+    if c.head_dim % library().width:
+        return f"{by_torch} (not {kind}: heads of {c.head_dim} are no multiple of {library().width})"
+    return kind
 
 
 def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:

@@ -55,11 +55,17 @@ class Head:
     bias: Tensor | None = None  # [V], for the rows of `weight`
     first: int = 0  # which row of the whole vocabulary `weight` begins with
     group: ProcessGroup | None = None  # the ranks that hold the other rows
+    cpu_kernels: bool = False  # whether ptf's kernels for CPUs compute its cross-entropy
 
     @property
     def real(self) -> int:
         """How many of the rows of `weight` are not padding."""
         return min(max(self.vocab - self.first, 0), len(self.weight))
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are nothing but products, and this rank has all of them."""
+        return self.group is None and self.softcap is None and self.bias is None
 
     def logits(self, x: Tensor) -> Tensor:
         """Return fp32 logits [..., vocab] for x [..., D]: soft-capped, without padding.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ptf.cpu_kernels.loss import write_gradient
 from ptf.model.head import Head, sums_in_fp32
 from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
@@ -28,9 +29,8 @@ BLOCK_BYTES = 1 << 20
 CUDA_BLOCK_BYTES = 128 << 20
 # logits whose nucleus is found at a time: it takes about ten times their memory
 NUCLEUS_BYTES = 64 << 20
-# rows of a bf16 head's gradient that are multiplied and added at a time: with it 151,936 rows of 256 columns take
-# 51-68 ms instead of 159 (CPU)
-BLOCK = 8192
+# rows of a 16-bit head's gradient that a CPU multiplies and adds at a time: its caches hold them
+BLOCK = 4096
 # the least log-prob on a CPU: a GEMM over denormals took 40 times as long, and e⁻⁶⁴ is lost in any fp32 sum
 FLOOR = -64.0
 
@@ -66,6 +66,13 @@ def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) 
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     out.copy_((logprobs.exp() - hit.to(logits.dtype)) * weights[:, None])
     return logprobs.gather(1, targets[:, None]).squeeze(1)
+
+
+def by_cpu_kernel(head: Head) -> bool:
+    """Return whether ptf's kernels for CPUs compute the cross-entropy of a head, a whole chunk at a time."""
+    weight = head.weight
+    takes = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return head.cpu_kernels and head.plain and takes
 
 
 LOSSES = 64  # compiled at most: for each vocabulary and dtype
@@ -145,29 +152,43 @@ class Projection:
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
         self.rows = min(chunks.rows, size)
-        self.wide = self.narrow if x.dtype == torch.float32 else x.new_empty(self.rows, rows, dtype=torch.float32)
         self.spare: Tensor | None = None  # a block of probabilities
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
         self.dx = torch.empty_like(x) if needs[0] else None
         self.dweight = torch.zeros_like(head.weight, dtype=sums) if needs[1] else None
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
+        # a block of the weight's gradient as the GEMM rounds it, and the same in fp32
+        rounds = self.dweight is not None and sums != x.dtype and not self.fused
+        self.part = x.new_empty(min(BLOCK, rows) if rounds else 0, x.shape[1])
+        self.wide_part = torch.empty_like(self.part, dtype=torch.float32)
 
     def new_block(self) -> Tensor:
         """Return an uninitialised tensor for a block of logits, fp32 [rows, V]."""
         return torch.empty_like(self.wide[: self.rows])
 
+    @functools.cached_property
+    def wide(self) -> Tensor:
+        """The buffer of a block's logits in fp32."""
+        rows = len(self.head.weight)
+        return self.narrow if self.x.dtype == torch.float32 else self.x.new_empty(self.rows, rows, dtype=torch.float32)
+
     @property
     def compiles_loss(self) -> bool:
-        """Return whether `cross_entropy` can compute this head's loss: on a GPU in 16 bits, where nothing changes the
-        logits and no other rank has a part of them."""
-        head = self.head
-        plain = head.group is None and head.softcap is None and head.bias is None
-        return self.fused and plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
+        """Return whether `cross_entropy` can compute this head's loss: where nothing changes the logits and no other
+        rank has a part of them, on a GPU in 16 bits, and on a CPU by `by_cpu_kernel`."""
+        plain = self.head.plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
+        return plain and (self.fused or by_cpu_kernel(self.head))
 
     def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
         −Σ weights · log-prob; see `compiles_loss`."""
+        if not self.fused:
+            self._multiply(block)
+            logits, needed = self.narrow[: block.stop - block.start], self.dx is not None or self.dweight is not None
+            picked = write_gradient(logits, self.head.real, targets, weights if needed else None)
+            self._add_after(block)
+            return picked
         logits = self._logits(block)
         rows = logits, targets, weights, self.narrow[self._place(block)]
         for tensor in rows:
@@ -281,7 +302,9 @@ class Projection:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:
             for i in range(0, len(self.dweight), BLOCK):
-                self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
+                rows = grad[:, i : i + BLOCK].t()
+                part = torch.mm(rows, self.x[chunk], out=self.part[: len(rows)])
+                self.dweight[i : i + BLOCK] += self.wide_part[: len(rows)].copy_(part)
 
     def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it

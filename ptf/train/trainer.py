@@ -79,7 +79,7 @@ def load_model(
 def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
     """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
     found = kernels(setting, world.device, precision)
-    every = world.all_gather_object(found) if world.device.type == "cuda" and setting else [found]
+    every = world.all_gather_object(found) if setting else [found]
     if others := [each for each in every if each != found]:
         raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
     return found

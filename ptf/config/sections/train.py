@@ -94,7 +94,7 @@ class TrainConfig(Section):
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the
     three on 2 busy cores) and changes the last bits."""
-    fused: Literal["auto"] | list[Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]] = "auto"
+    fused: Literal["auto"] | list[Literal["cpu_kernels", "flash_attn", "flash_attn_4", "liger_kernel", "fla"]] = "auto"
     """Packages whose kernels replace ptf's own in training on a GPU. `flash_attn_4` (flash-attn-4, on Hopper and
     Blackwell) or `flash_attn` (flash-attn, version 2): attention, in bf16; documents that share a prefix, attention
     sinks, heads of more than 256 dimensions and, with `flash_attn_4`, windows keep FlexAttention. `liger_kernel`:

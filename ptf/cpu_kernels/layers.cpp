@@ -1,0 +1,116 @@
+// What lies between a decoder's products of matrices: RMS norm, gate and rotation, forward and backward.
+//
+// Values are rounded where PyTorch's own functions round them in the forward pass; in the backward pass once, at the end.
+
+#include "vectors.h"
+
+namespace {
+
+template <typename T>
+void norm(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int64_t dim, float eps, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < rows; i++) {
+        vec squares{};
+        for (long j = 0; j < dim; j += WIDTH) {
+            const vec value = load(x + i * dim + j);
+            squares += value * value;
+        }
+        const float scale = inverse[i] = 1.0f / sqrtf(sum(squares) / dim + eps);
+        for (long j = 0; j < dim; j += WIDTH)
+            store(out + i * dim + j, load(weight + j) * rounded<T>(load(x + i * dim + j) * scale));
+    }
+}
+
+// Gradients of x, and of the weight in `parts` sums over as many ranges of rows, [parts, dim].
+template <typename T>
+void norm_backward(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx, float *dweight,
+                   int64_t rows, int64_t dim, int64_t parts, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long part = 0; part < parts; part++) {
+        float *total = dweight + part * dim;
+        memset(total, 0, sizeof(float) * dim);
+        for (long i = rows * part / parts; i < rows * (part + 1) / parts; i++) {
+            vec dot{};
+            for (long j = 0; j < dim; j += WIDTH) {
+                const vec normal = load(x + i * dim + j) * inverse[i], grad = load(upstream + i * dim + j);
+                store(total + j, load(total + j) + grad * rounded<T>(normal));
+                dot += grad * load(weight + j) * normal;
+            }
+            const float mean = sum(dot) / dim;
+            for (long j = 0; j < dim; j += WIDTH) {
+                const vec normal = load(x + i * dim + j) * inverse[i];
+                store(dx + i * dim + j, (load(upstream + i * dim + j) * load(weight + j) - normal * mean) * inverse[i]);
+            }
+        }
+    }
+}
+
+inline vec sigmoid(vec x) {
+    const ints negative = x < all(0.0f);
+    const vec e = exponential(negative ? x : -x);
+    return (negative ? e : all(1.0f)) / (1.0f + e);
+}
+
+template <typename T>
+void gate(const T *x, const T *up, T *out, int64_t count, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < count; i += WIDTH) {
+        const vec value = load(x + i);
+        store(out + i, rounded<T>(value * sigmoid(value)) * load(up + i));
+    }
+}
+
+template <typename T>
+void gate_backward(const T *x, const T *up, const T *upstream, T *dx, T *dup, int64_t count, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < count; i += WIDTH) {
+        const vec value = load(x + i), grad = load(upstream + i), s = sigmoid(value);
+        store(dup + i, grad * rounded<T>(value * s));
+        store(dx + i, grad * load(up + i) * s * (1.0f + value * (1.0f - s)));
+    }
+}
+
+// x [rows, heads, dim], whose first `turned` dimensions are rotated by tables [rows, turned], the others copied.
+template <typename T>
+void rotate(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, int64_t heads, int64_t dim,
+            int64_t turned, bool back, int64_t threads) {
+    const long half = turned / 2;
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < rows; i++)
+        for (long h = 0; h < heads; h++) {
+            const T *from = x + (i * heads + h) * dim, *c = cosines + i * turned, *s = sines + i * turned;
+            T *to = out + (i * heads + h) * dim;
+            for (long j = 0; j < half; j += WIDTH) {
+                const vec a = load(from + j), b = load(from + half + j);
+                const vec first = back ? load(s + half + j) : load(s + j), second = back ? load(s + j) : load(s + half + j);
+                store(to + j, rounded<T>(a * load(c + j)) + rounded<T>(b * first));
+                store(to + half + j, rounded<T>(b * load(c + half + j)) + rounded<T>(a * second));
+            }
+            memcpy(to + turned, from + turned, sizeof(T) * (dim - turned));
+        }
+}
+
+}  // namespace
+
+#define FOR(name, T)                                                                                                  \
+    extern "C" void norm_##name(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int64_t dim,        \
+                                float eps, int64_t threads) {                                                             \
+        norm(x, weight, out, inverse, rows, dim, eps, threads);                                                       \
+    }                                                                                                                 \
+    extern "C" void norm_backward_##name(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx,  \
+                                         float *dweight, int64_t rows, int64_t dim, int64_t parts, int64_t threads) {     \
+        norm_backward(x, weight, inverse, upstream, dx, dweight, rows, dim, parts, threads);                          \
+    }                                                                                                                 \
+    extern "C" void gate_##name(const T *x, const T *up, T *out, int64_t count, int64_t threads) {                        \
+        gate(x, up, out, count, threads);                                                                             \
+    }                                                                                                                 \
+    extern "C" void gate_backward_##name(const T *x, const T *up, const T *upstream, T *dx, T *dup, int64_t count,     \
+                                         int64_t threads) {                                                               \
+        gate_backward(x, up, upstream, dx, dup, count, threads);                                                      \
+    }                                                                                                                 \
+    extern "C" void rotate_##name(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, int64_t heads,   \
+                                  int64_t dim, int64_t turned, int64_t back, int64_t threads) {                               \
+        rotate(x, cosines, sines, out, rows, heads, dim, turned, back, threads);                                      \
+    }
+FOR(float, float)
+FOR(bf16, bf16)

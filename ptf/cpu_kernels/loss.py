@@ -1,0 +1,23 @@
+"""Log-probs of targets and the gradient of their cross-entropy by loss.cpp: one call for a chunk of logits, which are
+read three times and lie in one buffer, in place of a pass over them for each operation."""
+
+import torch
+from torch import Tensor
+
+from ptf.cpu_kernels.library import library
+
+
+def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the log-probs of targets [n], fp32, from logits [n, V] in fp32 or bf16, of which `real` columns count.
+
+    With `weights` [n], write the gradient of −Σ weights · log-prob with respect to the logits over them. Probabilities
+    below e⁻⁶⁴ count as 0 there.
+    """
+    found = torch.empty(len(logits))
+    wide = None if weights is None else weights.float().contiguous()
+    sizes = *logits.shape[:1], real, logits.shape[1]
+    narrow = int(logits.dtype == torch.bfloat16)
+    library().call(
+        "cross_entropy", logits, narrow, targets.contiguous(), wide, found, *sizes, torch.get_num_threads()
+    )
+    return found

@@ -1,0 +1,144 @@
+// Vectors of floats as wide as the CPU's registers, numbers of 16 bits, and the product of small matrices.
+
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, ROWS = 12;  // floats of a register; rows of a tile, whose sums stay in registers
+#elif defined(__AVX__)
+constexpr int WIDTH = 8, ROWS = 6;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 4, ROWS = 12;
+#else
+constexpr int WIDTH = 4, ROWS = 6;
+#endif
+constexpr int PANEL = 2 * WIDTH;  // columns of a tile
+
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
+typedef float unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+inline vec load(const float *at) { return *reinterpret_cast<const unaligned *>(at); }
+inline void store(float *at, vec x) { *reinterpret_cast<unaligned *>(at) = x; }
+inline vec all(float x) { return x - vec{}; }
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+struct bf16 {
+    uint16_t bits;
+};
+typedef uint16_t shorts __attribute__((vector_size(2 * WIDTH)));
+typedef uint16_t unaligned_shorts __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+
+inline vec load(const bf16 *at) {
+    const shorts bits = *reinterpret_cast<const unaligned_shorts *>(at);
+    return (vec)(__builtin_convertvector(bits, ints) << 16);
+}
+
+inline ints nearest(vec x) {  // to bf16, ties to even, in the upper halves; a NaN keeps its first bits
+    const ints bits = (ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return x == x ? rounded : bits;
+}
+inline void store(bf16 *at, vec x) {
+    const ints upper = (nearest(x) >> 16) & 0xffff;
+    *reinterpret_cast<unaligned_shorts *>(at) = __builtin_convertvector(upper, shorts);
+}
+
+inline float number(float x) { return x; }
+inline float number(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+// x as it would be after it was written
+template <typename T>
+inline vec rounded(vec x);
+template <>
+inline vec rounded<float>(vec x) {
+    return x;
+}
+template <>
+inline vec rounded<bf16>(vec x) {
+    return (vec)(nearest(x) & (int32_t)0xffff0000);
+}
+
+inline float sum(vec x) {
+    float total = 0;
+    for (int i = 0; i < WIDTH; i++) total += x[i];
+    return total;
+}
+
+inline float largest(vec x) {
+    float found = x[0];
+    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+// exp(x) for x at most 0 (or a rounding error above), 0 below -86, whose exponentials would soon be denormal.
+// x = n ln 2 + r, and a polynomial of degree 6 gives exp(r) to 2 units in the last place.
+inline vec exponential(vec x) {
+    const vec least = all(-86.0f), magic = all(12582912.0f);  // adding 1.5 · 2²³ rounds to an integer
+    const ints none = x < least;
+    const vec shifted = larger(x, least) * 1.44269504f + magic, n = shifted - magic;
+    vec r = larger(x, least) - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const ints scaled = (ints)p + ((ints)shifted << 23);
+    return (vec)(scaled & ~none);
+}
+
+// c [M, N · WIDTH] = a · b, or += it, for a [M, depth] with strides (am, ak) and b [depth, ..] with rows of ldb.
+template <int M, int N, bool ADD>
+inline __attribute__((always_inline)) void tile(const float *a, long am, long ak, const float *b, long ldb, float *c,
+                                                long ldc, long depth) {
+    vec total[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) total[m][n] = ADD ? load(c + m * ldc + n * WIDTH) : vec{};
+    for (long k = 0; k < depth; k++) {
+        vec right[N];
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) right[n] = load(b + k * ldb + n * WIDTH);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const vec left = all(a[m * am + k * ak]);
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) total[m][n] += left * right[n];
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) store(c + m * ldc + n * WIDTH, total[m][n]);
+}
+
+template <int N, bool ADD>
+void columns(long rows, const float *a, long am, long ak, const float *b, long ldb, float *c, long ldc, long depth) {
+    long m = 0;
+    for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
+    for (; m + 4 <= rows; m += 4) tile<4, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
+    for (; m < rows; m++) tile<1, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
+}
+
+// c [rows, width] = a · b, or += it; width is a multiple of WIDTH.
+template <bool ADD>
+void product(long rows, long width, long depth, const float *a, long am, long ak, const float *b, long ldb, float *c,
+             long ldc) {
+    long n = 0;
+    for (; n + PANEL <= width; n += PANEL) columns<2, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);
+    if (n < width) columns<1, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);
+}
+
+}  // namespace
