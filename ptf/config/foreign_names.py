@@ -68,7 +68,7 @@ FOREIGN: dict[str, Here] = {
     ),
     **dict.fromkeys(
         ("attn_implementation", "use_liger_kernel", "liger_kernel", "use_liger"),
-        at("train.fused", note="packages whose kernels are used on a GPU; installed ones are by default"),
+        at("train.fused", note="kernels that are used; those that the machine has are by default"),
     ),
     "torch_compile": at("train.compile", note="norms, gates and rotary embeddings only"),
     # batches

@@ -60,13 +60,14 @@ void gate(const T *x, const T *up, T *out, int64_t count, int64_t threads) {
     }
 }
 
+// Writes the gradients of x and up over them.
 template <typename T>
-void gate_backward(const T *x, const T *up, const T *upstream, T *dx, T *dup, int64_t count, int64_t threads) {
+void gate_backward(T *x, T *up, const T *upstream, int64_t count, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < count; i += WIDTH) {
-        const vec value = load(x + i), grad = load(upstream + i), s = sigmoid(value);
-        store(dup + i, grad * rounded<T>(value * s));
-        store(dx + i, grad * load(up + i) * s * (1.0f + value * (1.0f - s)));
+        const vec value = load(x + i), other = load(up + i), grad = load(upstream + i), s = sigmoid(value);
+        store(up + i, grad * rounded<T>(value * s));
+        store(x + i, grad * other * s * (1.0f + value * (1.0f - s)));
     }
 }
 
@@ -104,9 +105,8 @@ void rotate(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, 
     extern "C" void gate_##name(const T *x, const T *up, T *out, int64_t count, int64_t threads) {                        \
         gate(x, up, out, count, threads);                                                                             \
     }                                                                                                                 \
-    extern "C" void gate_backward_##name(const T *x, const T *up, const T *upstream, T *dx, T *dup, int64_t count,     \
-                                         int64_t threads) {                                                               \
-        gate_backward(x, up, upstream, dx, dup, count, threads);                                                      \
+    extern "C" void gate_backward_##name(T *x, T *up, const T *upstream, int64_t count, int64_t threads) {             \
+        gate_backward(x, up, upstream, count, threads);                                                                \
     }                                                                                                                 \
     extern "C" void rotate_##name(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, int64_t heads,   \
                                   int64_t dim, int64_t turned, int64_t back, int64_t threads) {                               \

@@ -75,7 +75,7 @@ class _Gate(Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, up = ctx.saved_tensors  # the gradients are written over them: fresh memory takes as long again
-        run("gate_backward", x, up, grads[0].contiguous(), x, up, x.numel())
+        run("gate_backward", x, up, grads[0].contiguous(), x.numel())
         increment_version((x, up))  # so that a second backward raises
         return x, up
 
@@ -112,7 +112,8 @@ def rotation(x: Tensor, table: Table) -> Tensor:
     half, odd = divmod(table[0].shape[-1], 2)
     if odd or not half or half % library().width or not takes(x):
         return rotate(x, table)
-    return _Rotation.apply(x, *(t.to(x.dtype).contiguous() for t in table[:2]))
+    cosines, sines = (t.to(x.dtype).contiguous() for t in table[:2])
+    return _Rotation.apply(x, cosines, sines)
 
 
 def use(model: nn.Module) -> None:

@@ -106,7 +106,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    )
 
 
 def _digest(content: bytes) -> str:
@@ -128,4 +130,6 @@ def _compiled(command: list[str], folder: Path, key: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as scratch:
         made = Path(scratch) / "kernels.so"
         _run([*command, *map(str, SOURCES), "-o", str(made)])
+        if not made.exists():
+            raise Unavailable(f"{command[0]} wrote no library")
         return made.replace(folder / f"{key}-{_digest(made.read_bytes())}.so")

@@ -4,35 +4,43 @@
 
 namespace {
 
+constexpr long SUMMED = 64 * WIDTH;  // columns
 constexpr float LOST = -64.0f;  // probabilities below e⁻⁶⁴ are lost in any sum, and products over denormals are slow
+
+inline vec probability(vec logarithm) { return (vec)((ints)exponential(logarithm) & (logarithm > LOST)); }
+
+template <typename T>
+vec highest(const T *row, long count) {
+    vec a = all(-INFINITY), b = a, c = a, d = a;  // four, because one would wait for itself
+    long j = 0;
+    for (; j + 4 * WIDTH <= count; j += 4 * WIDTH) {
+        a = larger(a, load(row + j)), b = larger(b, load(row + j + WIDTH));
+        c = larger(c, load(row + j + 2 * WIDTH)), d = larger(d, load(row + j + 3 * WIDTH));
+    }
+    for (; j < count; j += WIDTH) a = larger(a, load(row + j));
+    return larger(larger(a, b), larger(c, d));
+}
 
 template <typename T>
 float one_row(T *row, long real, long columns, long target, float weight, bool gradient) {
     const long whole = real / WIDTH * WIDTH;
-    vec high = all(-INFINITY), added{}, more{};
-    for (long j = 0; j < whole; j += WIDTH) high = larger(high, load(row + j));
-    float most = largest(high);
+    float most = largest(highest(row, whole));
     for (long j = whole; j < real; j++) most = number(row[j]) > most ? number(row[j]) : most;
-    for (long j = 0; j < whole; j += WIDTH) added += exponential(load(row + j) - most);
+    vec added{};
+    for (long from = 0; from < whole; from += SUMMED) {  // sums of sums, which round less
+        vec part{};
+        for (long j = from; j < whole && j < from + SUMMED; j += WIDTH) part += exponential(load(row + j) - most);
+        added += part;
+    }
     float last[WIDTH];  // the columns after the last whole vector, and nothing after them
     for (long j = 0; j < WIDTH; j++) last[j] = whole + j < real ? number(row[whole + j]) - most : -INFINITY;
-    more = exponential(load(last));
-    const float normaliser = logf(sum(added + more)), found = number(row[target]) - most - normaliser;
+    const float normaliser = logf(sum(added + exponential(load(last)))), found = number(row[target]) - most - normaliser;
     if (!gradient) return found;
-    for (long j = 0; j < columns; j += WIDTH) {
-        const bool partly = j + WIDTH > real;
-        if (partly)
-            for (long i = 0; i < WIDTH; i++) last[i] = j + i < real ? number(row[j + i]) - most : -INFINITY;
-        const vec x = (partly ? load(last) : load(row + j) - most) - normaliser;
-        const vec p = (vec)((ints)exponential(x) & (x > LOST)) * weight;
-        if (j + WIDTH <= columns) {
-            store(row + j, p);
-        } else {
-            T end[WIDTH];
-            store(end, p);
-            memcpy(row + j, end, sizeof(T) * (columns - j));
-        }
-    }
+    for (long j = 0; j < whole; j += WIDTH) store(row + j, probability(load(row + j) - most - normaliser) * weight);
+    T end[WIDTH];
+    store(end, probability(load(last) - normaliser) * weight);
+    memset(row + whole, 0, sizeof(T) * (columns - whole));
+    memcpy(row + whole, end, sizeof(T) * (real - whole));
     T at_target[WIDTH];
     store(at_target, all((expf(found) - 1.0f) * weight));
     row[target] = at_target[0];

@@ -17,7 +17,5 @@ def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor |
     wide = None if weights is None else weights.float().contiguous()
     sizes = *logits.shape[:1], real, logits.shape[1]
     narrow = int(logits.dtype == torch.bfloat16)
-    library().call(
-        "cross_entropy", logits, narrow, targets.contiguous(), wide, found, *sizes, torch.get_num_threads()
-    )
+    library().call("cross_entropy", logits, narrow, targets.contiguous(), wide, found, *sizes, torch.get_num_threads())
     return found

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -33,18 +36,30 @@ struct bf16 {
 typedef uint16_t shorts __attribute__((vector_size(2 * WIDTH)));
 typedef uint16_t unaligned_shorts __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
-inline vec load(const bf16 *at) {
-    const shorts bits = *reinterpret_cast<const unaligned_shorts *>(at);
-    return (vec)(__builtin_convertvector(bits, ints) << 16);
+// 16 bits widened and narrowed; GCC 12 takes many instructions where the CPU has one
+inline ints widened(shorts x) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, ints);
+#endif
 }
+inline shorts narrowed(ints x) {
+#if defined(__AVX512F__)
+    return (shorts)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+    return __builtin_convertvector(x & 0xffff, shorts);
+#endif
+}
+
+inline vec load(const bf16 *at) { return (vec)(widened(*reinterpret_cast<const unaligned_shorts *>(at)) << 16); }
 
 inline ints nearest(vec x) {  // to bf16, ties to even, in the upper halves; a NaN keeps its first bits
     const ints bits = (ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
     return x == x ? rounded : bits;
 }
 inline void store(bf16 *at, vec x) {
-    const ints upper = (nearest(x) >> 16) & 0xffff;
-    *reinterpret_cast<unaligned_shorts *>(at) = __builtin_convertvector(upper, shorts);
+    *reinterpret_cast<unaligned_shorts *>(at) = narrowed(nearest(x) >> 16);
 }
 
 inline float number(float x) { return x; }
@@ -79,7 +94,7 @@ inline float largest(vec x) {
     return found;
 }
 
-// exp(x) for x at most 0 (or a rounding error above), 0 below -86, whose exponentials would soon be denormal.
+// exp(x) for x at most 0 (or a rounding error above), 0 below -86, whose exponentials would soon be denormal; a NaN stays.
 // x = n ln 2 + r, and a polynomial of degree 6 gives exp(r) to 2 units in the last place.
 inline vec exponential(vec x) {
     const vec least = all(-86.0f), magic = all(12582912.0f);  // adding 1.5 · 2²³ rounds to an integer
@@ -95,7 +110,7 @@ inline vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     const ints scaled = (ints)p + ((ints)shifted << 23);
-    return (vec)(scaled & ~none);
+    return (vec)((scaled & ~none) | (ints)(x != x));
 }
 
 // c [M, N · WIDTH] = a · b, or += it, for a [M, depth] with strides (am, ak) and b [depth, ..] with rows of ldb.

@@ -40,7 +40,10 @@ DISTRIBUTIONS = {
     "fla": "flash-linear-attention",
 }
 CPU_KERNELS = "cpu_kernels"
-MODULES = {"flash_attn_4": "flash_attn.cute", CPU_KERNELS: "ptf.cpu_kernels"}  # where they are not called like the package
+MODULES = {
+    "flash_attn_4": "flash_attn.cute",
+    CPU_KERNELS: "ptf.cpu_kernels",
+}  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
 HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,
 AFTER_BLACKWELL = (12, 0)  # and from here on none that repeats

@@ -116,14 +116,18 @@ def write_product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add xᵀ · weight [k, n] to `total`, for x [rows, k] and weight [rows, n], without gradients."""
+def add_product(total: Tensor, x: Tensor, weight: Tensor, *, first: bool = False) -> None:
+    """Add xᵀ · weight [k, n] to `total`, for x [rows, k] and weight [rows, n], without gradients; the `first` product
+    is written over it."""
     if not is_taken(x, x.shape[1], weight):
-        total.addmm_(x.t(), weight)
+        total.addmm_(x.t(), weight, beta=int(not first))
         return
     columns = weight.t()
     for block in blocks(weight.shape[1], x.shape[1]):
-        total[block] += _product(x[:, block].t(), columns)
+        if first:
+            total[block] = _product(x[:, block].t(), columns)
+        else:
+            total[block] += _product(x[:, block].t(), columns)
 
 
 def blocks(rows: int, columns: int) -> list[slice]:

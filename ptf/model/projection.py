@@ -156,7 +156,8 @@ class Projection:
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
         self.dx = torch.empty_like(x) if needs[0] else None
-        self.dweight = torch.zeros_like(head.weight, dtype=sums) if needs[1] else None
+        fresh = torch.zeros_like if self.fused or not len(x) else torch.empty_like  # the first chunk overwrites it
+        self.dweight = fresh(head.weight, dtype=sums) if needs[1] else None
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
         # a block of the weight's gradient as the GEMM rounds it, and the same in fp32
         rounds = self.dweight is not None and sums != x.dtype and not self.fused
@@ -297,14 +298,17 @@ class Projection:
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
-            add_product(self.dweight, grad, self.x[chunk])
+            add_product(self.dweight, grad, self.x[chunk], first=chunk.start == 0)
         elif self.fused:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:
             for i in range(0, len(self.dweight), BLOCK):
                 rows = grad[:, i : i + BLOCK].t()
                 part = torch.mm(rows, self.x[chunk], out=self.part[: len(rows)])
-                self.dweight[i : i + BLOCK] += self.wide_part[: len(rows)].copy_(part)
+                if chunk.start == 0:
+                    self.dweight[i : i + BLOCK] = part
+                else:
+                    self.dweight[i : i + BLOCK] += self.wide_part[: len(rows)].copy_(part)
 
     def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it
