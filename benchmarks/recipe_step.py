@@ -140,7 +140,14 @@ def ours(given: dict[str, Any]) -> None:
         def loaded(directory, head, frozen):
             spec = ModelConfig(path=directory)
             return load_model(
-                Path(directory), world, spec, seed=0, precision=train.precision, head=head, frozen=frozen
+                Path(directory),
+                world,
+                spec,
+                seed=0,
+                precision=train.precision,
+                head=head,
+                frozen=frozen,
+                fused=train.fused,
             )[0]
 
         model = loaded(given["model"], RECIPES[given["recipe"]].head, False)

@@ -16,7 +16,7 @@ dist.script_name = "setup.py"
 build = dist.get_command_obj("build_py")
 build.ensure_finalized()
 print("\\n".join(file for _, _, file in build.find_all_modules()))
-print("\\n".join(f"data: {file}" for _, _, _, names in build.data_files for file in names))
+print("\\n".join(f"ptf/{file}" for _, _, _, names in build.data_files for file in names))
 """
 
 
@@ -30,8 +30,9 @@ def listed(root: Path) -> list[str]:
 
 def test_the_wheel_holds_ptf_alone_and_whole() -> None:
     """Packages called `steps` or `flows` at the top would collide with those of other projects."""
-    there = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "ptf").rglob("*.py"))
-    assert sorted(listed(ROOT)) == there
+    kinds = (".py", ".cpp", ".h")
+    there = [file.relative_to(ROOT).as_posix() for file in (ROOT / "ptf").rglob("*") if file.suffix in kinds]
+    assert sorted(listed(ROOT)) == sorted(there)
 
 
 def test_ptf_needs_nothing_that_the_wheel_lacks() -> None:

@@ -49,8 +49,9 @@ def chunks_of(n: int, *heads: Head, buffers: int = 1, whole: bool = False) -> Ch
     device = heads[0].weight.device
     element = 4 * buffers if device.type == "cuda" else heads[0].weight.element_size()
     size = max(1, chunk_bytes(device) // (element * rows))
+    block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
     whole |= device.type == "cuda" or any(h.group is not None for h in heads)
-    return Chunks(n, size, size if whole else min(size, rows_of_a_block(rows)))
+    return Chunks(n, size, size if whole else block)
 
 
 class _Targets:

@@ -1,8 +1,8 @@
 """Kernels that training uses in place of PyTorch's functions. On a GPU those of other packages, where they are
 installed: attention by flash_attn 4 or 2, gates by liger_kernel, the rule of linear attention by fla
-(flash-linear-attention). On a CPU ptf's own (ptf/cpu_kernels), where the machine has a C++ compiler.
+(flash-linear-attention). On a CPU ptf's own (ptf/model/cpu_kernels), where the machine has a C++ compiler.
 
-They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py and tests/cpu_kernels compare them). Left out: Liger's
+They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py and tests/model/cpu_kernels compare them). Left out: Liger's
 norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
 keys that the backward pass may have saved; its losses, which know no weights of tokens. Generation keeps ptf's
 attention.
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptf.cpu_kernels import layers as cpu_layers
-from ptf.cpu_kernels.attention import CpuAttention
-from ptf.cpu_kernels.library import Unavailable, library, unavailable
+from ptf.model.cpu_kernels import layers as cpu_layers
+from ptf.model.cpu_kernels.attention import CpuAttention
+from ptf.model.cpu_kernels.library import Unavailable, library, unavailable
 from ptf.errors import UserError
 from ptf.model.attention import Attend, Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
@@ -42,7 +42,7 @@ DISTRIBUTIONS = {
 CPU_KERNELS = "cpu_kernels"
 MODULES = {
     "flash_attn_4": "flash_attn.cute",
-    CPU_KERNELS: "ptf.cpu_kernels",
+    CPU_KERNELS: "ptf.model.cpu_kernels",
 }  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
 HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ptf.cpu_kernels.loss import write_gradient
+from ptf.model.cpu_kernels.loss import write_gradient
 from ptf.model.head import Head, sums_in_fp32
 from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
@@ -151,7 +151,7 @@ class Projection:
         self.fused = sums_in_fp32(x)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
-        self.rows = min(chunks.rows, size)
+        self.rows = size if self.fused else min(chunks.rows, size)
         self.spare: Tensor | None = None  # a block of probabilities
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
@@ -184,7 +184,7 @@ class Projection:
     def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
         −Σ weights · log-prob; see `compiles_loss`."""
-        if not self.fused:
+        if by_cpu_kernel(self.head):
             self._multiply(block)
             logits, needed = self.narrow[: block.stop - block.start], self.dx is not None or self.dweight is not None
             picked = write_gradient(logits, self.head.real, targets, weights if needed else None)

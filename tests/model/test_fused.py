@@ -41,7 +41,8 @@ WIDTH = 48
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins.installed(monkeypatch)
-    monkeypatch.setattr(fused, "installed", BOTH.get)
+    monkeypatch.setattr(fused, "installed", {**BOTH, "cpu_kernels": "GCC 14"}.get)
+    monkeypatch.setattr(fused, "unavailable", lambda: None)
     monkeypatch.setattr(fused, "capability", lambda device: (8, 0))
 
 
@@ -218,7 +219,8 @@ def test_the_clamped_gate_of_gpt_oss_and_its_sinks_are_kept() -> None:
     [
         ("auto", CUDA, "bf16", BOTH),
         ("auto", CUDA, "fp32", {"liger_kernel": "0.8.2"}),
-        ("auto", CPU, "bf16", {}),
+        ("auto", CPU, "bf16", {"cpu_kernels": "GCC 14"}),
+        (["cpu_kernels"], CPU, "fp32", {"cpu_kernels": "GCC 14"}),
         (["liger_kernel"], CUDA, "bf16", {"liger_kernel": "0.8.2"}),
         ([], CUDA, "bf16", {}),
         ([], CPU, "bf16", {}),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ptf.cpu_kernels.library import library
+from ptf.model.cpu_kernels.library import library
 from ptf.model.attention import Attention, PerDocument, soft_cap_of
 from ptf.model.delta_rule import Documents
 from ptf.model.matrix_product import differentiable_once

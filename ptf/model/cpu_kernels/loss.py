@@ -4,7 +4,7 @@ read three times and lie in one buffer, in place of a pass over them for each op
 import torch
 from torch import Tensor
 
-from ptf.cpu_kernels.library import library
+from ptf.model.cpu_kernels.library import library
 
 
 def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor | None) -> Tensor:

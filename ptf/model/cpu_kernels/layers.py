@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ptf.cpu_kernels.library import library
+from ptf.model.cpu_kernels.library import library
 from ptf.model.attention import Attention
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptf.cpu_kernels import library as place
-from ptf.cpu_kernels.library import Unavailable, library
+from ptf.model.cpu_kernels import library as place
+from ptf.model.cpu_kernels.library import Unavailable, library
 from ptf.errors import UserError
 from ptf.model.fused import attention_of, kernels, use
 from tests.model.test_attention import model_of
@@ -52,7 +52,7 @@ def test_other_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from ptf.cpu_kernels.library import library; print(library().version)"]
+    command = [sys.executable, "-c", "from ptf.model.cpu_kernels.library import library; print(library().version)"]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=300)[0].strip() for process in running]
     assert said[0] == said[1] != ""

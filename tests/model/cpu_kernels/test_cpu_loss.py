@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptf.cpu_kernels.loss import write_gradient
+from ptf.model.cpu_kernels.loss import write_gradient
 from ptf.model.chunked import cross_entropy
 from ptf.model.head import Head
 
