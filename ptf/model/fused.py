@@ -2,10 +2,10 @@
 installed: attention by flash_attn 4 or 2, gates by liger_kernel, the rule of linear attention by fla
 (flash-linear-attention). On a CPU ptf's own (ptf/model/cpu_kernels), where the machine has a C++ compiler.
 
-They compute what ptf's own functions do, up to rounding (tests/gpu/test_fused.py and tests/model/cpu_kernels compare them). Left out: Liger's
-norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
-keys that the backward pass may have saved; its losses, which know no weights of tokens. Generation keeps ptf's
-attention.
+They compute what PyTorch's functions do, up to rounding (tests/gpu/test_fused.py and tests/model/cpu_kernels compare
+them). Left out: Liger's norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which
+writes into queries and keys that the backward pass may have saved; its losses, which know no weights of tokens.
+Generation keeps ptf's attention.
 """
 
 import functools
@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptf.model.cpu_kernels import layers as cpu_layers
-from ptf.model.cpu_kernels.attention import CpuAttention
-from ptf.model.cpu_kernels.library import Unavailable, library, unavailable
 from ptf.errors import UserError
 from ptf.model.attention import Attend, Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
+from ptf.model.cpu_kernels import layers as cpu_layers
+from ptf.model.cpu_kernels.attention import CpuAttention
+from ptf.model.cpu_kernels.library import Unavailable, library, unavailable
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ptf.model.cpu_kernels.loss import write_gradient
+from ptf.model.cpu_kernels.loss import add, write_gradient
 from ptf.model.head import Head, sums_in_fp32
 from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
@@ -305,10 +305,16 @@ class Projection:
             for i in range(0, len(self.dweight), BLOCK):
                 rows = grad[:, i : i + BLOCK].t()
                 part = torch.mm(rows, self.x[chunk], out=self.part[: len(rows)])
-                if chunk.start == 0:
-                    self.dweight[i : i + BLOCK] = part
-                else:
-                    self.dweight[i : i + BLOCK] += self.wide_part[: len(rows)].copy_(part)
+                self._add_part(self.dweight[i : i + BLOCK], part, first=chunk.start == 0)
+
+    def _add_part(self, total: Tensor, part: Tensor, *, first: bool) -> None:
+        """Add a part of the weight's gradient, as the GEMM rounded it; the first one is written over it."""
+        if by_cpu_kernel(self.head) and part.dtype == torch.bfloat16:
+            add(total, part, first=first)
+        elif first:
+            total.copy_(part)
+        else:
+            total += self.wide_part[: len(part)].copy_(part)
 
     def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it

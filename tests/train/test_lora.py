@@ -176,7 +176,9 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
         recipe=SFT("assistant"),
     )
     spec_alone = ModelConfig(path=str(directory))
-    reference = LogprobModel(World(), **common, spec=spec_alone, precision="fp32", micro_batch_sequences=2, fused="auto")
+    reference = LogprobModel(
+        World(), **common, spec=spec_alone, precision="fp32", micro_batch_sequences=2, fused="auto"
+    )
     samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ptf.model.cpu_kernels.library import library
 from ptf.model.attention import Attention, PerDocument, soft_cap_of
+from ptf.model.cpu_kernels.library import library
 from ptf.model.delta_rule import Documents
 from ptf.model.matrix_product import differentiable_once
 
@@ -58,7 +58,7 @@ class _Attention(Function):
         out, lse = layout.empty(q), torch.zeros(q.shape[1], len(q))
         wide = None if sinks is None else sinks.detach().float().contiguous()
         ctx.settings = layout, window, scale
-        _run("attention_forward", *_wide(q, k, v), wide, out, lse, *_shape(q, k, ctx.settings))
+        library().call("attention_forward", *_wide(q, k, v), wide, out, lse, *_shape(q, k, ctx.settings))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
@@ -70,7 +70,7 @@ class _Attention(Function):
         layout, *_ = ctx.settings
         dq, dk, dv, delta = layout.empty(q), layout.empty(k), layout.empty(v), torch.zeros_like(lse)
         given = *_wide(q, k, v, out), lse, *_wide(grads[0])
-        _run("attention_backward", *given, dq, dk, dv, delta, *_shape(q, k, ctx.settings))
+        library().call("attention_backward", *given, dq, dk, dv, delta, *_shape(q, k, ctx.settings))
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             of_sinks = -((sinks.float()[:, None] - lse).exp() * delta).sum(1).to(sinks.dtype)
@@ -86,11 +86,6 @@ def _shape(q: Tensor, k: Tensor, settings: tuple[Layout, int, float]) -> tuple[T
     rows, heads, dim = q.shape
     where = layout.documents, layout.families, len(layout.families) - 1
     return *where, rows, heads, k.shape[1], dim, window, float(scale), torch.get_num_threads()
-
-
-def _run(name: str, *arguments: Tensor | int | float | None) -> None:
-    if library().call(name, *arguments):
-        raise MemoryError(f"{name} could not allocate memory for the keys and values of one head of a document")
 
 
 class CpuAttention:

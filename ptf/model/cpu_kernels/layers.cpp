@@ -94,23 +94,28 @@ void rotate(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, 
 }  // namespace
 
 #define FOR(name, T)                                                                                                  \
-    extern "C" void norm_##name(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int64_t dim,        \
-                                float eps, int64_t threads) {                                                             \
+    extern "C" int norm_##name(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int64_t dim,         \
+                               float eps, int64_t threads) {                                                          \
         norm(x, weight, out, inverse, rows, dim, eps, threads);                                                       \
+        return 0;                                                                                                     \
     }                                                                                                                 \
-    extern "C" void norm_backward_##name(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx,  \
-                                         float *dweight, int64_t rows, int64_t dim, int64_t parts, int64_t threads) {     \
+    extern "C" int norm_backward_##name(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx,   \
+                                        float *dweight, int64_t rows, int64_t dim, int64_t parts, int64_t threads) {  \
         norm_backward(x, weight, inverse, upstream, dx, dweight, rows, dim, parts, threads);                          \
+        return 0;                                                                                                     \
     }                                                                                                                 \
-    extern "C" void gate_##name(const T *x, const T *up, T *out, int64_t count, int64_t threads) {                        \
+    extern "C" int gate_##name(const T *x, const T *up, T *out, int64_t count, int64_t threads) {                     \
         gate(x, up, out, count, threads);                                                                             \
+        return 0;                                                                                                     \
     }                                                                                                                 \
-    extern "C" void gate_backward_##name(T *x, T *up, const T *upstream, int64_t count, int64_t threads) {             \
-        gate_backward(x, up, upstream, count, threads);                                                                \
+    extern "C" int gate_backward_##name(T *x, T *up, const T *upstream, int64_t count, int64_t threads) {             \
+        gate_backward(x, up, upstream, count, threads);                                                               \
+        return 0;                                                                                                     \
     }                                                                                                                 \
-    extern "C" void rotate_##name(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, int64_t heads,   \
-                                  int64_t dim, int64_t turned, int64_t back, int64_t threads) {                               \
+    extern "C" int rotate_##name(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, int64_t heads,    \
+                                 int64_t dim, int64_t turned, int64_t back, int64_t threads) {                        \
         rotate(x, cosines, sines, out, rows, heads, dim, turned, back, threads);                                      \
+        return 0;                                                                                                     \
     }
 FOR(float, float)
 FOR(bf16, bf16)

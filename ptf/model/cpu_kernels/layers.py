@@ -11,8 +11,8 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ptf.model.cpu_kernels.library import library
 from ptf.model.attention import Attention
+from ptf.model.cpu_kernels.library import library
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.matrix_product import differentiable_once

@@ -42,9 +42,10 @@ class Library:
         """How many fp32 numbers a register holds."""
         self.version = f"{compiler}, {32 * self.width} bits"
 
-    def call(self, name: str, *arguments: Tensor | int | float | None) -> int:
-        """Call a function. An int is an int64, and a float a float of C."""
-        return self._functions[name](*map(_for_c, arguments))
+    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
+        """Call a function on contiguous tensors; an int is an int64, and a float a float of C. Raises MemoryError."""
+        if self._functions[name](*map(_for_c, arguments)):
+            raise MemoryError(f"cpu_kernels: {name} could not allocate its working memory")
 
 
 def _for_c(value: Tensor | int | float | None) -> Any:

@@ -19,3 +19,8 @@ def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor |
     narrow = int(logits.dtype == torch.bfloat16)
     library().call("cross_entropy", logits, narrow, targets.contiguous(), wide, found, *sizes, torch.get_num_threads())
     return found
+
+
+def add(total: Tensor, part: Tensor, *, first: bool) -> None:
+    """Add a part in bf16 to a total in fp32, both contiguous; the `first` is written over it."""
+    library().call("add_rounded", total, part, part.numel(), int(first), torch.get_num_threads())

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ptf.model.attention import PerDocument
 from ptf.model.cpu_kernels.attention import CpuAttention
 from ptf.model.cpu_kernels.library import library
-from ptf.model.attention import PerDocument
 
 DIMS = [library().width, 2 * library().width, 3 * library().width]
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ptf.model.config import Rope
 from ptf.model.cpu_kernels import layers
 from ptf.model.cpu_kernels.library import library
-from ptf.model.config import Rope
 from ptf.model.layers import gated, gelu_tanh, normalised
 from ptf.model.rope import rotary, rotate
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptf.errors import UserError
 from ptf.model.cpu_kernels import library as place
 from ptf.model.cpu_kernels.library import Unavailable, library
-from ptf.errors import UserError
 from ptf.model.fused import attention_of, kernels, use
 from tests.model.test_attention import model_of
 

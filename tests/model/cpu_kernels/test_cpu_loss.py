@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptf.model.cpu_kernels.loss import write_gradient
 from ptf.model.chunked import cross_entropy
+from ptf.model.cpu_kernels.loss import write_gradient
 from ptf.model.head import Head
 
 
