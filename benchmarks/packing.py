@@ -6,9 +6,9 @@ second of one core, how long a document waits, and how evenly sequences share th
 
 Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
 articles of about 1,900) and heavy-tailed (Pareto); and long chains of thought (log-normal, median 6,000) at 16,384. ptf
-packs as a run does, with a window of `--lookahead` documents,
-and lays the sequences out as tensors. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and
-given all documents at once; next-fit sees one after the other. Prints a JSON line a round and writes
+packs as a run does, with a window of `--lookahead` documents, and lays the sequences out as tensors in memory that is
+used again, as a run's loader does. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and given
+all documents at once; next-fit sees one after the other. Prints a JSON line a round and writes
 results/packing.md.
 """
 
@@ -49,7 +49,8 @@ def mixes(count: int) -> dict[str, np.ndarray]:
 def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
     """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
     and the sequences by numbers of their documents."""
-    from ptf.data.batch import Batch
+    from ptf.data.batch import Memory, lay_out
+    from ptf.data.documents import Documents
     from ptf.data.packing import Packer
     from ptf.data.sample import Sample
 
@@ -60,8 +61,12 @@ def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, flo
     began = time.process_time()
     sequences = list(Packer(iter(samples), width, lookahead))
     packed = time.process_time()
+    memory, gathering = Memory(), 0.0
     for at in range(0, len(sequences), SEQUENCES):
-        Batch.of(sequences[at : at + SEQUENCES], width)
+        start = time.process_time()
+        documents = Documents.of(sequences[at : at + SEQUENCES])
+        gathering += time.process_time() - start
+        lay_out(documents, width, SEQUENCES, memory)
     done = time.process_time()
     names = [[number[id(unit)] for unit in sequence] for sequence in sequences]
     fill = fill_of([[int(lengths[i]) for i in sequence] for sequence in names], width, lookahead)
@@ -74,7 +79,13 @@ def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, flo
     )
     waits = own - sight
     bias = float(np.corrcoef(lengths, waits)[0, 1])
-    rates = {"packed_s": len(lengths) / (packed - began), "laid_out_s": len(lengths) / (done - began)}
+    rates = {
+        "packed_s": len(lengths) / (packed - began),
+        "laid_out_s": len(lengths) / (done - began),
+        "packing": (packed - began) / (done - began),
+        "gathering": gathering / (done - began),
+        "token_s": float(lengths.sum()) / (done - began),
+    }
     return {"fill": fill, **rates, "waited": int(waits.max()), "bias": bias}, names
 
 
@@ -150,7 +161,7 @@ def main() -> None:
     from ptf.config.sections.data import LONG_SEQUENCE, LOOKAHEAD, LOOKAHEAD_OF_LONG
     from ptf.data.packing import balanced
 
-    lines, balance, fills = [], [], []
+    lines, balance, fills, spent = [], [], [], []
     with tempfile.TemporaryDirectory() as directory:
         for name, lengths in mixes(asked.documents).items():
             np.save(f"{directory}/{name}.npy", lengths)
@@ -185,6 +196,11 @@ def main() -> None:
                 f"{middle['TRL, all at once']['packed_s']:,.0f} | {middle['next-fit']['fill']:.3f} | "
                 f"{middle['next-fit']['packed_s']:,.0f} | {cpu()} |"
             )
+            rest = 1 - ptf["packing"] - ptf["gathering"]
+            spent.append(
+                f"| {name} | {lengths.mean():,.0f} | {ptf['packing']:.0%} | {ptf['gathering']:.0%} | {rest:.0%} "
+                f"| {ptf['token_s'] / 1e6:,.0f} |"
+            )
             cells = [
                 imbalance(lengths, sequences, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)
             ]
@@ -199,13 +215,17 @@ def main() -> None:
         f"TRL (bfd; versions in `benchmarks/requirements-peers.txt`) {TRL_SFT:,}, as\n"
         "SFTTrainer calls it, and all of them at once, next-fit one after the other; "
         f"{asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
-        "*laid out* includes `Batch.of` (tokens, targets,\n"
+        "*laid out* includes the loader's `lay_out` (tokens, targets,\n"
         "positions, segments, weights). *Waited*: the most sequences that left between a document's coming into sight "
         "and its own. *Bias*: correlation of\n"
         "length and wait.\n\n"
         "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | TRL, all "
         "at once: fill | packed /s | next-fit: fill | packed /s | CPU |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        "Where the time of *laid out* goes: packing; gathering the documents' tokens and weights end to end; "
+        "laying out 36 bytes a token.\n\n"
+        "| mix | tokens a document | packing | gathering | laying out | million tokens /s |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(spent) + "\n\n"
         "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
         "*In turn*: sequence j goes to rank j mod W, which made it. *Balanced*: equally many sequences each, dealt by "
         "work, as the loader of\n"

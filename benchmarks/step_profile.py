@@ -31,12 +31,27 @@ RESULTS = results_page("step_profile.md")
 # parts of an operation's name, without aten::; the first that fits counts
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise"),
-    "attention, backward": ("attention_for_cpu_backward", "attention_backward"),
+    "attention, backward": ("attention_for_cpu_backward", "attention_backward", "attentionbackward"),
     "attention, forward": ("attention",),
     "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "vector_norm"),
-    "softmax and loss": ("softmax", "gather", "scatter", "logsumexp"),
+    "softmax and loss": ("softmax", "gather", "scatter", "logsumexp", "crossentropy"),
     "copies, and moving rows": ("copy", "cat", "index", "clone", "embedding", "zero", "fill", "slice"),
-    "norms, gates, rotation": ("mul", "add", "sub", "div", "neg", "silu", "sigmoid", "pow", "mean", "rsqrt", "sum"),
+    "norms, gates, rotation": (
+        "norm",
+        "gate",
+        "rotation",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "neg",
+        "silu",
+        "sigmoid",
+        "pow",
+        "mean",
+        "rsqrt",
+        "sum",
+    ),
 }
 OTHER = "the rest, with Python"
 LARGEST = 6  # operations of a table
@@ -44,7 +59,7 @@ LARGEST = 6  # operations of a table
 
 def kind_of(name: str) -> str:
     """The kind of an operation."""
-    plain = name.removeprefix("aten::").lstrip("_")
+    plain = name.removeprefix("aten::").lstrip("_").lower()
     for kind, parts in KINDS.items():
         if kind == "matrix products":
             if plain in parts:

@@ -73,6 +73,11 @@ def _devices() -> Iterator[Finding]:
         else ""
     )
     yield Finding("GPUs", str(seen), problem)
+    from ptf.model.cpu_kernels.library import library, unavailable
+
+    lost = unavailable()
+    slower = f"{lost}: on a CPU, training computes with PyTorch's functions, which takes longer"
+    yield Finding("cpu_kernels", "–" if lost else library().version, slower if lost else "")
     for i in range(seen):
         facts = torch.cuda.get_device_properties(i)
         bf16 = "" if facts.major >= 8 else "no bfloat16 in hardware: train.precision: fp32"

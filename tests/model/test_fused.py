@@ -285,9 +285,10 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
         kernels("auto", CUDA, "bf16")
 
 
-def test_machines_with_other_packages_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(device=CUDA)
-    assert trainer._same_kernels("auto", world, "bf16") == BOTH
+@pytest.mark.parametrize(("device", "found"), [(CUDA, BOTH), (CPU, {"cpu_kernels": "GCC 14"})])
+def test_machines_with_other_packages_do_not_train_together(device, found, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(device=device)
+    assert trainer._same_kernels("auto", world, "bf16") == found
     monkeypatch.setattr(World, "all_gather_object", lambda self, mine: [mine, {}])
     with pytest.raises(UserError, match="install the same on all"):
         trainer._same_kernels("auto", world, "bf16")
