@@ -359,7 +359,7 @@ def main() -> None:
 def attention(system: str) -> str:
     """What the attention of a system computes, for the page."""
     if system in OURS:
-        return "SDPA, causal, document by document"
+        return "cpu_kernels, document by document"
     cell = CELLS[system]
     kind = {"sdpa": "SDPA", "eager": "eager", "flex_attention": "FlexAttention"}[cell["attention"]]
     if cell["attention"] == "flex_attention" or (cell["compile"] and cell["form"] == "documents"):

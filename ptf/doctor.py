@@ -84,7 +84,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             f"GPU {i}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute {facts.major}.{facts.minor}", bf16
         )
-    yield Finding("attention", "FlexAttention" if seen else "SDPA per document (no GPU)")
+    on_cpu = "SDPA per document" if lost else "cpu_kernels"
+    yield Finding("attention", "FlexAttention" if seen else f"{on_cpu} (no GPU)")
     if not seen:
         amx = torch.backends.cpu.get_cpu_capability()
         yield Finding("CPU", f"{amx}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")

@@ -92,7 +92,7 @@ class _CrossEntropy(Function):
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for block in chunks:
-            if projection.compiles_loss:
+            if projection.fuses_loss:
                 values[block] = projection.cross_entropy(block, targets[block], weights[block])
                 continue
             logprobs = projection.logprobs(block)

@@ -24,7 +24,7 @@ from ptf.model.attention import Attend, Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
 from ptf.model.cpu_kernels import layers as cpu_layers
 from ptf.model.cpu_kernels.attention import CpuAttention
-from ptf.model.cpu_kernels.library import Unavailable, library, unavailable
+from ptf.model.cpu_kernels.library import CPU_KERNELS, Unavailable, library, missed, unavailable
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet
@@ -39,7 +39,6 @@ DISTRIBUTIONS = {
     "liger_kernel": "liger-kernel",
     "fla": "flash-linear-attention",
 }
-CPU_KERNELS = "cpu_kernels"
 MODULES = {
     "flash_attn_4": "flash_attn.cute",
     CPU_KERNELS: "ptf.model.cpu_kernels",
@@ -179,13 +178,13 @@ def _cpu_attention_of(model: Decoder) -> str:
     """Return what computes a model's softmax attention on a CPU."""
     by_torch, c = "SDPA per document", model.config
     if (has := model.kernels.get(CPU_KERNELS)) is None:
-        reason = unavailable()
+        reason = missed()
         return f"{by_torch} (no cpu_kernels: {reason})" if reason else by_torch
     kind = f"cpu_kernels ({has})"
     if c.attention_softcap is not None:
         return f"{by_torch} (not {kind}: scores are soft-capped)"
-    if c.latent is not None:
-        return f"{by_torch} (not {kind}: values are narrower than keys)"
+    if c.latent is not None and c.value_dim != c.head_dim:
+        return f"{by_torch} (not {kind}: values are not as wide as keys)"
     if c.head_dim % library().width:
         return f"{by_torch} (not {kind}: heads of {c.head_dim} are no multiple of {library().width})"
     return kind

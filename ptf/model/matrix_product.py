@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from ptf.errors import UserError
+from ptf.model.cpu_kernels.library import loaded
 
 VARIABLE = "PTF_MATRIX_PRODUCTS"
 LIBRARIES = ("torch", "onednn")
@@ -139,7 +140,18 @@ def blocks(rows: int, columns: int) -> list[slice]:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (weight.is_contiguous() or weight.t().is_contiguous()):  # for which oneDNN has no fast kernel
         weight = weight.contiguous()
-    return OPERATOR(x, weight, bias, "none", [], "")
+    return OPERATOR(_in_rows(x), weight, bias, "none", [], "")
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return a transposed matrix laid out in rows, as the operator would, by ptf's kernels if they are in use: in half
+    of the time, and with the same bits."""
+    kernels = loaded() if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous() else None
+    if kernels is None:
+        return x
+    out = torch.empty(x.shape, dtype=torch.float32)
+    kernels.call("transpose", x.t(), out, x.shape[1], x.shape[0], torch.get_num_threads())
+    return out
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:

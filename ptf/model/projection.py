@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ptf.model.cpu_kernels.library import takes
 from ptf.model.cpu_kernels.loss import add, write_gradient
 from ptf.model.head import Head, sums_in_fp32
 from ptf.model.matrix_product import add_product, write_product
@@ -70,9 +71,7 @@ def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) 
 
 def by_cpu_kernel(head: Head) -> bool:
     """Return whether ptf's kernels for CPUs compute the cross-entropy of a head, a whole chunk at a time."""
-    weight = head.weight
-    takes = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    return head.cpu_kernels and head.plain and takes
+    return head.cpu_kernels and head.plain and takes(head.weight)
 
 
 LOSSES = 64  # compiled at most: for each vocabulary and dtype
@@ -148,7 +147,7 @@ class Projection:
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
         self.chunks, self.chunk = chunks, slice(0, 0)  # the chunk whose logits the buffer holds
         size, rows = min(chunks.size, len(x)), len(head.weight)
-        self.fused = sums_in_fp32(x)
+        self.fused, self.by_kernel = sums_in_fp32(x), by_cpu_kernel(head)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
         self.rows = size if self.fused else min(chunks.rows, size)
@@ -175,16 +174,16 @@ class Projection:
         return self.narrow if self.x.dtype == torch.float32 else self.x.new_empty(self.rows, rows, dtype=torch.float32)
 
     @property
-    def compiles_loss(self) -> bool:
+    def fuses_loss(self) -> bool:
         """Return whether `cross_entropy` can compute this head's loss: where nothing changes the logits and no other
-        rank has a part of them, on a GPU in 16 bits, and on a CPU by `by_cpu_kernel`."""
+        rank has a part of them, on a GPU in 16 bits, and on a CPU `by_cpu_kernel`."""
         plain = self.head.plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
-        return plain and (self.fused or by_cpu_kernel(self.head))
+        return plain and (self.fused or self.by_kernel)
 
     def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
-        −Σ weights · log-prob; see `compiles_loss`."""
-        if by_cpu_kernel(self.head):
+        −Σ weights · log-prob; see `fuses_loss`."""
+        if self.by_kernel:
             self._multiply(block)
             logits, needed = self.narrow[: block.stop - block.start], self.dx is not None or self.dweight is not None
             picked = write_gradient(logits, self.head.real, targets, weights if needed else None)
@@ -309,7 +308,7 @@ class Projection:
 
     def _add_part(self, total: Tensor, part: Tensor, *, first: bool) -> None:
         """Add a part of the weight's gradient, as the GEMM rounded it; the first one is written over it."""
-        if by_cpu_kernel(self.head) and part.dtype == torch.bfloat16:
+        if self.by_kernel and part.dtype == torch.bfloat16 and total.is_contiguous():
             add(total, part, first=first)
         elif first:
             total.copy_(part)

@@ -44,7 +44,7 @@ from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
-from ptf.train.trainer import forget_forwards, is_largest, load_model, products
+from ptf.train.trainer import computed_with, forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
 
@@ -205,7 +205,7 @@ class Learner:
     @broadcast
     def kernels(self) -> dict[str, str]:
         """Return the packages whose kernels the model uses (`train.fused`, matrix_product.py), and their versions."""
-        return {**self.model.kernels, **products(self.world, self.precision)}
+        return computed_with(self.model, self.world, self.precision)
 
     @broadcast
     def update(

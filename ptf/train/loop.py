@@ -41,7 +41,7 @@ from ptf.train.precompute import precompute_sources
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
-from ptf.train.trainer import load_model, products
+from ptf.train.trainer import computed_with, load_model
 from ptf.train.validate import held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
 
@@ -88,7 +88,7 @@ class OfflineAttempt:
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
-        kernels = {**self.model.kernels, **products(world, job.train.precision)}
+        kernels = computed_with(self.model, world, job.train.precision)
         self.made_with = cast(
             "dict[str, Any]",
             world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),

@@ -78,11 +78,20 @@ def load_model(
 
 def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
     """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
-    found = kernels(setting, world.device, precision)
-    every = world.all_gather_object(found) if setting else [found]
-    if others := [each for each in every if each != found]:
+    return _raise_if_different(kernels(setting, world.device, precision), world) if setting else {}
+
+
+def _raise_if_different(found: dict[str, str], world: World) -> dict[str, str]:
+    if others := [each for each in world.all_gather_object(found) if each != found]:
         raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
     return found
+
+
+def computed_with(model: Decoder, world: World, precision: str) -> dict[str, str]:
+    """Return the kernels of a model, and the library of its products, which are the same on every rank of a run. Raises
+    UserError if they are not; where ranks have models of their own (`train.deterministic`), nothing has compared them.
+    """
+    return {**_raise_if_different(dict(model.kernels), world), **products(world, precision)}
 
 
 def products(world: World, precision: str) -> dict[str, str]:

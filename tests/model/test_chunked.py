@@ -707,7 +707,7 @@ def test_the_loss_that_a_gpu_compiles_is_the_loss(monkeypatch, dtype, rows):
 
     def found(compiled: bool) -> list[Tensor]:
         monkeypatch.setattr(projection, "_compiled_loss", lambda: loss)
-        monkeypatch.setattr(projection.Projection, "compiles_loss", compiled)
+        monkeypatch.setattr(projection.Projection, "fuses_loss", compiled)
         x, weight = (t.clone().requires_grad_() for t in drawn)
         value = cross_entropy(x, Head(weight, 31), targets, weights)
         return [value.detach(), *torch.autograd.grad(value, (x, weight))]

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ptf.compute import provenance
 from ptf.errors import UserError
 from ptf.model import matrix_product
+from ptf.model.cpu_kernels import library as cpu_kernels
 from ptf.model.head import Head
 from ptf.model.matrix_product import (
     LEAST,
@@ -93,6 +94,15 @@ def test_a_gradient_that_nobody_needs_is_not_computed(monkeypatch, needs):
     out.sum().backward()
     assert (x.grad is not None, weight.grad is not None) == needs
     assert calls == [9, 9 if needs[0] else 5], "of two matrices, the one of fewer columns is copied"
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 70), st.integers(1, 70))
+def test_a_transposed_matrix_is_laid_out_with_the_same_bits(rows, columns):
+    x = drawn(rows, columns)
+    cpu_kernels.library()
+    assert torch.equal(matrix_product._in_rows(x.t()), x.t())
+    assert matrix_product._in_rows(x.t()).is_contiguous()
 
 
 @pytest.mark.parametrize(("rows", "width", "columns"), [(3, 5, 7), (70, 33, 300), (1, 64, 64)])

@@ -230,3 +230,11 @@ extern "C" int attention_backward(const float *q, const float *k, const float *v
 }
 
 extern "C" int vector_width() { return WIDTH; }
+
+extern "C" const char *compiler() {
+#if defined(__clang__)
+    return "Clang " __clang_version__;
+#else
+    return "GCC " __VERSION__;
+#endif
+}

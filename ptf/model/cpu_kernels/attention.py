@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptf.model.attention import Attention, PerDocument, soft_cap_of
-from ptf.model.cpu_kernels.library import library
+from ptf.model.cpu_kernels.library import library, takes
 from ptf.model.delta_rule import Documents
 from ptf.model.matrix_product import differentiable_once
-
-WIDE = (torch.float32, torch.bfloat16)
 
 
 def computes(layer: Attention, q: Tensor, v: Tensor) -> bool:
     """Return whether the kernel computes an attention of these shapes; where not, PerDocument does."""
-    plain = q.dtype in WIDE and soft_cap_of(layer) is None and q.shape[-1] == v.shape[-1]
+    plain = takes(q, v) and soft_cap_of(layer) is None and q.shape[-1] == v.shape[-1]
     return plain and q.shape[-1] % library().width == 0
 
 
@@ -32,6 +30,7 @@ class Layout:
         starts, lengths, *_ = Documents.of(segments)
         shared = positions.reshape(-1).numpy()[starts]
         first = shared == 0  # of its family
+        assert not len(starts) or first[0], "a shared prefix comes before what continues it"
         prefix = np.maximum.accumulate(np.where(first, starts, 0))
         work = np.add.reduceat(lengths * (lengths + 2 * shared), np.flatnonzero(first)) if len(starts) else lengths
         place = np.empty_like(work)
@@ -55,7 +54,7 @@ class _Attention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Layout, window: int, scale: float
     ) -> Tensor:
-        out, lse = layout.empty(q), torch.zeros(q.shape[1], len(q))
+        out, lse = layout.empty(q), torch.full((q.shape[1], len(q)), float("inf"), dtype=torch.float32)
         wide = None if sinks is None else sinks.detach().float().contiguous()
         ctx.settings = layout, window, scale
         library().call("attention_forward", *_wide(q, k, v), wide, out, lse, *_shape(q, k, ctx.settings))

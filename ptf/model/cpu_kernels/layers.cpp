@@ -21,7 +21,7 @@ void norm(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int
     }
 }
 
-// Gradients of x, and of the weight in `parts` sums over as many ranges of rows, [parts, dim].
+// Gradients of x, and of the weight by way of sums over `parts` ranges of rows, [parts, dim]: the first becomes the sum.
 template <typename T>
 void norm_backward(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx, float *dweight,
                    int64_t rows, int64_t dim, int64_t parts, int64_t threads) {
@@ -43,6 +43,8 @@ void norm_backward(const T *x, const T *weight, const float *inverse, const T *u
             }
         }
     }
+    for (long part = 1; part < parts; part++)
+        for (long j = 0; j < dim; j += WIDTH) store(dweight + j, load(dweight + j) + load(dweight + part * dim + j));
 }
 
 inline vec sigmoid(vec x) {
@@ -83,7 +85,8 @@ void rotate(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, 
             T *to = out + (i * heads + h) * dim;
             for (long j = 0; j < half; j += WIDTH) {
                 const vec a = load(from + j), b = load(from + half + j);
-                const vec first = back ? load(s + half + j) : load(s + j), second = back ? load(s + j) : load(s + half + j);
+                const vec early = load(s + j), late = load(s + half + j);
+                const vec first = back ? late : early, second = back ? early : late;
                 store(to + j, rounded<T>(a * load(c + j)) + rounded<T>(b * first));
                 store(to + half + j, rounded<T>(b * load(c + half + j)) + rounded<T>(a * second));
             }
@@ -91,7 +94,57 @@ void rotate(const T *x, const T *cosines, const T *sines, T *out, int64_t rows, 
         }
 }
 
+inline vec shuffled(vec a, vec b, ints places) {  // places from WIDTH on are those of b
+#if defined(__clang__)
+    vec out;
+    for (int i = 0; i < WIDTH; i++) out[i] = places[i] < WIDTH ? a[places[i]] : b[places[i] - WIDTH];
+    return out;
+#else
+    return __builtin_shuffle(a, b, places);
+#endif
+}
+
+// One of the stages of a transposition: exchanges halves of `STEP` numbers between the vectors that are STEP apart.
+template <int STEP>
+inline void exchange(vec *v) {
+    if constexpr (STEP > 0) {
+        ints first, second;
+        for (int i = 0; i < WIDTH; i++) {
+            first[i] = i & STEP ? WIDTH + i - STEP : i;
+            second[i] = i & STEP ? WIDTH + i : i + STEP;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++)
+            if (!(i & STEP)) {
+                const vec a = v[i], b = v[i + STEP];
+                v[i] = shuffled(a, b, first), v[i + STEP] = shuffled(a, b, second);
+            }
+        exchange<STEP / 2>(v);
+    }
+}
+
 }  // namespace
+
+// out [columns, rows] = the transposed x [rows, columns].
+extern "C" int transpose(const float *x, float *out, int64_t rows, int64_t columns, int64_t threads) {
+    const long high = rows / WIDTH * WIDTH, wide = columns / WIDTH * WIDTH;
+#pragma omp parallel for num_threads(threads)
+    for (long j = 0; j < wide; j += WIDTH) {
+        for (long i = 0; i < high; i += WIDTH) {
+            vec v[WIDTH];
+#pragma GCC unroll 16
+            for (int r = 0; r < WIDTH; r++) v[r] = load(x + (i + r) * columns + j);
+            exchange<WIDTH / 2>(v);
+#pragma GCC unroll 16
+            for (int c = 0; c < WIDTH; c++) store(out + (j + c) * rows + i, v[c]);
+        }
+        for (long i = high; i < rows; i++)
+            for (long c = j; c < j + WIDTH; c++) out[c * rows + i] = x[i * columns + c];
+    }
+    for (long c = wide; c < columns; c++)
+        for (long i = 0; i < rows; i++) out[c * rows + i] = x[i * columns + c];
+    return 0;
+}
 
 #define FOR(name, T)                                                                                                  \
     extern "C" int norm_##name(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int64_t dim,         \

@@ -2,6 +2,7 @@
 arguments; what the kernels do not compute, the latter does."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,29 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from ptf.model.attention import Attention
-from ptf.model.cpu_kernels.library import library
+from ptf.model.cpu_kernels.library import NAMES, library, takes
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.matrix_product import differentiable_once
 from ptf.model.rope import Table, rotate
 
 PARTS = 32  # ranges of rows that the gradient of a norm's weight is summed over, whatever the number of threads
-NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Return whether the kernels compute with these tensors: of one dtype that they know, plain and on a CPU."""
-    x = tensors[0]
-    return x.dtype in NAMES and all(
-        t.dtype == x.dtype and t.device.type == "cpu" and type(t) in (Tensor, Parameter) for t in tensors
-    )
 
 
 def run(name: str, x: Tensor, *arguments: Tensor | int | float) -> None:
-    """Call a kernel for the dtype of x; tensors are made contiguous."""
+    """Call a kernel for the dtype of x on contiguous tensors."""
     library().call(f"{name}_{NAMES[x.dtype]}", x, *arguments, torch.get_num_threads())
 
 
@@ -40,8 +31,8 @@ class _Norm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         out, rows = torch.empty_like(x), x.numel() // x.shape[-1]
-        inverse = torch.empty(rows)
-        run("norm", x, weight, out, inverse, rows, x.shape[-1], eps)
+        inverse = torch.empty(rows, dtype=torch.float32)
+        run("norm", x, weight := weight.contiguous(), out, inverse, rows, x.shape[-1], eps)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -49,16 +40,16 @@ class _Norm(Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        dx, of_weight = torch.empty_like(x), torch.empty(PARTS, x.shape[-1])
+        dx, of_weight = torch.empty_like(x), torch.empty(PARTS, x.shape[-1], dtype=torch.float32)
         sizes = len(inverse), x.shape[-1], PARTS
         run("norm_backward", x, weight, inverse, grads[0].contiguous(), dx, of_weight, *sizes)
-        return dx, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+        return dx, of_weight[0].to(weight.dtype) if ctx.needs_input_grad[1] else None, None
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, offset: bool, otherwise: Callable[..., Tensor] = normalised) -> Tensor:
     """Compute `ptf.model.layers.normalised`."""
     if offset or x.shape[-1] % library().width or not takes(x, weight):
-        return normalised(x, weight, eps, offset)
+        return otherwise(x, weight, eps, offset)
     return _Norm.apply(x, weight, float(eps))
 
 
@@ -66,6 +57,8 @@ class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor) -> Tensor:
         x, up = x.contiguous(), up.contiguous()
+        if up.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            up = up.clone()  # the backward pass writes over both
         out = torch.empty_like(x)
         run("gate", x, up, out, x.numel())
         ctx.save_for_backward(x, up)
@@ -80,10 +73,12 @@ class _Gate(Function):
         return x, up
 
 
-def gate(activate: Callable[[Tensor], Tensor], x: Tensor, up: Tensor) -> Tensor:
+def gate(
+    activate: Callable[[Tensor], Tensor], x: Tensor, up: Tensor, otherwise: Callable[..., Tensor] = gated
+) -> Tensor:
     """Compute `ptf.model.layers.gated`."""
     if activate is not F.silu or x.numel() % library().width or not takes(x, up):
-        return gated(activate, x, up)
+        return otherwise(activate, x, up)
     return _Gate.apply(x, up)
 
 
@@ -96,7 +91,8 @@ class _Rotation(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _turned(grads[0], *ctx.saved_tensors, 1), None, None
+        cosines, sines = ctx.saved_tensors
+        return _turned(grads[0], cosines, sines, 1), None, None
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: int) -> Tensor:
@@ -107,21 +103,21 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: int) -> Tensor:
     return out
 
 
-def rotation(x: Tensor, table: Table) -> Tensor:
+def rotation(x: Tensor, table: Table, otherwise: Callable[..., Tensor] = rotate) -> Tensor:
     """Compute `ptf.model.rope.rotate`."""
     half, odd = divmod(table[0].shape[-1], 2)
     if odd or not half or half % library().width or not takes(x):
-        return rotate(x, table)
+        return otherwise(x, table)
     cosines, sines = (t.to(x.dtype).contiguous() for t in table[:2])
     return _Rotation.apply(x, cosines, sines)
 
 
 def use(model: nn.Module) -> None:
-    """Let a decoder compute its norms, gates and rotations by the kernels."""
+    """Let a decoder compute its norms, gates and rotations by the kernels, and what they leave out as before."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
-            module.compute = norm  # type: ignore[method-assign]
+            module.compute = partial(norm, otherwise=module.compute)  # type: ignore[method-assign]
         elif isinstance(module, MLP):
-            module.compute = gate  # type: ignore[method-assign]
+            module.compute = partial(gate, otherwise=module.compute)  # type: ignore[method-assign]
         elif isinstance(module, Attention | LatentAttention):
-            module.rotate = rotation  # type: ignore[method-assign]
+            module.rotate = partial(rotation, otherwise=module.rotate)  # type: ignore[method-assign]

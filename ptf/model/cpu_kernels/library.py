@@ -9,23 +9,37 @@ import functools
 import hashlib
 import os
 import platform
-import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ptf.errors import UserError
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+CPU_KERNELS = "cpu_kernels"  # among the packages of `train.fused`
 COMPILERS = ("c++", "g++", "clang++")
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS = ("-std=c++17", "-O3", PROCESSOR, "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    PROCESSOR,
+    "-fno-fast-math",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
 TIMEOUT_S = 300
+NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}  # of the functions for a dtype
 DIGITS = 16  # of a digest
 
 
@@ -36,11 +50,12 @@ class Unavailable(UserError):
 class Library:
     """The functions of the kernels, which are given tensors, numbers and None (a null pointer)."""
 
-    def __init__(self, file: Path, compiler: str) -> None:
+    def __init__(self, file: Path) -> None:
         self._functions = ctypes.CDLL(str(file))
+        self._functions.compiler.restype = ctypes.c_char_p
         self.width = int(self._functions.vector_width())
         """How many fp32 numbers a register holds."""
-        self.version = f"{compiler}, {32 * self.width} bits"
+        self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits"
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call a function on contiguous tensors; an int is an int64, and a float a float of C. Raises MemoryError."""
@@ -48,46 +63,73 @@ class Library:
             raise MemoryError(f"cpu_kernels: {name} could not allocate its working memory")
 
 
+def takes(*tensors: Tensor) -> bool:
+    """Return whether the kernels compute with these tensors: of one dtype that they know, plain and on a CPU."""
+    dtype = tensors[0].dtype
+    return dtype in NAMES and all(
+        t.dtype == dtype and t.device.type == "cpu" and type(t) in (Tensor, Parameter) for t in tensors
+    )
+
+
 def _for_c(value: Tensor | int | float | None) -> Any:
     if value is None:
         return ctypes.c_void_p(None)
     if isinstance(value, Tensor):
+        assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
 
 
-@functools.cache
 def library() -> Library:
     """Return this process's kernels, compiled if they are not in the cache. Raises Unavailable."""
-    command, version = _compiler()
-    key = _digest("\0".join([*command, version, _processor(), *(f.read_text() for f in (*HEADERS, *SOURCES))]).encode())
-    with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as scratch:  # a loaded library needs its file no longer
-        folder = _cache() or Path(scratch)
-        for file in folder.glob(f"{key}-*.so"):
-            if file.name == f"{key}-{_digest(file.read_bytes())}.so":
-                return Library(file, version)
-        return Library(_compiled(command, folder, key), version)
+    if isinstance(found := find(), str):
+        raise Unavailable(found)
+    return found
+
+
+def loaded() -> Library | None:
+    """Return this process's kernels if it has looked for them and they are there."""
+    return None if find.cache_info().currsize == 0 or isinstance(found := find(), str) else found
 
 
 def unavailable() -> str | None:
     """Return why the kernels cannot be used on this machine, or None if they can."""
+    return found if isinstance(found := find(), str) else None
+
+
+def missed() -> str | None:
+    """Return why this process does not have the kernels that it has looked for; None if it has them or did not look."""
+    return unavailable() if find.cache_info().currsize else None
+
+
+@functools.cache
+def find() -> Library | str:
+    """Return the kernels, or why they cannot be used."""
     try:
-        library()
+        command, told = _compiler()
+        sources = (file.read_text() for file in (*HEADERS, *SOURCES))
+        key = _digest("\0".join([*command, told, _processor(), *platform.libc_ver(), *sources]).encode())
+        with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as scratch:  # a loaded library needs its file no longer
+            folder = _cache() or Path(scratch)
+            for file in folder.glob(f"{key}-*.so"):
+                if file.name == f"{key}-{_digest(file.read_bytes())}.so":
+                    return Library(file)
+            return Library(_compiled(command, folder, key))
     except Unavailable as error:
         return str(error)
-    return None
+    except OSError as error:  # no room, a file system without execution, a library that does not load
+        return f"the compiled kernels could not be written or loaded: {error}"
 
 
 def _compiler() -> tuple[list[str], str]:
-    """Return the command of the compiler ($CXX, or the first of COMPILERS), and its name and version."""
-    asked = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
+    """Return the command of the compiler ($CXX, or the first of COMPILERS), and what it says of itself."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    found = next(filter(None, map(shutil.which, asked[:1] or COMPILERS)), None)
     if found is None:
-        missing = f"$CXX, {asked}, is not" if asked else f"none of {', '.join(COMPILERS)} is"
+        missing = f"$CXX, {asked[0]}, is not" if asked else f"none of {', '.join(COMPILERS)} is"
         raise Unavailable(f"{missing} installed, a C++ compiler")
-    told = _run([found, "--version"])
-    number = re.search(r"\d+\.\d+(\.\d+)?", told)
-    return [found, *FLAGS], f"{'Clang' if 'clang' in told else 'GCC'} {number[0] if number else 'of no version'}"
+    command = [found, *asked[1:]]
+    return [*command, *FLAGS], _run([*command, "--version"])
 
 
 def _run(command: list[str]) -> str:
@@ -117,13 +159,21 @@ def _digest(content: bytes) -> str:
 
 
 def _cache() -> Path | None:
-    """Return the folder of compiled libraries, or None where it cannot be written."""
+    """Return the folder of compiled libraries, or None where it cannot be made, or other users can write to it: a
+    library is code that this process runs."""
     try:
         folder = Path(os.environ.get("PTF_CACHE") or Path.home() / ".cache" / "ptf") / "cpu_kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: no home
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        has = folder.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        print(
+            f"cpu_kernels: compiled anew in every process, as they cannot be kept ({error}); set PTF_CACHE", flush=True
+        )
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    if has.st_uid != os.getuid() or has.st_mode & 0o022:
+        print(f"cpu_kernels: compiled anew in every process, as other users can write to {folder}", flush=True)
+        return None
+    return folder
 
 
 def _compiled(command: list[str], folder: Path, key: str) -> Path:

@@ -13,11 +13,15 @@ def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor |
     With `weights` [n], write the gradient of −Σ weights · log-prob with respect to the logits over them. Probabilities
     below e⁻⁶⁴ count as 0 there.
     """
-    found = torch.empty(len(logits))
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < real:
+        raise IndexError(f"a target is not among the {real} columns: {int(targets.min())} to {int(targets.max())}")
+    found = torch.empty(len(logits), dtype=torch.float32)
     wide = None if weights is None else weights.float().contiguous()
     sizes = *logits.shape[:1], real, logits.shape[1]
     narrow = int(logits.dtype == torch.bfloat16)
-    library().call("cross_entropy", logits, narrow, targets.contiguous(), wide, found, *sizes, torch.get_num_threads())
+    library().call(
+        "cross_entropy", logits, narrow, targets.long().contiguous(), wide, found, *sizes, torch.get_num_threads()
+    )
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ptf.errors import UserError
 from ptf.model.cpu_kernels import library as place
-from ptf.model.cpu_kernels.library import Unavailable, library
+from ptf.model.cpu_kernels.library import Unavailable, find, library
 from ptf.model.fused import attention_of, kernels, use
 from tests.model.test_attention import model_of
 
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PTF_CACHE", str(tmp_path))
-    library.cache_clear()
+    find.cache_clear()
     yield
-    library.cache_clear()
+    find.cache_clear()
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -31,21 +31,21 @@ def kept(tmp_path: Path) -> list[Path]:
 def test_a_library_is_compiled_once_and_a_damaged_one_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library()
     (file,) = kept(tmp_path)
-    library.cache_clear()
+    find.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(place, "_compiled", None)  # it would raise
         library()
     whole = file.read_bytes()
     file.unlink()
     file.write_bytes(whole[: len(whole) // 2])
-    library.cache_clear()
+    find.cache_clear()
     assert library().width in (4, 8, 16)
     assert sorted(map(len, (other.read_bytes() for other in kept(tmp_path)))) == [len(whole)]
 
 
 def test_other_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library()
-    library.cache_clear()
+    find.cache_clear()
     monkeypatch.setattr(place, "FLAGS", (*place.FLAGS, "-DOTHER"))
     library()
     assert len(kept(tmp_path)) == 2
