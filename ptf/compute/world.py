@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptf.compute import heap
 from ptf.compute.heartbeat import Clock, beating
 from ptf.errors import UserError
 
@@ -182,6 +183,8 @@ def joined(
         torch.set_num_threads(threads)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    else:
+        heap.keep()
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout_s)
     if size > 1:
