@@ -1,5 +1,6 @@
 """How the kernels are compiled, kept and loaded, and what a machine without a compiler does."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,36 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, compiler: str, said
     assert "SDPA per document (no cpu_kernels: " in attention_of(model_of("qwen3"), CPU)
 
 
+def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "c++ -DWITH_AN_ARGUMENT")
+    assert library().width in (4, 8, 16)
+
+
+def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        place, "FLAGS", tuple(flag for flag in place.FLAGS if flag != "-shared") + ("-r",)
+    )  # no library
+    with pytest.raises(Unavailable, match="could not be written or loaded"):
+        library()
+    assert kernels("auto", CPU, "fp32") == {}
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "cpu_kernels"
+    folder.mkdir()
+    folder.chmod(0o777)
+    library()
+    assert not kept(tmp_path)
+    assert "other users can write" in capsys.readouterr().out
+
+
+def test_nothing_is_compiled_that_was_not_asked_for(tmp_path: Path) -> None:
+    assert kernels([], CPU, "fp32") == {}
+    assert attention_of(model_of("qwen3"), CPU) == "SDPA per document"
+    assert place.loaded() is None
+    assert not (tmp_path / "cpu_kernels").exists()
+
+
 def test_a_compiler_that_finds_an_error_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = tmp_path / "wrong.cpp"
     wrong.write_text("int f() { return nothing; }")
@@ -96,7 +127,7 @@ def test_the_kernels_are_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_says_which_attention_it_uses() -> None:
-    model = model_of("qwen3")
+    model = copy.deepcopy(model_of("qwen3"))
     assert attention_of(model, CPU) == "SDPA per document"
     use(model, kernels("auto", CPU, "fp32"))
     said = attention_of(model, CPU)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ptf.model import projection
 from ptf.model.chunked import cross_entropy
 from ptf.model.cpu_kernels.loss import write_gradient
 from ptf.model.head import Head
@@ -78,9 +79,12 @@ def test_no_gradient_is_denormal() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_head_takes_the_kernel(dtype, needs, monkeypatch) -> None:
     monkeypatch.setattr("ptf.model.chunked.CHUNK_BYTES", 7 * 50 * dtype.itemsize)  # several chunks of 7 rows
+    monkeypatch.setattr(projection, "BLOCK", 17)  # of rows of the head's gradient
+    chunks, write = [], write_gradient
+    monkeypatch.setattr(projection, "write_gradient", lambda x, *rest: chunks.append(len(x)) or write(x, *rest))
     g = torch.Generator().manual_seed(3)
-    x = torch.randn(1, 23, 16, generator=g).to(dtype).requires_grad_(needs in ("both", "states"))
-    weight = torch.randn(50, 16, generator=g).to(dtype).requires_grad_(needs in ("both", "weight"))
+    x = torch.randn(1, 23, 19, generator=g).to(dtype).requires_grad_(needs in ("both", "states"))
+    weight = torch.randn(50, 19, generator=g).to(dtype).requires_grad_(needs in ("both", "weight"))
     targets, weights = torch.randint(0, 47, (1, 23), generator=g), torch.rand(1, 23, generator=g)
     found = []
     for kernels in (True, False):
@@ -90,3 +94,12 @@ def test_the_head_takes_the_kernel(dtype, needs, monkeypatch) -> None:
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=3e-5 if dtype == torch.float32 else 3e-2, rtol=1e-2)
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-5)
+    assert chunks == [7, 7, 7, 2], "once, with the kernels"
+
+
+def test_a_target_that_is_no_column_raises() -> None:
+    for targets in ([0, 40], [-100, 0]):
+        with pytest.raises(IndexError, match="a target is not among the 40 columns"):
+            write_gradient(drawn(2, 50, 1.0, torch.float32), 40, torch.tensor(targets), torch.ones(2))
+    found = write_gradient(drawn(2, 50, 1.0, torch.float32), 40, torch.tensor([3, 4], dtype=torch.int32), None)
+    assert torch.equal(found, write_gradient(drawn(2, 50, 1.0, torch.float32), 40, torch.tensor([3, 4]), None))

@@ -1,0 +1,63 @@
+"""A whole model with ptf's kernels for CPUs: the same as with PyTorch's functions, under recomputation too."""
+
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptf.model.chunked import cross_entropy
+from ptf.model.decoder import Decoder
+from ptf.model.fused import kernels
+from ptf.model.sharding import parallelize
+from tests.model.test_attention import model_of
+from tests.tiny import packed
+
+CPU = torch.device("cpu")
+never_run = cache(model_of.__wrapped__)  # models to copy; the routing that a forward pass leaves cannot be copied
+FAMILIES = ["qwen3", "llama", "gpt_oss", "gemma2", "glm4_moe", "deepseek_v3", "qwen3_next"]
+
+
+def gradients(model: Decoder, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The loss, and the gradient of every parameter."""
+    batch = packed([[40, 17], [57]], 60)
+    model = model.to(dtype)
+    loss = model(
+        batch.tokens % model.config.vocab,
+        batch.positions,
+        batch.segments,
+        lambda x, head: cross_entropy(x, head, batch.targets % model.config.vocab, batch.loss_weights),
+    )
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def made(name: str, **settings) -> Decoder:
+    return parallelize(deepcopy(never_run(name)), None, "fp32", **settings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_and_gradients_are_those_of_pytorch(name) -> None:
+    own = gradients(made(name, kernels=kernels("auto", CPU, "fp32")))
+    theirs = gradients(made(name))
+    assert len(own) == len(theirs)
+    for mine, other in zip(own, theirs, strict=True):
+        assert (mine - other).abs().max() <= 5e-5 * max(float(other.abs().max()), 1e-2)
+
+
+@pytest.mark.parametrize("mode", ["block", "selective", "offload"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_recomputation_changes_no_bit(name, mode) -> None:
+    found = kernels("auto", CPU, "fp32")
+    plain, again = (gradients(made(name, kernels=found, recomputed=kind)) for kind in ("none", mode))
+    assert all(map(torch.equal, plain, again))
+
+
+def test_a_nan_in_a_weight_reaches_the_loss() -> None:
+    for part in ("layers.0.attn.q_proj", "layers.0.attn.v_proj", "layers.0.mlp.up_proj"):
+        model = made("qwen3", kernels=kernels("auto", CPU, "fp32"))
+        weight = model.get_submodule(part).weight
+        assert isinstance(weight, Tensor)
+        weight.data[0, 0] = float("nan")
+        assert gradients(model)[0].isnan()
