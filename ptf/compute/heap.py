@@ -1,8 +1,8 @@
 """The memory of a process that computes on a CPU.
 
 glibc maps every large tensor anew and gives it back to the kernel when it is freed, so each step touches all of its
-memory for the first time. A process that keeps what it has freed takes a seventh to a quarter less CPU time for a step
-(benchmarks/train_step.py, also with the peers' heaps kept); its peak is no larger.
+memory for the first time. A process that keeps what it has freed takes less CPU time for a step
+(benchmarks/step_profile.py; with MALLOC_TRIM_THRESHOLD_=131072 it leaves the heap as glibc has it).
 """
 
 import ctypes
