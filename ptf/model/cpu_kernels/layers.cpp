@@ -1,6 +1,6 @@
 // What lies between a decoder's products of matrices: RMS norm, gate and rotation, forward and backward.
 //
-// Values are rounded where PyTorch's own functions round them in the forward pass; in the backward pass once, at the end.
+// Values are rounded where PyTorch's own functions round them in the forward pass, and once in the backward pass.
 
 #include "vectors.h"
 
@@ -21,7 +21,7 @@ void norm(const T *x, const T *weight, T *out, float *inverse, int64_t rows, int
     }
 }
 
-// Gradients of x, and of the weight by way of sums over `parts` ranges of rows, [parts, dim]: the first becomes the sum.
+// Gradients of x, and of the weight by way of sums over `parts` ranges of rows, [parts, dim]; the first becomes it.
 template <typename T>
 void norm_backward(const T *x, const T *weight, const float *inverse, const T *upstream, T *dx, float *dweight,
                    int64_t rows, int64_t dim, int64_t parts, int64_t threads) {

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr long SUMMED = 64 * WIDTH;  // columns
-constexpr float LOST = 1.6e-28f;  // probabilities below e⁻⁶⁴ are lost in any sum, and products over denormals are slow
+constexpr float LOST = 1.6e-28f;  // e⁻⁶⁴: a smaller probability is lost in any sum, and denormals are slow
 
 inline vec without(vec x, float small) { return (vec)((ints)x & ~(ints)(x <= small)); }
 
@@ -80,10 +80,10 @@ int all_rows(T *logits, const int64_t *targets, const float *weights, float *log
 
 }  // namespace
 
-// logits [rows, columns] in fp32, or in bf16 if `narrow`; those from `real` on do not count. Writes the log-prob of each
-// target [rows], and with `weights` [rows], to logits, the gradient of −Σ weights · log-prob; 1 without memory.
-extern "C" int cross_entropy(void *logits, int64_t narrow, const int64_t *targets, const float *weights, float *logprobs,
-                             int64_t rows, int64_t real, int64_t columns, int64_t threads) {
+// logits [rows, columns] in fp32, or in bf16 if `narrow`; those from `real` on do not count. Writes the log-prob of
+// each target [rows], and with `weights` [rows], to logits, the gradient of −Σ weights · log-prob; 1 without memory.
+extern "C" int cross_entropy(void *logits, int64_t narrow, const int64_t *targets, const float *weights,
+                             float *logprobs, int64_t rows, int64_t real, int64_t columns, int64_t threads) {
     return narrow ? all_rows(static_cast<bf16 *>(logits), targets, weights, logprobs, rows, real, columns, threads)
                   : all_rows(static_cast<float *>(logits), targets, weights, logprobs, rows, real, columns, threads);
 }

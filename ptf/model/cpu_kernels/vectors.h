@@ -94,7 +94,7 @@ inline float largest(vec x) {
     return found;
 }
 
-// exp(x) for x at most 0 (or a rounding error above), 0 below -86, whose exponentials would soon be denormal; a NaN stays.
+// exp(x) for x at most 0 (or a rounding error above); 0 below -86, as denormals follow soon; a NaN stays.
 // x = n ln 2 + r, and a polynomial of degree 6 gives exp(r) to 2 units in the last place.
 inline vec exponential(vec x) {
     const vec least = all(-86.0f), magic = all(12582912.0f);  // adding 1.5 · 2²³ rounds to an integer
