@@ -29,13 +29,18 @@ CUDA_CHUNK_BYTES = 1 << 30
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes the logits of a chunk may take: in fp32 on a GPU, on a CPU as the GEMM writes them.
+    """Return how many bytes the logits of a chunk may take (`logit_bytes` each).
 
     Every chunk reads the head's weight twice, and reads and writes the fp32 sum of its gradient: 12 bytes an element,
     however many positions the chunk has. At 72 % of an H100's FLOPs and 85 % of its bandwidth, the three GEMMs over 110
     positions (64 MiB at V = 151,936) take 0.2 times as long as that traffic, those over 1,766 (1 GiB) 3.5 times.
     """
     return CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
+
+
+def logit_bytes(head: Head) -> int:
+    """Return the bytes of a logit in the buffer of a chunk: fp32 on a GPU, on a CPU what the GEMM writes."""
+    return 4 if head.weight.device.type == "cuda" else head.weight.element_size()
 
 
 def chunks_of(n: int, *heads: Head, buffers: int = 1, whole: bool = False) -> Chunks:
@@ -47,8 +52,8 @@ def chunks_of(n: int, *heads: Head, buffers: int = 1, whole: bool = False) -> Ch
     """
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     device = heads[0].weight.device
-    element = 4 * buffers if device.type == "cuda" else heads[0].weight.element_size()
-    size = max(1, chunk_bytes(device) // (element * rows))
+    each = logit_bytes(heads[0]) * (buffers if device.type == "cuda" else 1)
+    size = max(1, chunk_bytes(device) // (each * rows))
     block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
     whole |= device.type == "cuda" or any(h.group is not None for h in heads)
     return Chunks(n, size, size if whole else block)

@@ -143,6 +143,7 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(recompute, "to_host", lambda x: partial(torch.empty, x.shape, dtype=x.dtype))
         patch.setattr(decoder, "backend", lambda device: attention.Flex)
         patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
+        patch.setattr(chunked, "logit_bytes", lambda head: 4)
         patch.setattr(chunked, "rows_of_a_block", lambda columns: 1 << 40)  # a chunk is one block
         # a CPU pads the rows of experts, whose number it must know
         patch.setattr(moe, "_filled_up", lambda x, ends, expert: (x, ends, expert, None))
