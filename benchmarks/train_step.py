@@ -90,8 +90,8 @@ GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
     "transformers, a document a pass, compiled": (LOOP, "documents", 1, "sdpa", True, False, BOTH),
     "transformers, a document a pass, Liger": (LOOP, "documents", 1, "sdpa", False, True, SMALL),
 }
-# the settings that are the fastest in some row, again with variables of glibc by which a process keeps what it frees; a
-# run of ptf does that itself (ptf/compute/heap.py)
+# the fastest settings of each peer, and TRL at one row a pass, again with variables of glibc by which a process keeps
+# what it frees; a run of ptf does that itself (ptf/compute/heap.py)
 KEPT_HEAP = ", heap kept"
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 GRID |= {

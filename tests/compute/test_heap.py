@@ -9,6 +9,7 @@ import pytest
 
 from ptf.compute import heap
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 SCRIPT = """
 import json, resource, sys
 import torch
@@ -35,7 +36,6 @@ def ran(how: str, **variables: str) -> tuple[bool | None, int]:
     return kept, faults
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_memory_that_was_freed_is_used_again() -> None:
     kept, few = ran("keep")
     _, many = ran("leave")

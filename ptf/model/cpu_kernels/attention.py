@@ -4,6 +4,7 @@ Nothing is copied into batches, no length is filled up, and a shared prefix is a
 is computed by itself, so its bits depend neither on its neighbours nor on the number of threads.
 """
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,13 +94,11 @@ class CpuAttention:
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         self.layout = Layout(segments, positions)
         self.place = segments, positions
-        self._others: PerDocument | None = None
 
-    @property
+    @cached_property
     def others(self) -> PerDocument:
-        """The attention of this batch by torch, made at its first use."""
-        self._others = self._others or PerDocument(*self.place)
-        return self._others
+        """The attention of this batch by torch."""
+        return PerDocument(*self.place)
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, V]; the arguments are those of `Attend`."""

@@ -48,7 +48,8 @@ class _Norm(Function):
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: bool, otherwise: Callable[..., Tensor] = normalised) -> Tensor:
     """Compute `ptf.model.layers.normalised`."""
-    if offset or x.shape[-1] % library().width or not takes(x, weight):
+    plain = not offset and weight.shape == x.shape[-1:] and takes(x, weight)
+    if not plain or x.shape[-1] % library().width:
         return otherwise(x, weight, eps, offset)
     return _Norm.apply(x, weight, float(eps))
 
@@ -67,7 +68,7 @@ class _Gate(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, up = ctx.saved_tensors  # the gradients are written over them: fresh memory takes as long again
+        x, up = ctx.saved_tensors  # the gradients are written over them, in place of as much fresh memory
         run("gate_backward", x, up, grads[0].contiguous(), x.numel())
         increment_version((x, up))  # so that a second backward raises
         return x, up
@@ -77,7 +78,8 @@ def gate(
     activate: Callable[[Tensor], Tensor], x: Tensor, up: Tensor, otherwise: Callable[..., Tensor] = gated
 ) -> Tensor:
     """Compute `ptf.model.layers.gated`."""
-    if activate is not F.silu or x.numel() % library().width or not takes(x, up):
+    plain = activate is F.silu and x.shape == up.shape and takes(x, up)
+    if not plain or x.numel() % library().width:
         return otherwise(activate, x, up)
     return _Gate.apply(x, up)
 
@@ -106,7 +108,8 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor, back: int) -> Tensor:
 def rotation(x: Tensor, table: Table, otherwise: Callable[..., Tensor] = rotate) -> Tensor:
     """Compute `ptf.model.rope.rotate`."""
     half, odd = divmod(table[0].shape[-1], 2)
-    if odd or not half or half % library().width or not takes(x):
+    a_row_each = all(t.shape[:-1] == (*x.shape[:-2], 1) for t in table[:2])
+    if odd or not half or half % library().width or not a_row_each or not takes(x):
         return otherwise(x, table)
     cosines, sines = (t.to(x.dtype).contiguous() for t in table[:2])
     return _Rotation.apply(x, cosines, sines)

@@ -1,7 +1,7 @@
 """The compiled kernels: found in the cache or compiled, verified and loaded.
 
 A library is kept below `PTF_CACHE` (default `~/.cache/ptf`) for each source, compiler and processor. Its name ends with
-the SHA-256 of its bytes, so that a damaged file is not loaded but compiled anew.
+the first digits of the SHA-256 of its bytes, so that a damaged file is not loaded but compiled anew.
 """
 
 import ctypes

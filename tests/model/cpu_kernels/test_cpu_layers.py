@@ -146,6 +146,9 @@ def test_torch_computes_what_the_kernels_do_not() -> None:
         (layers.gate(gelu_tanh, x, x), gated(gelu_tanh, x, x)),
         (layers.gate(F.silu, odd, odd), gated(F.silu, odd, odd)),
         (layers.rotation(x[None, :, None], table(3, W)), rotate(x[None, :, None], table(3, W))),
+        (layers.rotation(x[None, :, None], table(1, 2 * W)), rotate(x[None, :, None], table(1, 2 * W))),
+        (layers.norm(x, x[0, :1], 1e-6, False), normalised(x, x[0, :1], 1e-6, False)),
+        (layers.gate(F.silu, x, x[:1] + 0), gated(F.silu, x, x[:1] + 0)),
     ):
         assert torch.equal(mine, theirs)
 
