@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ptf import scratch
 from ptf.errors import UserError
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
@@ -109,12 +110,14 @@ def find() -> Library | str:
         command, told = _compiler()
         sources = (file.read_text() for file in (*HEADERS, *SOURCES))
         key = _digest("\0".join([*command, told, _processor(), *platform.libc_ver(), *sources]).encode())
-        with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as scratch:  # a loaded library needs its file no longer
-            folder = _cache() or Path(scratch)
-            for file in folder.glob(f"{key}-*.so"):
-                if file.name == f"{key}-{_digest(file.read_bytes())}.so":
-                    return Library(file)
-            return Library(_compiled(command, folder, key))
+        if (folder := _cache()) is None:
+            with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as place:  # a library that is loaded needs no file
+                return Library(_compiled(command, Path(place), key))
+        scratch.sweep(folder, 0)
+        for file in folder.glob(f"{key}-*.so"):
+            if file.name == f"{key}-{_digest(file.read_bytes())}.so":
+                return Library(file)
+        return Library(_compiled(command, folder, key))
     except Unavailable as error:
         return str(error)
     except OSError as error:  # no room, a file system without execution, a library that does not load
@@ -132,9 +135,11 @@ def _compiler() -> tuple[list[str], str]:
     return [*command, *FLAGS], _run([*command, "--version"])
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], temporary: Path | None = None) -> str:
+    """Return what a command wrote, which has its temporary files in a directory."""
+    environment = None if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]} did not run: {error}") from error
     if done.returncode:
@@ -177,10 +182,13 @@ def _cache() -> Path | None:
 
 
 def _compiled(command: list[str], folder: Path, key: str) -> Path:
-    """Compile a library into a folder; processes that do so at once do not meet each other's files."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as scratch:
-        made = Path(scratch) / "kernels.so"
-        _run([*command, *map(str, SOURCES), "-o", str(made)])
+    """Compile a library into a folder; processes that do so at once do not meet each other's files.
+
+    What a killed process leaves, the compiler's own temporary files among it, lies in the folder until `sweep`.
+    """
+    with scratch.directory(folder / key) as place:
+        made = place / "kernels.so"
+        _run([*command, *map(str, SOURCES), "-o", str(made)], place)
         if not made.exists():
             raise Unavailable(f"{command[0]} wrote no library")
         return made.replace(folder / f"{key}-{_digest(made.read_bytes())}.so")

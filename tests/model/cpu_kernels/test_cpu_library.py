@@ -1,8 +1,11 @@
 """How the kernels are compiled, kept and loaded, and what a machine without a compiler does."""
 
 import copy
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,32 @@ def test_processes_that_compile_at_once(tmp_path: Path) -> None:
     said = [process.communicate(timeout=300)[0].strip() for process in running]
     assert said[0] == said[1] != ""
     assert all(file.suffix == ".so" for file in kept(tmp_path))
+
+
+SLOW = """#!/bin/sh
+[ "$1" = --version ] && exec c++ --version
+mktemp && touch "$STARTED" && exec sleep 60
+"""  # a compiler that has written a temporary file
+
+
+def test_a_process_that_is_killed_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
+    compiler, temporary, started = tmp_path / "slow", tmp_path / "temporary", tmp_path / "started"
+    compiler.write_text(SLOW)
+    compiler.chmod(0o700)
+    temporary.mkdir()
+    command = [sys.executable, "-c", "from ptf.model.cpu_kernels.library import library; library()"]
+    named = {"CXX": str(compiler), "TMPDIR": str(temporary), "STARTED": str(started)}
+    process = subprocess.Popen(command, env={**os.environ, **named}, start_new_session=True)
+    ends = time.monotonic() + 120
+    while not started.exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    assert started.exists(), "it has not begun"
+    assert len(kept(tmp_path)) == 1
+    library()
+    assert [file.suffix for file in kept(tmp_path)] == [".so"]
+    assert not list(temporary.iterdir())
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
