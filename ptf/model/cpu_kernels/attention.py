@@ -1,4 +1,4 @@
-"""Causal attention inside each document of packed sequences by attention.cpp, in fp32: 16 bits are converted.
+"""Causal attention inside each document of packed sequences by attention.cpp.
 
 Nothing is copied into batches, no length is filled up, and a shared prefix is attended to where it lies. Every document
 is computed by itself, so its bits depend neither on its neighbours nor on the number of threads.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptf.model.attention import Attention, PerDocument, soft_cap_of
-from ptf.model.cpu_kernels.library import library, takes
+from ptf.model.cpu_kernels.library import library, run, takes
 from ptf.model.delta_rule import Documents
 from ptf.model.matrix_product import differentiable_once
 
@@ -21,7 +21,7 @@ from ptf.model.matrix_product import differentiable_once
 def computes(layer: Attention, q: Tensor, v: Tensor) -> bool:
     """Return whether the kernel computes an attention of these shapes; where not, PerDocument does."""
     plain = takes(q, v) and soft_cap_of(layer) is None and q.shape[-1] == v.shape[-1]
-    return plain and q.shape[-1] % library().width == 0
+    return plain and layer.scale > 0 and q.shape[-1] % library().width == 0
 
 
 class Layout:
@@ -42,10 +42,9 @@ class Layout:
         self.families = torch.from_numpy(np.append(np.flatnonzero(table[:, 3] == 0), len(table)).astype(np.int64))
         self.padded = int(lengths.sum()) < segments.numel()
 
-    def empty(self, x: Tensor) -> Tensor:
-        """Return a tensor like x [rows, heads, dim] in fp32 for a result, whose padding is 0."""
-        make = torch.zeros if self.padded else torch.empty
-        return make(x.shape, dtype=torch.float32)
+    def empty(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor like x [rows, heads, dim], in another dtype if one is given, for a result: padding is 0."""
+        return (torch.zeros_like if self.padded else torch.empty_like)(x, dtype=dtype)
 
 
 class _Attention(Function):
@@ -55,11 +54,11 @@ class _Attention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Layout, window: int, scale: float
     ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = layout.empty(q), torch.full((q.shape[1], len(q)), float("inf"), dtype=torch.float32)
         wide = None if sinks is None else sinks.detach().float().contiguous()
         ctx.settings = layout, window, scale
-        library().call("attention_forward", *_wide(q, k, v), wide, out, lse, *_shape(q, k, ctx.settings))
-        out = out.to(q.dtype)
+        run("attention", q, k, v, wide, out, lse, *_shape(q, k, ctx.settings))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 
@@ -68,24 +67,20 @@ class _Attention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         layout, *_ = ctx.settings
-        dq, dk, dv, delta = layout.empty(q), layout.empty(k), layout.empty(v), torch.zeros_like(lse)
-        given = *_wide(q, k, v, out), lse, *_wide(grads[0])
-        library().call("attention_backward", *given, dq, dk, dv, delta, *_shape(q, k, ctx.settings))
+        dq, dk, dv = layout.empty(q), layout.empty(k, torch.float32), layout.empty(v, torch.float32)
+        delta, upstream = torch.zeros_like(lse), grads[0].contiguous()
+        run("attention_backward", q, k, v, out, lse, upstream, dq, dk, dv, delta, *_shape(q, k, ctx.settings))
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             of_sinks = -((sinks.float()[:, None] - lse).exp() * delta).sum(1).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    return [t.float().contiguous() for t in tensors]
+        return dq, dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
 
 
 def _shape(q: Tensor, k: Tensor, settings: tuple[Layout, int, float]) -> tuple[Tensor | int | float, ...]:
     layout, window, scale = settings
     rows, heads, dim = q.shape
     where = layout.documents, layout.families, len(layout.families) - 1
-    return *where, rows, heads, k.shape[1], dim, window, float(scale), torch.get_num_threads()
+    return *where, rows, heads, k.shape[1], dim, window, float(scale)
 
 
 class CpuAttention:

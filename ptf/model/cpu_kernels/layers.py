@@ -12,18 +12,13 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from ptf.model.attention import Attention
-from ptf.model.cpu_kernels.library import NAMES, library, takes
+from ptf.model.cpu_kernels.library import library, run, takes
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.matrix_product import differentiable_once
 from ptf.model.rope import Table, rotate
 
 PARTS = 32  # ranges of rows that the gradient of a norm's weight is summed over, whatever the number of threads
-
-
-def run(name: str, x: Tensor, *arguments: Tensor | int | float) -> None:
-    """Call a kernel for the dtype of x on contiguous tensors."""
-    library().call(f"{name}_{NAMES[x.dtype]}", x, *arguments, torch.get_num_threads())
 
 
 class _Norm(Function):

@@ -56,7 +56,8 @@ class Library:
         self._functions.compiler.restype = ctypes.c_char_p
         self.width = int(self._functions.vector_width())
         """How many fp32 numbers a register holds."""
-        self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits"
+        of_pairs = ", products of bf16" if self._functions.multiplies_bf16() else ""
+        self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits{of_pairs}"
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call a function on contiguous tensors; an int is an int64, and a float a float of C. Raises MemoryError."""
@@ -86,6 +87,11 @@ def library() -> Library:
     if isinstance(found := find(), str):
         raise Unavailable(found)
     return found
+
+
+def run(name: str, x: Tensor, *arguments: Tensor | int | float | None) -> None:
+    """Call a kernel for the dtype of x on contiguous tensors, with as many threads as torch has."""
+    library().call(f"{name}_{NAMES[x.dtype]}", x, *arguments, torch.get_num_threads())
 
 
 def loaded() -> Library | None:

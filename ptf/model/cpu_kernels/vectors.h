@@ -52,15 +52,19 @@ inline shorts narrowed(ints x) {
 #endif
 }
 
-inline vec load(const bf16 *at) { return (vec)(widened(*reinterpret_cast<const unaligned_shorts *>(at)) << 16); }
+inline vec wide(shorts x) { return (vec)(widened(x) << 16); }
+inline vec load(const bf16 *at) { return wide(*reinterpret_cast<const unaligned_shorts *>(at)); }
 
-inline ints nearest(vec x) {  // to bf16, ties to even, in the upper halves; a NaN keeps its first bits
+// to bf16, ties to even; a NaN stays one, and a CPU that can do it in one instruction takes denormals as 0
+inline shorts nearest(vec x) {
+#if defined(__AVX512BF16__)
+    return (shorts)_mm512_cvtneps_pbh((__m512)x);
+#else
     const ints bits = (ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    return x == x ? rounded : bits;
+    return narrowed((x == x ? rounded : bits) >> 16);
+#endif
 }
-inline void store(bf16 *at, vec x) {
-    *reinterpret_cast<unaligned_shorts *>(at) = narrowed(nearest(x) >> 16);
-}
+inline void store(bf16 *at, vec x) { *reinterpret_cast<unaligned_shorts *>(at) = nearest(x); }
 
 inline float number(float x) { return x; }
 inline float number(bf16 x) {
@@ -79,28 +83,41 @@ inline vec rounded<float>(vec x) {
 }
 template <>
 inline vec rounded<bf16>(vec x) {
-    return (vec)(nearest(x) & (int32_t)0xffff0000);
+    return wide(nearest(x));
 }
 
+// A number of all, by halves: one after the other would wait for each.
 inline float sum(vec x) {
-    float total = 0;
-    for (int i = 0; i < WIDTH; i++) total += x[i];
-    return total;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    for (int step = WIDTH / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+#endif
 }
 
 inline float largest(vec x) {
-    float found = x[0];
-    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
-    return found;
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    for (int step = WIDTH / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
+    return x[0];
+#endif
 }
 
 // exp(x) for x at most 0 (or a rounding error above); 0 below -86, as denormals follow soon; a NaN stays.
 // x = n ln 2 + r, and a polynomial of degree 6 gives exp(r) to 2 units in the last place.
 inline vec exponential(vec x) {
     const vec least = all(-86.0f), magic = all(12582912.0f);  // adding 1.5 · 2²³ rounds to an integer
-    const ints none = x < least;
-    const vec shifted = larger(x, least) * 1.44269504f + magic, n = shifted - magic;
-    vec r = larger(x, least) - n * 0.693359375f;
+#if defined(__AVX512F__)
+    const vec within = x;  // what is below becomes 0 at the end, whatever it is
+#else
+    const vec within = larger(x, least);
+#endif
+    const vec shifted = within * 1.44269504f + magic, n = shifted - magic;
+    vec r = within - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -109,14 +126,37 @@ inline vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+#else
     const ints scaled = (ints)p + ((ints)shifted << 23);
-    return (vec)((scaled & ~none) | (ints)(x != x));
+    return (vec)((scaled & ~(x < least)) | (ints)(x != x));
+#endif
 }
 
+// What a product multiplies: a number, or two of 16 bits that are neighbours along its depth.
+struct pair {
+    uint32_t bits;
+};
+inline vec all(pair x) { return (vec)(ints{} + (int32_t)x.bits); }
+inline vec load(const pair *at) { return load(reinterpret_cast<const float *>(at)); }
+
+inline vec add_product(vec total, vec a, vec b, float) { return total + a * b; }
+inline vec paired(vec early, vec late) { return (vec)(widened(nearest(early)) | widened(nearest(late)) << 16); }
+#if defined(__AVX512BF16__)
+typedef bf16 Narrow;  // what numbers of 16 bits are multiplied as
+inline vec add_product(vec total, vec a, vec b, pair) {
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+}
+#else
+typedef float Narrow;
+#endif
+
 // c [M, N · WIDTH] = a · b, or += it, for a [M, depth] with strides (am, ak) and b [depth, ..] with rows of ldb.
-template <int M, int N, bool ADD>
-inline __attribute__((always_inline)) void tile(const float *a, long am, long ak, const float *b, long ldb, float *c,
-                                                long ldc, long depth) {
+template <int M, int N, bool ADD, typename T>
+inline __attribute__((always_inline)) void tile(const T *a, long am, long ak, const T *b, long ldb, float *c, long ldc,
+                                                long depth) {
     vec total[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
@@ -130,7 +170,7 @@ inline __attribute__((always_inline)) void tile(const float *a, long am, long ak
         for (int m = 0; m < M; m++) {
             const vec left = all(a[m * am + k * ak]);
 #pragma GCC unroll 2
-            for (int n = 0; n < N; n++) total[m][n] += left * right[n];
+            for (int n = 0; n < N; n++) total[m][n] = add_product(total[m][n], left, right[n], T{});
         }
     }
 #pragma GCC unroll 16
@@ -139,8 +179,8 @@ inline __attribute__((always_inline)) void tile(const float *a, long am, long ak
         for (int n = 0; n < N; n++) store(c + m * ldc + n * WIDTH, total[m][n]);
 }
 
-template <int N, bool ADD>
-void columns(long rows, const float *a, long am, long ak, const float *b, long ldb, float *c, long ldc, long depth) {
+template <int N, bool ADD, typename T>
+void columns(long rows, const T *a, long am, long ak, const T *b, long ldb, float *c, long ldc, long depth) {
     long m = 0;
     for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
     for (; m + 4 <= rows; m += 4) tile<4, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
@@ -148,8 +188,8 @@ void columns(long rows, const float *a, long am, long ak, const float *b, long l
 }
 
 // c [rows, width] = a · b, or += it; width is a multiple of WIDTH.
-template <bool ADD>
-void product(long rows, long width, long depth, const float *a, long am, long ak, const float *b, long ldb, float *c,
+template <bool ADD, typename T>
+void product(long rows, long width, long depth, const T *a, long am, long ak, const T *b, long ldb, float *c,
              long ldc) {
     long n = 0;
     for (; n + PANEL <= width; n += PANEL) columns<2, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);

@@ -61,14 +61,14 @@ def difference(mine: list[Tensor], exact: list[Tensor]) -> float:
     assert len(mine) == len(exact) >= 4
     most = max(float(t.abs().max()) for t in exact)
     return max(
-        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-2 * most) for a, b in zip(mine, exact, strict=True)
+        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-1 * most) for a, b in zip(mine, exact, strict=True)
     )
 
 
 family = st.tuples(st.integers(1, 70), st.lists(st.tuples(st.integers(1, 70), st.integers(1, 40)), max_size=3))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=120)
 @given(
     rows=st.lists(st.lists(family, max_size=3), min_size=1, max_size=2).filter(lambda rows: any(rows)),
     room=st.integers(0, 5),
@@ -76,12 +76,14 @@ family = st.tuples(st.integers(1, 70), st.lists(st.tuples(st.integers(1, 70), st
     heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     dim=st.sampled_from(DIMS),
     sinks=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_values_and_gradients_are_those_of_float64(rows, room, window, heads, dim, sinks) -> None:
+def test_values_and_gradients_are_those_of_float64(rows, room, window, heads, dim, sinks, dtype) -> None:
     place, sink = batch_of(rows, room), torch.linspace(-2, 3, heads[0]) if sinks else None
-    mine = results(CpuAttention, place, Asked(window, sink), heads, dim, torch.float32)
+    mine = results(CpuAttention, place, Asked(window, sink), heads, dim, dtype)
     exact = results(PerDocument, place, Asked(window, sink), heads, dim, torch.float64)
-    assert difference(mine, exact) <= 2e-5
+    assert all(t.dtype == dtype for t in mine)
+    assert difference(mine, exact) <= (1e-5 if dtype == torch.float32 else 2**-6)
     assert all(not t[place[0] < 0].any() for t in mine[:4]), "padding gets zeros"
 
 
@@ -90,15 +92,18 @@ def test_documents_of_several_chunks(lengths) -> None:
     place = batch_of([[(n, [(n // 2, 30)]) for n in lengths]])
     for window in (None, 40, 300):
         mine = results(CpuAttention, place, Asked(window), (4, 2), DIMS[1], torch.float32)
-        assert difference(mine, results(PerDocument, place, Asked(window), (4, 2), DIMS[1], torch.float64)) <= 2e-5
+        assert difference(mine, results(PerDocument, place, Asked(window), (4, 2), DIMS[1], torch.float64)) <= 1e-5
 
 
-def test_bf16_is_rounded_once_on_each_way() -> None:
-    place = batch_of([[(90, [(50, 20)]), (33, [])]])
-    mine = results(CpuAttention, place, Asked(None), (4, 2), DIMS[1], torch.bfloat16)
-    assert all(t.dtype == torch.bfloat16 for t in mine)
+def test_bf16_is_as_near_as_torch_is() -> None:
+    place = batch_of([[(290, [(250, 20), (7, 301)]), (33, [])]])
     exact = results(PerDocument, place, Asked(None), (4, 2), DIMS[1], torch.float64)
-    assert difference(mine, exact) <= 8e-3  # two units in the last place: the output is rounded before its gradient
+    mine, other = (
+        difference(results(kind, place, Asked(None), (4, 2), DIMS[1], torch.bfloat16), exact)
+        for kind in (CpuAttention, PerDocument)
+    )
+    assert mine <= 8e-3  # two units in the last place: the output is rounded before its gradient
+    assert mine <= 1.25 * other
 
 
 def test_a_wrong_window_a_neighbour_and_a_missing_sink_are_seen() -> None:
