@@ -33,10 +33,11 @@ from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
-from train_step import HEADS, MODELS, asked_of, round_of, start
+from train_step import HEADS, KEPT_HEAP, MODELS, OF_HEAP, asked_of, round_of, start
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
 KEPT = RESULTS.with_suffix(".jsonl")
+TRL = "TRL" + KEPT_HEAP
 PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
 WORDS = 4096
 RESPONSES = PROMPTS * GROUP
@@ -216,7 +217,7 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
 
     for number in range(asked.rounds):
         systems: dict[str, dict[str, Any]] = {"ptf": {}}
-        systems |= {f"TRL, {n} responses a pass": {"pass": n} for n in PASSES[case]}
+        systems |= {f"TRL, {n} responses a pass{KEPT_HEAP}": {"pass": n} for n in PASSES[case]}
         last = list(systems)[-1]
         if case != "agents":
             systems |= {f"{last}, continuous batching": systems[last] | {"continuous": True}}
@@ -225,7 +226,9 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
             systems = {system: found[system][0]["cell"] for system in ("ptf", fastest(found))}
         for system, cell in systems.items():
             one = given | {"seed": number, "weights": "fp32", "continuous": False} | cell
-            made = round_of(system[:3], one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py")
+            made = round_of(
+                "ptf" if system == "ptf" else TRL, one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"
+            )
             keep(system, number, made)
             assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
             found.setdefault(system, []).append(made | {"cell": cell})
@@ -233,7 +236,7 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
             if not number and dtype == "bf16" and system == last and "continuous" not in (best := fastest(found)):
                 cell = found[best][0]["cell"] | {"weights": "bf16"}
                 one = given | {"seed": 0, "continuous": False} | cell
-                made = round_of("TRL", one, "", "benchmarks/peers/trl_grpo.py")
+                made = round_of(TRL, one, "", "benchmarks/peers/trl_grpo.py")
                 assert made["tokens"] == expected
                 keep(f"{best}, weights of bf16", number, made)
                 found[f"{best}, weights of bf16"] = [made | {"cell": cell}]
@@ -317,7 +320,8 @@ def write() -> None:
         "GRPOTrainer, versions in\n"
         "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; what a pass of the update "
         "does not hold is accumulated; in bf16,\n"
-        "weights of fp32 under autocast, and the fastest of these with weights of bf16.\n\n"
+        "weights of fp32 under autocast, and the fastest of these with weights of bf16. "
+        f"{OF_HEAP}\n\n"
         "| lengths | dtype | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )

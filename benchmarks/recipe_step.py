@@ -10,7 +10,8 @@ has 8 pairs, of which distillation has the first response alone, with 16 documen
 (benchmarks/train_step.py) by AdamW, one thread; DPO's reference and the teacher of distillation are models of their
 own. ptf packs a step's documents into sequences of up to 2,048, a sequence a pass. TRL pads the documents of a pass to
 the longest: passes of several sizes are tried in the first round, with gradient accumulation, and the fastest one runs
-beside ptf in all others. Prints a JSON line a round and writes results/dpo_step.md, rm_step.md and kd_step.md.
+beside ptf in all others; TRL's processes keep what they free, as those of ptf do by themselves. Prints a JSON line a
+round and writes results/dpo_step.md, rm_step.md and kd_step.md.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 from flow_runs import commit, cpu, results_page
-from train_step import HEADS, MODELS, WIDTH, asked_of, rate, round_of, start
+from train_step import HEADS, KEPT_HEAP, MODELS, OF_HEAP, WIDTH, asked_of, rate, round_of, start
 
 MODEL = "small4"
 OURS, THEIRS = "benchmarks/recipe_step.py", "benchmarks/peers/trl_recipes.py"
@@ -176,7 +177,7 @@ def compared(name: str, dtype: str, asked: argparse.Namespace) -> dict[str, list
     Raises AssertionError where two did not do the same.
     """
     about = RECIPES[name]
-    systems = {"ptf": 0} | {f"TRL, {n} {about.unit}{'s' * (n > 1)} a pass": n for n in about.passes}
+    systems = {"ptf": 0} | {f"TRL, {n} {about.unit}{'s' * (n > 1)} a pass{KEPT_HEAP}": n for n in about.passes}
     found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     written = asked.steps + asked.warmup
     with tempfile.TemporaryDirectory() as directory:
@@ -206,7 +207,7 @@ def compared(name: str, dtype: str, asked: argparse.Namespace) -> dict[str, list
         }
         for number in range(asked.rounds):
             for system in ("ptf", fastest(found)) if number else systems:
-                one = round_of(system[:3], given | {"pass": systems[system]}, OURS, THEIRS)
+                one = round_of(system, given | {"pass": systems[system]}, OURS, THEIRS)
                 shown = {"recipe": name, "dtype": dtype, "system": system, "round": number}
                 print(json.dumps({**shown, "rate": round(rate(one)), **one}), flush=True)
                 assert_same(one, (found["ptf"] or [one])[0], dtype)
@@ -281,7 +282,7 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         "Prompts: log-normal lengths, median 90; responses: median 180; at most 600 each. ptf: packed sequences of up "
         "to 2,048 tokens, a sequence a pass,\n"
         f"none filled up. TRL: {about.trainer}, versions in `benchmarks/requirements-peers.txt`; it pads the "
-        f"{about.unit}s of a pass to the longest; what a pass does\nnot hold is accumulated. "
+        f"{about.unit}s of a pass to the longest; what a pass does\nnot hold is accumulated. {OF_HEAP} "
         f"`{MODEL}`: Qwen3 shape, width 256, 4 layers, {HEADS}, vocabulary 4,096; bf16 is autocast over weights of "
         "fp32 for both.\n"
         "All start from the same weights and count the same tokens. The loss of a step (the norm of its gradient) may "

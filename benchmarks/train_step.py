@@ -53,9 +53,9 @@ SHAPE = {
 PAD = 0  # with which peers fill up; no document has it
 HEADS = f"{SHAPE['num_attention_heads']} query and {SHAPE['num_key_value_heads']} key heads of {SHAPE['head_dim']}"
 MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
-# sequences a step; timed steps. One step of the same shapes comes before them untimed: it touches memory for the first
-# time and compiles (ptf in fp32, small4, AMD EPYC: 3.65 s beside 3.2 s)
-SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab": 1}, 1
+# sequences a step; timed steps. Two steps of the same shapes come before them untimed: the first touches memory,
+# compiles and ends with AdamW's state, beside which the second looks for memory once more
+SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab": 1}, 2
 TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
 TRAINER = "benchmarks/peers/hf_trainer.py"
 BOTH, SMALL = tuple(MODELS), ("small4",)
@@ -94,6 +94,10 @@ GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
 # what it frees; a run of ptf does that itself (ptf/compute/heap.py)
 KEPT_HEAP = ", heap kept"
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
+OF_HEAP = (
+    f"*Heap kept*: with glibc's\n{' and '.join(f'`{name}={value}`' for name, value in HEAP.items())}, by which a "
+    "process keeps what it frees, as one of ptf does by itself."
+)
 GRID |= {
     system + KEPT_HEAP: GRID[system]
     for system in (
@@ -491,13 +495,12 @@ def write(rounds: int) -> None:
         "logits; Trainer: transformers' own; transformers: a loop with the\n"
         "model's own loss over full logits; versions in `benchmarks/requirements-peers.txt`; "
         "bf16 is autocast over weights of fp32 for all.\nA step has the same sequences in every cell; what a pass "
-        "does not hold is accumulated. *Heap kept*: with glibc's\n"
-        f"{' and '.join(f'`{name}={value}`' for name, value in HEAP.items())}, by which a process keeps what it frees, "
-        "as one of ptf does by itself.\nMiB: resident memory beyond that before the first step; in a heap that is "
+        f"does not hold is accumulated. {OF_HEAP}\n"
+        "MiB: resident memory beyond that before the first step; in a heap that is "
         "kept, what the start has freed is there before.\n"
         "ptf: its defaults (`train.compile` is off on a\nCPU), and with "
         "`train.compile: true`; all sequences of a step in one pass. "
-        "One step of the same\nshapes comes before the timed one.\n"
+        f"{WARM} steps of the same\nshapes come before the timed one.\n"
         "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
         "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
         "| MiB that the step adds | losses apart | CPU, commit |\n"

@@ -104,7 +104,7 @@ struct Block {  // of queries
     }
 };
 
-// s [rows, KEYS] = q · k of a chunk of keys that begins at `from`, with MASKED where a query does not attend.
+// out [rows, KEYS] = q · k of a chunk of keys that begins at `from`, with MASKED where a query does not attend.
 template <typename O>
 void scores(const Document &d, const Shape &s, const Block &b, long from, long width, const O *q, const O *panels,
             long depth, float *out) {
@@ -257,7 +257,7 @@ void backward(const Document &d, const Shape &s, long kv, const T *q, const T *k
 }
 
 // Run `one(document, head of keys, scratch)` for all documents, whose families are threads' work; 1 without memory.
-// `areas` and `blocks`: how many floats of scratch for a key's dimension, and for a score.
+// `areas` and `blocks`: the most floats of scratch for a dimension of a key, and for a score.
 template <typename E, typename One>
 int for_each(const Document *documents, const int64_t *families, long count, const Shape &s, long areas, long blocks,
              int64_t threads, One one) {

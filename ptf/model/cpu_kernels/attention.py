@@ -18,10 +18,10 @@ from ptf.model.delta_rule import Documents
 from ptf.model.matrix_product import differentiable_once
 
 
-def computes(layer: Attention, q: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel computes an attention of these shapes; where not, PerDocument does."""
-    plain = takes(q, v) and soft_cap_of(layer) is None and q.shape[-1] == v.shape[-1]
-    return plain and layer.scale > 0 and q.shape[-1] % library().width == 0
+def computes(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the kernel computes an attention of these tensors; where not, PerDocument does."""
+    plain = takes(q, k, v) and soft_cap_of(layer) is None and q.shape[-1] == v.shape[-1]
+    return plain and q.shape[-1] % library().width == 0
 
 
 class Layout:
@@ -97,7 +97,7 @@ class CpuAttention:
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, V]; the arguments are those of `Attend`."""
-        if not computes(layer, q, v):
+        if not computes(layer, q, k, v):
             return self.others(layer, q, k, v)
         flat = (t.flatten(0, 1) for t in (q, k, v))
         out = _Attention.apply(*flat, layer.sinks, self.layout, layer.window or 0, layer.scale)

@@ -42,6 +42,7 @@ FLAGS = (
 TIMEOUT_S = 300
 NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}  # of the functions for a dtype
 DIGITS = 16  # of a digest
+HOST = platform.node()
 
 
 class Unavailable(UserError):
@@ -119,7 +120,7 @@ def find() -> Library | str:
         if (folder := _cache()) is None:
             with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as place:  # a library that is loaded needs no file
                 return Library(_compiled(command, Path(place), key))
-        scratch.sweep(folder, 0)
+        scratch.sweep(folder, 0, HOST)  # locks of other hosts may not be seen here
         for file in folder.glob(f"{key}-*.so"):
             if file.name == f"{key}-{_digest(file.read_bytes())}.so":
                 return Library(file)
@@ -142,7 +143,7 @@ def _compiler() -> tuple[list[str], str]:
 
 
 def _run(command: list[str], temporary: Path | None = None) -> str:
-    """Return what a command wrote, which has its temporary files in a directory."""
+    """Return what a command wrote; it has its temporary files in a directory if one is given."""
     environment = None if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
@@ -192,7 +193,8 @@ def _compiled(command: list[str], folder: Path, key: str) -> Path:
 
     What a killed process leaves, the compiler's own temporary files among it, lies in the folder until `sweep`.
     """
-    with scratch.directory(folder / key) as place:
+    with scratch.directory(folder / f"{HOST}-{key}") as place:
+        place.chmod(0o700)
         made = place / "kernels.so"
         _run([*command, *map(str, SOURCES), "-o", str(made)], place)
         if not made.exists():

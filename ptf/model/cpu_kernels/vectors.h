@@ -55,7 +55,7 @@ inline shorts narrowed(ints x) {
 inline vec wide(shorts x) { return (vec)(widened(x) << 16); }
 inline vec load(const bf16 *at) { return wide(*reinterpret_cast<const unaligned_shorts *>(at)); }
 
-// to bf16, ties to even; a NaN stays one, and a CPU that can do it in one instruction takes denormals as 0
+// to bf16, ties to even; a NaN that was computed stays one; a CPU that does it in one instruction takes denormals as 0
 inline shorts nearest(vec x) {
 #if defined(__AVX512BF16__)
     return (shorts)_mm512_cvtneps_pbh((__m512)x);

@@ -12,6 +12,7 @@ from ptf.model.attention import PerDocument
 from ptf.model.cpu_kernels.attention import CpuAttention
 from ptf.model.cpu_kernels.library import library
 
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # of differences from float64
 DIMS = [library().width, 2 * library().width, 3 * library().width]
 
 
@@ -56,8 +57,8 @@ def results(
 
 
 def difference(mine: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest difference of any tensor, as a share of its largest value, or of the largest of all where its own are
-    rounding errors."""
+    """The largest difference of any tensor, as a share of its largest value, or of a tenth of the largest of all where
+    its own are less than that: they may be rounding errors."""
     assert len(mine) == len(exact) >= 4
     most = max(float(t.abs().max()) for t in exact)
     return max(
@@ -76,23 +77,25 @@ family = st.tuples(st.integers(1, 70), st.lists(st.tuples(st.integers(1, 70), st
     heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     dim=st.sampled_from(DIMS),
     sinks=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(list(BOUNDS)),
 )
 def test_values_and_gradients_are_those_of_float64(rows, room, window, heads, dim, sinks, dtype) -> None:
-    place, sink = batch_of(rows, room), torch.linspace(-2, 3, heads[0]) if sinks else None
+    place, sink = batch_of(rows, room), torch.linspace(-2, 3, heads[0]).bfloat16().float() if sinks else None
     mine = results(CpuAttention, place, Asked(window, sink), heads, dim, dtype)
     exact = results(PerDocument, place, Asked(window, sink), heads, dim, torch.float64)
     assert all(t.dtype == dtype for t in mine)
-    assert difference(mine, exact) <= (1e-5 if dtype == torch.float32 else 2**-6)
+    assert difference(mine, exact) <= BOUNDS[dtype]
     assert all(not t[place[0] < 0].any() for t in mine[:4]), "padding gets zeros"
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("lengths", [[600, 300], [257], [1] * 5])
-def test_documents_of_several_chunks(lengths) -> None:
-    place = batch_of([[(n, [(n // 2, 30)]) for n in lengths]])
-    for window in (None, 40, 300):
-        mine = results(CpuAttention, place, Asked(window), (4, 2), DIMS[1], torch.float32)
-        assert difference(mine, results(PerDocument, place, Asked(window), (4, 2), DIMS[1], torch.float64)) <= 1e-5
+def test_documents_of_several_chunks(lengths, dtype) -> None:
+    place, sinks = batch_of([[(n, [(n // 2, 30)]) for n in lengths]]), torch.tensor([-1.0, 0.0, 0.5, 2.0])
+    for window, sink in ((None, None), (40, sinks), (300, sinks)):
+        mine = results(CpuAttention, place, Asked(window, sink), (4, 2), DIMS[1], dtype)
+        exact = results(PerDocument, place, Asked(window, sink), (4, 2), DIMS[1], torch.float64)
+        assert difference(mine, exact) <= BOUNDS[dtype]
 
 
 def test_bf16_is_as_near_as_torch_is() -> None:
@@ -103,7 +106,7 @@ def test_bf16_is_as_near_as_torch_is() -> None:
         for kind in (CpuAttention, PerDocument)
     )
     assert mine <= 8e-3  # two units in the last place: the output is rounded before its gradient
-    assert mine <= 1.25 * other
+    assert mine <= 2 * other
 
 
 def test_a_wrong_window_a_neighbour_and_a_missing_sink_are_seen() -> None:
@@ -114,13 +117,14 @@ def test_a_wrong_window_a_neighbour_and_a_missing_sink_are_seen() -> None:
         assert difference(results(CpuAttention, other, asked, (4, 2), DIMS[0], torch.float32)[:4], exact) > 1e-2
 
 
-def test_bits_depend_neither_on_threads_nor_on_neighbours() -> None:
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_bits_depend_neither_on_threads_nor_on_neighbours(dtype) -> None:
     alone, among = batch_of([[(77, [(30, 9)])]]), batch_of([[(500, []), (77, [(30, 9)]), (41, [])]])
     where = slice(500, 500 + 86)
 
     def found(place, rows) -> list[Tensor]:
         g = torch.Generator().manual_seed(1)
-        q, k, v = (torch.randn(1, 700, n, DIMS[1], generator=g) for n in (4, 2, 2))
+        q, k, v = (torch.randn(1, 700, n, DIMS[1], generator=g).to(dtype) for n in (4, 2, 2))
         q, k, v = (t[:, where].clone() if rows is None else t[:, : rows.stop + 41].clone() for t in (q, k, v))
         inputs = [t.requires_grad_() for t in (q, k, v)]
         out = CpuAttention(*place)(Asked(), *inputs)

@@ -116,11 +116,11 @@ def test_rounding_to_bf16_is_torchs(seed, size) -> None:
 def test_a_nan_and_an_infinity_stay() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.zeros(2, W, dtype=dtype)
-        x[0, 3], x[1, 5] = float("nan"), float("inf")
+        x[0, 3], x[1, 2] = float("nan"), float("inf")
         ones = torch.ones_like(x)
         assert layers.norm(x, ones[0], 1e-6, False)[0].isnan().all()
         assert layers.gate(F.silu, x, ones)[0, 3].isnan()
-        assert layers.gate(F.silu, x, ones)[1, 5].isinf()
+        assert layers.gate(F.silu, x, ones)[1, 2].isinf()
 
 
 def test_the_weights_gradient_does_not_depend_on_threads() -> None:

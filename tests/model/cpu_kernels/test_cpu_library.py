@@ -2,6 +2,7 @@
 
 import copy
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -113,6 +114,23 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, compiler: str, said
 def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "c++ -DWITH_AN_ARGUMENT")
     assert library().width in (4, 8, 16)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the arguments are those of x86")
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
+def test_older_processors(monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+    """The other tests of kernels pass with what is compiled for processors that have less."""
+    monkeypatch.setenv("CXX", f"c++ {without}")
+    others = sorted(str(file) for file in Path(__file__).parent.glob("test_*.py") if file != Path(__file__))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *others],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def test_losses_and_gradients_are_those_of_pytorch(name) -> None:
     own = gradients(made(name, kernels=kernels("auto", CPU, "fp32")))
     theirs = gradients(made(name))
     assert len(own) == len(theirs)
-    same = all(map(torch.equal, own, theirs))
-    assert same == (name == "gemma2"), "soft-capped scores, norms with an offset and GELU are all left to PyTorch"
+    # soft-capped scores, norms with an offset and GELU are left to PyTorch
+    assert name == "gemma2" or not all(map(torch.equal, own, theirs)), "the kernels compute something"
     for mine, other in zip(own, theirs, strict=True):
         assert (mine - other).abs().max() <= 5e-5 * max(float(other.abs().max()), 1e-2)
 
@@ -61,10 +61,11 @@ def test_attention_is_among_what_the_kernels_compute() -> None:
         assert attention_of(made(name, kernels=kernels("auto", CPU, "fp32")), CPU).startswith("cpu_kernels (")
 
 
-def test_a_nan_in_a_weight_reaches_the_loss() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_in_a_weight_reaches_the_loss(dtype) -> None:
     for part in ("layers.0.attn.q_proj", "layers.0.attn.v_proj", "layers.0.mlp.up_proj"):
         model = made("qwen3", kernels=kernels("auto", CPU, "fp32"))
         weight = model.get_submodule(part).weight
         assert isinstance(weight, Tensor)
         weight.data[0, 0] = float("nan")
-        assert gradients(model)[0].isnan()
+        assert gradients(model, dtype)[0].isnan()
