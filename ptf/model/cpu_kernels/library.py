@@ -120,7 +120,7 @@ def find() -> Library | str:
         if (folder := _cache()) is None:
             with tempfile.TemporaryDirectory(prefix="ptf-kernels-") as place:  # a library that is loaded needs no file
                 return Library(_compiled(command, Path(place), key))
-        scratch.sweep(folder, 0, HOST)  # locks of other hosts may not be seen here
+        scratch.sweep(folder, 0, f"{HOST}-")  # locks of other hosts may not be seen here
         for file in folder.glob(f"{key}-*.so"):
             if file.name == f"{key}-{_digest(file.read_bytes())}.so":
                 return Library(file)
