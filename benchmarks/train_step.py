@@ -416,15 +416,25 @@ def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) ->
     return lines
 
 
-def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    """ptf beside TRL's fastest setting, and its memory beside that of TRL with one packed row a pass, first rounds."""
+def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """ptf beside the fastest setting of TRL and of all peers, with their heap as it is and kept, first rounds."""
+    first = {system: of[0] for system, of in found.items() if "refused" not in of[0]}
+    lines = []
+    for peers in ("TRL", ""):
+        for kept_heap in (False, True):
+            cells = [s for s in first if s in GRID and s.startswith(peers) and s.endswith(KEPT_HEAP) == kept_heap]
+            best = max(cells, key=lambda system: rate(first[system]))
+            ours = " | ".join(f"{rate(first[system]) / rate(first[best]):.2f}" for system in OURS)
+            heap = "kept" if kept_heap else "as glibc has it"
+            lines.append(f"| {title} | {peers or 'all'} | {heap} | {best.removesuffix(KEPT_HEAP)} | {ours} |")
+    return lines
+
+
+def beside_row(title: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """ptf beside TRL with one packed row a pass, first rounds: rates and memory."""
     ptf, row = found["ptf"][0], found[ONE_ROW][0]
-    theirs = {system: of[0] for system, of in found.items() if system.startswith("TRL") and "refused" not in of[0]}
-    best = max(theirs, key=lambda system: rate(theirs[system]))
-    compiled = rate(found["ptf, train.compile: true"][0])
     return (
-        f"| {title} | {best} | {rate(ptf) / rate(theirs[best]):.2f} | {compiled / rate(theirs[best]):.2f} | "
-        f"{rate(ptf) / rate(row):.2f} | {ptf['added_mib']:,.0f} / {row['added_mib']:,.0f} = "
+        f"| {title} | {rate(ptf) / rate(row):.2f} | {ptf['added_mib']:,.0f} / {row['added_mib']:,.0f} = "
         f"{ptf['added_mib'] / row['added_mib']:.2f} |"
     )
 
@@ -440,7 +450,7 @@ def write(rounds: int) -> None:
         if kept(name, dtype, hardware)
     ]
     order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all cells is the fastest known
-    table, grid, beside_trl, slower, larger, unfinished, dates = [], [], [], [], [], [], set()
+    table, grid, by_heap, by_row, slower, larger, unfinished, dates = [], [], [], [], [], [], [], set()
     for key in order:
         rows, title = kept(*key), f"{key[0]} | {key[1]}"
         best = fastest(rows)
@@ -463,7 +473,8 @@ def write(rounds: int) -> None:
         if added["ptf"] > added[best]:
             larger.append(f"{' in '.join(key[:2])} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
         grid += grid_lines(title, found, best)
-        beside_trl.append(beside(title, found))
+        by_heap += beside(title, found)
+        by_row.append(beside_row(title, found))
     loses = (
         "ptf loses here: " + "; ".join(slower) + ".\n\n"
         if slower
@@ -505,9 +516,13 @@ def write(rounds: int) -> None:
         "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
         "| MiB that the step adds | losses apart | CPU, commit |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
-        "Beside TRL alone, one round each:\n\n"
-        "| model | dtype | TRL's fastest | ptf / it | compiled / it | ptf / TRL, packed, 1 row a pass | MiB that the "
-        "step adds, beside that |\n|---|---|---|---|---|---|---|\n" + "\n".join(beside_trl) + "\n\n"
+        "Beside TRL alone and beside all, with the peers' heap as it is and kept, one round each:\n\n"
+        "| model | dtype | peers | their heap | fastest | ptf / it | compiled / it |\n|---|---|---|---|---|---|---|\n"
+        + "\n".join(by_heap)
+        + "\n\nBeside TRL, packed, 1 row a pass, with the heap as it is, one round each:\n\n"
+        "| model | dtype | ptf / it | MiB that the step adds, beside that |\n|---|---|---|---|\n"
+        + "\n".join(by_row)
+        + "\n\n"
         "All settings, one round each, beside ptf's in the same minutes; what a library refuses stands here in its own "
         "words:\n\n"
         "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added | CPU |\n"
