@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -111,6 +111,13 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
     return seconds, flops
 
 
+def attention_flops(model: str, lengths: Sequence[int]) -> int:
+    """FLOPs of a step's causal attention: two products of a query with its keys and values forward, five backward."""
+    shape = json.loads((Path(model) / "config.json").read_text())
+    wide = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    return 7 * 2 * wide * sum(n * (n + 1) // 2 for n in lengths)
+
+
 def profiled(given: dict[str, Any]) -> dict[str, Any]:
     """One process's steps: the first ones untimed, then as many with the clock alone, then one with the profiler."""
     import torch
@@ -141,6 +148,7 @@ def profiled(given: dict[str, Any]) -> dict[str, Any]:
         "largest": dict(calls.most_common(LARGEST)),
         "products_s": seconds,
         "flops": flops,
+        "attention_flops": attention_flops(given["model"], batches[-1].lengths),
         "tokens": sum(batches[-1].lengths),
         "threads": torch.get_num_threads(),
     }
@@ -177,7 +185,7 @@ def measured(name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 def table(name: str, dtype: str, found: dict[str, Any]) -> str:
     """The section of a model and a dtype."""
-    step, total = found["step_s"], sum(found["kinds"].values())
+    step, total, attending = found["step_s"], sum(found["kinds"].values()), found["attention_flops"]
     rate, most = found["flops"] / 1e9 / (found["kinds"]["matrix products"] * step / total), found["flops"] / 1e9
     rows = [
         f"| {kind} | {step * seconds / total:.3f} | {seconds / total:.0%} |"
@@ -190,7 +198,10 @@ def table(name: str, dtype: str, found: dict[str, Any]) -> str:
         f"{found['tokens'] / step:,.0f} a second. Its {most:,.0f} GFLOP of matrix products\n"
         f"take {found['products_s']:.2f} s alone ({most / found['products_s']:,.0f} GFLOP/s; in the step "
         f"{rate:,.0f}), **{found['products_s'] / step:.0%} of the step**: with everything else at no cost,\n"
-        f"{found['tokens'] / found['products_s']:,.0f} tokens a second. Largest operations: {largest}.\n\n"
+        f"{found['tokens'] / found['products_s']:,.0f} tokens a second. The {attending / 1e9:,.0f} GFLOP of attention "
+        f"would take {attending / found['flops'] * found['products_s']:.2f} s at that rate; with both,\n"
+        f"{found['tokens'] / (1 + attending / found['flops']) / found['products_s']:,.0f} tokens a second. "
+        f"Largest operations: {largest}.\n\n"
         "| kind | CPU-s | share |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 
