@@ -57,7 +57,7 @@ def half_made() -> None:
     """Nobody removes what a killed process has left half-made."""
     from ptf import scratch
 
-    scratch.sweep = lambda root, depth: []
+    scratch.sweep = lambda root, depth, name="": []
 
 
 def orphan() -> None:
