@@ -12,7 +12,8 @@ its `env_mask`). ptf runs its controller as `ptf train` does with `launcher: loc
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
 in bf16 with weights of fp32 (autocast), and at its fastest setting also with weights of bf16. Except for agents it is
-also tried with transformers' continuous batching, with its defaults, at the smallest pass.
+also tried with transformers' continuous batching, with its defaults, at the smallest pass. TRL's processes keep what
+they free, as those of ptf do by themselves.
 Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest rounds
 of each case and type on this CPU.
 """

@@ -178,7 +178,7 @@ void forward(const Document &d, const Shape &s, long kv, const T *q, const T *k,
 // along the rows, and ds also as they lie, [rows, KEYS]. Returns the latter.
 template <typename E>
 Operand<E> *probabilities(float *p, float *ds, E *flat, const float *lse, const float *delta, float scale,
-                                long rows, long width) {
+                          long rows, long width) {
     for (long r = 0; r < rows; r += DEEP<E>)
         for (long j = r * KEYS; j < r * KEYS + width; j += WIDTH) {
             vec e[2]{}, g[2]{};

@@ -12,7 +12,8 @@ from ptf.model.attention import PerDocument
 from ptf.model.cpu_kernels.attention import CpuAttention
 from ptf.model.cpu_kernels.library import library
 
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # of differences from float64
+# of differences from float64, and the share of the largest gradient below which others may be rounding errors
+BOUNDS = {torch.float32: (2e-5, 1e-2), torch.bfloat16: (2**-5, 1e-1)}
 DIMS = [library().width, 2 * library().width, 3 * library().width]
 
 
@@ -56,14 +57,16 @@ def results(
     return [out.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
 
-def difference(mine: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest difference of any tensor, as a share of its largest value, or of a tenth of the largest of all where
-    its own are less than that: they may be rounding errors."""
+def difference(mine: list[Tensor], exact: list[Tensor], floor: float = 1e-2) -> float:
+    """The largest difference of any tensor, as a share of its largest value, or of the `floor` of the largest of all
+    where its own are less than that; of a tenth of the latter where a tensor is 0, as where each query has one key, and
+    all that is computed is rounding errors."""
     assert len(mine) == len(exact) >= 4
-    most = max(float(t.abs().max()) for t in exact)
-    return max(
-        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-1 * most) for a, b in zip(mine, exact, strict=True)
-    )
+    sizes = [float(t.abs().max()) for t in exact]
+    most = max(sizes)
+    least = [(1e-1 if size < 1e-12 * most else floor) * most for size in sizes]
+    apart = [float((a - b).abs().max()) for a, b in zip(mine, exact, strict=True)]
+    return max(a / max(size, few) for a, size, few in zip(apart, sizes, least, strict=True))
 
 
 family = st.tuples(st.integers(1, 70), st.lists(st.tuples(st.integers(1, 70), st.integers(1, 40)), max_size=3))
@@ -84,7 +87,8 @@ def test_values_and_gradients_are_those_of_float64(rows, room, window, heads, di
     mine = results(CpuAttention, place, Asked(window, sink), heads, dim, dtype)
     exact = results(PerDocument, place, Asked(window, sink), heads, dim, torch.float64)
     assert all(t.dtype == dtype for t in mine)
-    assert difference(mine, exact) <= BOUNDS[dtype]
+    bound, floor = BOUNDS[dtype]
+    assert difference(mine, exact, floor) <= bound
     assert all(not t[place[0] < 0].any() for t in mine[:4]), "padding gets zeros"
 
 
@@ -95,7 +99,16 @@ def test_documents_of_several_chunks(lengths, dtype) -> None:
     for window, sink in ((None, None), (40, sinks), (300, sinks)):
         mine = results(CpuAttention, place, Asked(window, sink), (4, 2), DIMS[1], dtype)
         exact = results(PerDocument, place, Asked(window, sink), (4, 2), DIMS[1], torch.float64)
-        assert difference(mine, exact) <= BOUNDS[dtype]
+        bound, floor = BOUNDS[dtype]
+        assert difference(mine, exact, floor) <= bound
+
+
+def test_bf16_is_rounded_once_on_each_way() -> None:
+    place = batch_of([[(90, [(50, 20)]), (33, [])]])
+    mine = results(CpuAttention, place, Asked(None), (4, 2), DIMS[1], torch.bfloat16)
+    assert all(t.dtype == torch.bfloat16 for t in mine)
+    exact = results(PerDocument, place, Asked(None), (4, 2), DIMS[1], torch.float64)
+    assert difference(mine, exact) <= 8e-3  # two units in the last place: the output is rounded before its gradient
 
 
 def test_bf16_is_as_near_as_torch_is() -> None:
@@ -105,7 +118,7 @@ def test_bf16_is_as_near_as_torch_is() -> None:
         difference(results(kind, place, Asked(None), (4, 2), DIMS[1], torch.bfloat16), exact)
         for kind in (CpuAttention, PerDocument)
     )
-    assert mine <= 8e-3  # two units in the last place: the output is rounded before its gradient
+    assert mine <= 8e-3
     assert mine <= 2 * other
 
 

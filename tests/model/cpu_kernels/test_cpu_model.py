@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ptf.model.chunked import cross_entropy
+from ptf.model.cpu_kernels.library import library
 from ptf.model.decoder import Decoder
 from ptf.model.fused import attention_of, kernels
 from ptf.model.sharding import parallelize
@@ -42,8 +43,11 @@ def test_losses_and_gradients_are_those_of_pytorch(name) -> None:
     own = gradients(made(name, kernels=kernels("auto", CPU, "fp32")))
     theirs = gradients(made(name))
     assert len(own) == len(theirs)
-    # soft-capped scores, norms with an offset and GELU are left to PyTorch
-    assert name == "gemma2" or not all(map(torch.equal, own, theirs)), "the kernels compute something"
+    same = all(map(torch.equal, own, theirs))
+    if name != "gemma2":
+        assert not same, "the kernels compute something"
+    elif made(name).config.head_dim // 2 % library().width:
+        assert same, "soft-capped scores, norms with an offset, GELU and short rotations are all left to PyTorch"
     for mine, other in zip(own, theirs, strict=True):
         assert (mine - other).abs().max() <= 5e-5 * max(float(other.abs().max()), 1e-2)
 
