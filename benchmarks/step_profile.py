@@ -30,7 +30,7 @@ from train_step import HEADS, LR, MODELS, SEQUENCES, WIDTH, documents, prepared,
 RESULTS = results_page("step_profile.md")
 # parts of an operation's name, without aten::; the first that fits counts
 KINDS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise"),
+    "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise", "pairedlinearbackward"),
     "attention, backward": ("attention_for_cpu_backward", "attention_backward", "attentionbackward"),
     "attention, forward": ("attention",),
     "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "vector_norm"),
@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 OTHER = "the rest, with Python"
+HEAD = "head in bf16: its products, softmax and loss"  # ptf/model/cpu_kernels/head.cpp
 LARGEST = 6  # operations of a table
 
 
@@ -69,10 +70,22 @@ def kind_of(name: str) -> str:
     return OTHER
 
 
+def by_head_kernel(event: Any) -> bool:
+    """Whether an operation is the loss of a head with products of its own."""
+    return event.name == "_CrossEntropy" and not any("mm" in child.name for child in event.cpu_children)
+
+
 def products(events: Any) -> Counter[tuple[Any, ...]]:
-    """How often each product of two matrices was computed, [rows, inner] by [inner, columns]."""
+    """How often each product of two matrices was computed, [rows, inner] by [inner, columns]; ptf's own kernels too."""
     found = Counter[tuple[Any, ...]]()
     for event in events:
+        if event.name == "_PairedLinear":
+            (*rows, inner), (columns, _) = event.input_shapes[:2]
+            found[(columns, math.prod(rows)), (math.prod(rows), inner)] += 1
+        elif by_head_kernel(event):
+            (rows, inner), (columns, _) = event.input_shapes[:2]
+            for a, b in (((rows, inner), columns), ((rows, columns), inner), ((columns, rows), inner)):
+                found[a, (a[1], b)] += 1
         if event.name == "mkldnn::_linear_pointwise":
             (*rows, inner), (columns, _) = event.input_shapes[:2]
             found[(math.prod(rows), inner), (inner, columns)] += 1
@@ -97,6 +110,8 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
     import torch
 
     from ptf.model import matrix_product
+    from ptf.model.cpu_kernels.layers import gradient_of_weight
+    from ptf.model.cpu_kernels.library import library
 
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     seconds = flops = 0.0
@@ -106,6 +121,8 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
         orders = (right, right.t().contiguous().t())
         ways = [partial(torch.mm, left, one) for one in orders]
         ways += [partial(matrix_product.linear, left, one.t()) for one in orders]
+        if dtype == "bf16" and library().multiplies_pairs and not a[0] % 32 and not b[1] % 32:
+            ways.append(partial(gradient_of_weight, left.t().contiguous(), right))
         seconds += times * min(map(fastest, ways))
         flops += times * 2 * a[0] * a[1] * b[1]
     return seconds, flops
@@ -138,8 +155,9 @@ def profiled(given: dict[str, Any]) -> dict[str, Any]:
             trainer.step([batches[-1]], SFT(), len(batches) - 1)
             slowed = time.process_time() - began
     kinds, calls = Counter[str](), Counter[str]()
+    for event in traced.events():
+        kinds[HEAD if by_head_kernel(event) else kind_of(event.name)] += event.self_cpu_time_total / 1e6
     for event in traced.key_averages():
-        kinds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
         calls[event.key] += event.self_cpu_time_total / 1e6
     kinds[OTHER] += max(0.0, slowed - sum(kinds.values()))
     seconds, flops = alone(products(traced.events()), given["dtype"])
@@ -188,7 +206,8 @@ def measured(name: str, dtype: str, rounds: int) -> dict[str, Any]:
 def table(name: str, dtype: str, found: dict[str, Any]) -> str:
     """The section of a model and a dtype."""
     step, total, attending = found["step_s"], sum(found["kinds"].values()), found["attention_flops"]
-    rate, most = found["flops"] / 1e9 / (found["kinds"]["matrix products"] * step / total), found["flops"] / 1e9
+    multiplying = sum(found["kinds"].get(kind, 0.0) for kind in ("matrix products", HEAD))
+    rate, most = found["flops"] / 1e9 / (multiplying * step / total), found["flops"] / 1e9
     rows = [
         f"| {kind} | {step * seconds / total:.3f} | {seconds / total:.0%} |"
         for kind, seconds in sorted(found["kinds"].items(), key=lambda one: -one[1])
@@ -232,7 +251,9 @@ def main() -> None:
         "without a profiler; shares are torch's profiler's of one more step, which makes many small operations dearer "
         "than they are. *Matrix products* are the\nproducts by themselves: what oneDNN adds to a sum or copies to its "
         "place counts with the additions and the copies. *Alone*: each of the step's products\non random matrices of "
-        "its shapes that lie in the caches, by the faster of torch's way and oneDNN's.\n\n" + "\n".join(sections)
+        "its shapes that lie in the caches, by the fastest of torch's way, oneDNN's and, for gradients of weights, "
+        "ptf's. In bf16 a CPU with\nAVX512-BF16 has the head's products and its loss in one kernel, whose time counts "
+        "as that of products.\n\n" + "\n".join(sections)
     )
     print(f"wrote {RESULTS.name}")
 

@@ -5,12 +5,13 @@ CPU-second of one thread, and the memory that a step adds, on the same sequences
     python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3] [--minutes 7] [--anew]
 
 First one round of every cell of the grid (`GRID`): ptf, ptf compiled, and all settings of the peers. A setting that a
-library refuses is kept with the library's own words. Then further rounds of ptf, of ptf compiled and of the fastest
-peer, one after the other (A, B, C, A, B, C, …). Every round must start from the same weights, train the same token ids
-in the same order, count the same tokens and have the same losses. Documents: log-normal lengths (median 180, p99 about
-2,000, at most 2,048), the first 40 % of each is prompt, packed into sequences of 2,048; every step has documents of
-the same lengths with other tokens. Keeps every round with its settings in results/train_step.jsonl, where the next call
-on a CPU of the same name goes on, and writes results/train_step.md from the rounds of today's settings.
+library refuses is kept with the library's own words. Then further rounds of ptf, of ptf compiled and of the settings
+that ptf is set beside (`rivals`), one after the other (A, B, C, A, B, C, …). Every round must start from the same
+weights, train the same token ids in the same order, count the same tokens and have the same losses. Documents:
+log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first 40 % of each is prompt, packed into sequences
+of 2,048; every step has documents of the same lengths with other tokens. Keeps every round with its settings in
+results/train_step.jsonl, where the next call on a CPU of the same name goes on, and writes results/train_step.md from
+the rounds of today's settings.
 """
 
 import argparse
@@ -92,7 +93,7 @@ GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
 }
 # the fastest settings of each peer, and TRL at one row a pass, again with variables of glibc by which a process keeps
 # what it frees; a run of ptf does that itself (ptf/compute/heap.py)
-KEPT_HEAP = ", heap kept"
+KEPT_HEAP, AS_IT_IS = ", heap kept", "as glibc has it"
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 OF_HEAP = (
     f"*Heap kept*: with glibc's\n{' and '.join(f'`{name}={value}`' for name, value in HEAP.items())}, by which a "
@@ -291,12 +292,12 @@ def kept(name: str, dtype: str, hardware: str) -> list[dict[str, Any]]:
 
 
 def planned(name: str, dtype: str, hardware: str, rounds: int) -> str | None:
-    """What comes next: every cell of the grid once, then ptf, ptf compiled and the fastest peer by turns."""
+    """What comes next: every cell of the grid once, then ptf, ptf compiled and their rivals by turns."""
     rows = kept(name, dtype, hardware)
     made = [row["system"] for row in rows]
     if missing := [system for system in CELLS if system not in made and name in models_of(system)]:
         return missing[0]
-    often = [*OURS, fastest(rows)]
+    often = [*OURS, *rivals(rows)]
     least = min(often, key=made.count)
     return least if made.count(least) < rounds else None
 
@@ -306,10 +307,22 @@ def models_of(system: str) -> tuple[str, ...]:
     return BOTH if system in OURS else GRID[system][-1]
 
 
-def fastest(rows: list[dict[str, Any]]) -> str:
-    """Of the peers, each by its first round."""
+def fastest(rows: list[dict[str, Any]], peers: str = "", heap: str | None = None) -> str:
+    """Of the peers, each by its first round; of those whose name begins so, and with the heap kept or as it is."""
     first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] in GRID and "refused" not in row}
-    return max(first, key=lambda system: first[system])
+    among = [
+        system
+        for system in first
+        if system.startswith(peers) and heap in (None, "kept" if system.endswith(KEPT_HEAP) else AS_IT_IS)
+    ]
+    return max(among, key=lambda system: first[system])
+
+
+def rivals(rows: list[dict[str, Any]]) -> list[str]:
+    """The settings beside which ptf stands on the page: the fastest of TRL and of all, with their heap kept and as it
+    is, and TRL at one row a pass."""
+    found = [fastest(rows, peers, heap) for peers in ("TRL", "") for heap in (AS_IT_IS, "kept")]
+    return list(dict.fromkeys([*found, ONE_ROW]))
 
 
 def assert_same(made: dict[str, Any], first: dict[str, Any], dtype: str) -> None:
@@ -417,26 +430,21 @@ def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) ->
 
 
 def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """ptf beside the fastest setting of TRL and of all peers, with their heap as it is and kept, first rounds."""
-    first = {system: of[0] for system, of in found.items() if "refused" not in of[0]}
-    lines = []
+    """ptf beside the fastest setting of TRL and of all peers, with their heap as it is and kept."""
+    rows, lines = [row for of in found.values() for row in of], []
     for peers in ("TRL", ""):
-        for kept_heap in (False, True):
-            cells = [s for s in first if s in GRID and s.startswith(peers) and s.endswith(KEPT_HEAP) == kept_heap]
-            best = max(cells, key=lambda system: rate(first[system]))
-            ours = " | ".join(f"{rate(first[system]) / rate(first[best]):.2f}" for system in OURS)
-            heap = "kept" if kept_heap else "as glibc has it"
+        for heap in (AS_IT_IS, "kept"):
+            best = fastest(rows, peers, heap)
+            ours = " | ".join(ratios(found[system], found[best])[1] for system in OURS)
             lines.append(f"| {title} | {peers or 'all'} | {heap} | {best.removesuffix(KEPT_HEAP)} | {ours} |")
     return lines
 
 
 def beside_row(title: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    """ptf beside TRL with one packed row a pass, first rounds: rates and memory."""
-    ptf, row = found["ptf"][0], found[ONE_ROW][0]
-    return (
-        f"| {title} | {rate(ptf) / rate(row):.2f} | {ptf['added_mib']:,.0f} / {row['added_mib']:,.0f} = "
-        f"{ptf['added_mib'] / row['added_mib']:.2f} |"
-    )
+    """ptf beside TRL with one packed row a pass: rates and memory."""
+    ptf, row = found["ptf"], found[ONE_ROW]
+    ours, theirs = (median(one["added_mib"] for one in of) for of in (ptf, row))
+    return f"| {title} | {ratios(ptf, row)[1]} | {ours:,.0f} / {theirs:,.0f} = {ours / theirs:.2f} |"
 
 
 def write(rounds: int) -> None:
@@ -516,10 +524,10 @@ def write(rounds: int) -> None:
         "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
         "| MiB that the step adds | losses apart | CPU, commit |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
-        "Beside TRL alone and beside all, with the peers' heap as it is and kept, one round each:\n\n"
+        "Beside TRL alone and beside all, with the peers' heap as it is and kept, in the same rounds:\n\n"
         "| model | dtype | peers | their heap | fastest | ptf / it | compiled / it |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(by_heap)
-        + "\n\nBeside TRL, packed, 1 row a pass, with the heap as it is, one round each:\n\n"
+        + "\n\nBeside TRL, packed, 1 row a pass, with the heap as it is, in the same rounds:\n\n"
         "| model | dtype | ptf / it | MiB that the step adds, beside that |\n|---|---|---|---|\n"
         + "\n".join(by_row)
         + "\n\n"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ptf.model.cpu_kernels import head as cpu_head
 from ptf.model.head import Head
 from ptf.model.matrix_product import differentiable_once
 from ptf.model.projection import Chunks, Projection, by_cpu_kernel, rows_of_a_block, summed
@@ -93,6 +94,12 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if by_cpu_kernel(head) and cpu_head.computes(x, weight):
+            of_x, of_weight, *_ = ctx.needs_input_grad
+            values, *gradients = cpu_head.cross_entropy(
+                x, weight, head.real, targets, weights, of_x=of_x, of_weight=of_weight
+            )
+            return _CrossEntropy._weighed(ctx, values, weights, head, *gradients, None)
         chunks, where = chunks_of(len(x), head, whole=by_cpu_kernel(head)), _Targets(targets, head)
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -106,8 +113,14 @@ class _CrossEntropy(Function):
                 projection.accumulate(
                     block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), weights[block]
                 )
-        ctx.save_for_backward(*projection.gradients())
-        values = -summed(values * weights, head.group)
+        return _CrossEntropy._weighed(ctx, values, weights, head, *projection.gradients())
+
+    @staticmethod
+    def _weighed(
+        ctx: Any, logprobs: Tensor, weights: Tensor, head: Head, *gradients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*gradients)
+        values = -summed(logprobs * weights, head.group)
         ctx.mark_non_differentiable(values)
         return values.sum(dtype=torch.float32), values
 

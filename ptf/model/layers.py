@@ -62,11 +62,13 @@ class LayerFactory:
 
 
 class Linear(nn.Linear):
-    """A projection, whose product is computed by the library that `matrix_product` chooses."""
+    """A projection, whose product is computed by the library that `matrix_product` chooses, or by kernels."""
+
+    compute = staticmethod(matrix_product.linear)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the projection [.., out] of `input` [.., in]."""
-        return matrix_product.linear(input, self.weight, self.bias)
+        return self.compute(input, self.weight, self.bias)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:

@@ -54,8 +54,6 @@ struct Scratch {
     }
 };
 
-long up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 template <typename T, typename E>
 void copy(const T *from, E *to, long count) {
     for (long i = 0; i < count; i += WIDTH) {

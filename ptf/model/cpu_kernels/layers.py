@@ -14,8 +14,9 @@ from torch.autograd.graph import increment_version
 from ptf.model.attention import Attention
 from ptf.model.cpu_kernels.library import library, run, takes
 from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import MLP, RMSNorm, gated, normalised
+from ptf.model.layers import MLP, Linear, RMSNorm, gated, normalised
 from ptf.model.matrix_product import differentiable_once
+from ptf.model.matrix_product import linear as product
 from ptf.model.rope import Table, rotate
 
 PARTS = 32  # ranges of rows that the gradient of a norm's weight is summed over, whatever the number of threads
@@ -110,10 +111,48 @@ def rotation(x: Tensor, table: Table, otherwise: Callable[..., Tensor] = rotate)
     return _Rotation.apply(x, cosines, sines)
 
 
+class _PairedLinear(Function):
+    """x · weightᵀ + bias, and the gradient of the weight by products.cpp."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_bias = ctx.needs_input_grad[2]
+        rows = grads[0].flatten(0, -2).contiguous()
+        of_weight = gradient_of_weight(rows, x.flatten(0, -2).contiguous())
+        return None if weight is None else grads[0] @ weight, of_weight, rows.sum(0) if of_bias else None
+
+
+def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Return gradᵀ · x [out, in] of contiguous matrices in bf16, grad [n, out] and x [n, in], by products.cpp, where
+    the library `multiplies_pairs` and `out` and `in` are multiples of two registers."""
+    out = grad.new_empty(grad.shape[1], x.shape[1])
+    library().call("transposed_product", grad, x, out, len(grad), *out.shape, torch.get_num_threads())
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, otherwise: Callable[..., Tensor] = product) -> Tensor:
+    """Compute `ptf.model.matrix_product.linear`."""
+    trains = weight.requires_grad and torch.is_grad_enabled() and x.numel() > 0
+    plain = trains and x.dtype == torch.bfloat16 and takes(x, weight) and (bias is None or takes(x, bias))
+    if not plain or not (kernels := library()).multiplies_pairs or any(n % (2 * kernels.width) for n in weight.shape):
+        return otherwise(x, weight, bias)
+    return _PairedLinear.apply(x, weight, bias)
+
+
 def use(model: nn.Module) -> None:
-    """Let a decoder compute its norms, gates and rotations by the kernels, and what they leave out as before."""
+    """Let a decoder compute its norms, gates, rotations and the gradients of its weights by the kernels, and what they
+    leave out as before."""
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, Linear):
+            module.compute = partial(linear, otherwise=module.compute)  # type: ignore[method-assign]
+        elif isinstance(module, RMSNorm):
             module.compute = partial(norm, otherwise=module.compute)  # type: ignore[method-assign]
         elif isinstance(module, MLP):
             module.compute = partial(gate, otherwise=module.compute)  # type: ignore[method-assign]

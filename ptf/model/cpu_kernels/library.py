@@ -57,7 +57,10 @@ class Library:
         self._functions.compiler.restype = ctypes.c_char_p
         self.width = int(self._functions.vector_width())
         """How many fp32 numbers a register holds."""
-        of_pairs = ", products of bf16" if self._functions.multiplies_bf16() else ""
+        self.multiplies_pairs = bool(self._functions.multiplies_pairs())
+        """Whether it has products of bf16: of a head (head.cpp), and of a weight's gradient (products.cpp)."""
+        narrow = "attention and weights' gradients" if self.multiplies_pairs else "attention"
+        of_pairs = f", products of bf16 in {narrow}" if self._functions.multiplies_bf16() else ""
         self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits{of_pairs}"
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:

@@ -21,6 +21,8 @@ constexpr int WIDTH = 4, ROWS = 6;
 #endif
 constexpr int PANEL = 2 * WIDTH;  // columns of a tile
 
+inline long up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
 typedef float unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
@@ -195,5 +197,40 @@ void product(long rows, long width, long depth, const T *a, long am, long ak, co
     for (; n + PANEL <= width; n += PANEL) columns<2, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);
     if (n < width) columns<1, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);
 }
+
+// Products of bf16 beside oneDNN's; a CPU that multiplies matrices of it (AMX) is faster by oneDNN.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define MULTIPLIES_PAIRS 1
+
+inline const pair *pairs(const bf16 *x) { return reinterpret_cast<const pair *>(x); }
+
+// A panel's numbers in a register, in their order.
+inline __m512i panel(const bf16 *at) { return _mm512_loadu_si512(at); }
+inline __m512i panel(vec low, vec high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+inline __m512i panel(const float *at) { return panel(load(at), load(at + WIDTH)); }
+inline vec low(__m512i x) { return wide((shorts)_mm512_castsi512_si256(x)); }
+inline vec high(__m512i x) { return wide((shorts)_mm512_extracti64x4_epi64(x, 1)); }
+
+constexpr long AHEAD = 8;  // rows whose memory is asked for before they are read
+
+// Two panels as pairs [PANEL].
+inline void interleave(__m512i early, __m512i late, pair *out) {
+    const __m512i begin = (__m512i)(__v32hi){0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                             8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i end = _mm512_add_epi16(begin, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(early, begin, late));
+    _mm512_storeu_si512(out + WIDTH, _mm512_permutex2var_epi16(early, end, late));
+}
+
+// `width` columns of x [rows, stride] as pairs of rows, of which an odd last one has zeros: panel i, pair k at
+// out + i · depth · PANEL + k · row.
+inline void along(const bf16 *x, long rows, long stride, long width, long depth, long row, pair *out) {
+    for (long r = 0; r < rows; r += 2, x += 2 * stride)
+        for (long i = 0; i < width; i += PANEL) {
+            __builtin_prefetch(x + AHEAD * stride + i), __builtin_prefetch(x + (AHEAD + 1) * stride + i);
+            interleave(panel(x + i), r + 1 < rows ? panel(x + stride + i) : __m512i{}, out + i * depth + r / 2 * row);
+        }
+}
+#endif
 
 }  // namespace

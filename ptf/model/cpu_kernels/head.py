@@ -1,0 +1,55 @@
+"""The cross-entropy of a head in bf16 by head.cpp, with its three products: logits and all sums are in fp32, as on a
+GPU, and a block of the vocabulary stays in the cache from its logits to the gradients."""
+
+import torch
+from torch import Tensor
+
+from ptf.model.cpu_kernels.library import library, takes
+
+# of a chunk's exponentials in bf16: every chunk reads the weight twice and adds to its gradient, which a single chunk
+# writes at once (benchmarks/step_profile.py)
+CHUNK_BYTES = 384 << 20
+ROWS = 1536  # of a chunk at most, so that the gradients of a block of tokens stay in the caches
+
+
+def computes(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernel takes x [N, D] and a head's weight [V, D]: in bf16 and contiguous, on a CPU that
+    multiplies bf16 faster than it would by oneDNN (AVX512-BF16 without AMX), with D a multiple of two registers."""
+    return (
+        x.dtype == torch.bfloat16
+        and takes(x, weight)
+        and weight.is_contiguous()
+        and (kernels := library()).multiplies_pairs
+        and x.shape[1] % (2 * kernels.width) == 0
+    )
+
+
+def cross_entropy(
+    x: Tensor, weight: Tensor, real: int, targets: Tensor, weights: Tensor, *, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the log-probs of targets [N], fp32, and the gradients of −Σ weights · log-prob in bf16, as they are asked
+    for.
+
+    x is [N, D] and the weight [V, D], whose rows from `real` on are padding; targets and weights are [N]. Raises
+    IndexError for a target that is not among the real rows.
+    """
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < real:
+        raise IndexError(f"a target is not among the {real} columns: {int(targets.min())} to {int(targets.max())}")
+    x, targets, weights = x.contiguous(), targets.long().contiguous(), weights.float().contiguous()
+    panel, threads = 2 * library().width, torch.get_num_threads()
+    most = min(ROWS, max(panel, CHUNK_BYTES // (2 * real)))
+    size = panel * max(1, -(-len(x) // -(-len(x) // most or 1) // panel))  # chunks of one size, whole panels
+    found = torch.empty(len(x), dtype=torch.float32)
+    dx = torch.empty_like(x) if of_x else None
+    dweight = torch.empty_like(weight) if of_weight else None
+    if dweight is not None:
+        dweight[real if len(x) else 0 :] = 0
+    sums = torch.empty_like(weight[:real], dtype=torch.float32) if of_weight and len(x) > size else None
+    kept = x.new_empty(real * size if of_x or of_weight else 0)
+    for start in range(0, len(x), size):
+        rows = slice(start, min(start + size, len(x)))
+        given = weights[rows] if of_x or of_weight else None
+        into = dx if dx is None else dx[rows], sums, dweight if rows.stop == len(x) else None
+        sizes = rows.stop - start, x.shape[1], real, int(start == 0), threads
+        library().call("head_loss", x[rows], weight, targets[rows], given, found[rows], kept, *into, *sizes)
+    return found, dx, dweight
