@@ -5,8 +5,8 @@
 The step is that of benchmarks/train_step.py, on one thread: the same shapes, lengths and weights. torch's profiler
 gives the seconds of each operation, without those that it calls; they are summed by kind (`KINDS`). Every matrix
 product of the step is then repeated alone, on random matrices of the same shapes and dtype that lie in the caches, by
-torch's way and by oneDNN's: the fastest times together are the least that a step can take with these libraries. Writes
-results/step_profile.md.
+torch's way, by oneDNN's and, for gradients of weights in bf16, by ptf's: the fastest times together are the least that
+a step can take with these libraries. Writes results/step_profile.md.
 """
 
 import argparse
@@ -72,7 +72,10 @@ def kind_of(name: str) -> str:
 
 def by_head_kernel(event: Any) -> bool:
     """Whether an operation is the loss of a head with products of its own."""
-    return event.name == "_CrossEntropy" and not any("mm" in child.name for child in event.cpu_children)
+    by_others = ("mm", "linear")
+    return event.name == "_CrossEntropy" and not any(
+        part in child.name for child in event.cpu_children for part in by_others
+    )
 
 
 def products(events: Any) -> Counter[tuple[Any, ...]]:
@@ -111,8 +114,9 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
 
     from ptf.model import matrix_product
     from ptf.model.cpu_kernels.layers import gradient_of_weight
-    from ptf.model.cpu_kernels.library import library
+    from ptf.model.cpu_kernels.library import loaded
 
+    kernels = loaded()
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     seconds = flops = 0.0
     for (a, b), times in found.items():
@@ -121,7 +125,10 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
         orders = (right, right.t().contiguous().t())
         ways = [partial(torch.mm, left, one) for one in orders]
         ways += [partial(matrix_product.linear, left, one.t()) for one in orders]
-        if dtype == "bf16" and library().multiplies_pairs and not a[0] % 32 and not b[1] % 32:
+        wide = (
+            kernels is not None and kernels.multiplies_pairs and not any(n % (2 * kernels.width) for n in (a[0], b[1]))
+        )
+        if wide and dtype == "bf16":
             ways.append(partial(gradient_of_weight, left.t().contiguous(), right))
         seconds += times * min(map(fastest, ways))
         flops += times * 2 * a[0] * a[1] * b[1]

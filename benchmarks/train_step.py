@@ -10,8 +10,8 @@ that ptf is set beside (`rivals`), one after the other (A, B, C, A, B, C, …). 
 weights, train the same token ids in the same order, count the same tokens and have the same losses. Documents:
 log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first 40 % of each is prompt, packed into sequences
 of 2,048; every step has documents of the same lengths with other tokens. Keeps every round with its settings in
-results/train_step.jsonl, where the next call on a CPU of the same name goes on, and writes results/train_step.md from
-the rounds of today's settings.
+results/train_step.jsonl, where the next call with the same code of ptf on a CPU of the same name goes on, and writes
+results/train_step.md from the rounds of today's settings and the newest code.
 """
 
 import argparse
@@ -279,21 +279,24 @@ def settings(name: str, system: str) -> dict[str, Any]:
     }
 
 
-def kept(name: str, dtype: str, hardware: str) -> list[dict[str, Any]]:
-    """The rounds that were made of a model and a dtype on such a CPU, with today's settings."""
+def kept(name: str, dtype: str, hardware: str, code: str | None = None) -> list[dict[str, Any]]:
+    """The rounds that were made of a model and a dtype on such a CPU, with today's settings and this code of ptf, or
+    that of the last round: what is compared was measured by turns."""
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    return [
+    found = [
         row
         for row in rows
         if (row["model"], row["dtype"], row["hardware"]) == (name, dtype, hardware)
         and row["system"] in CELLS
         and row.get("settings") == settings(name, row["system"])
     ]
+    code = code or (found[-1].get("code") if found else None)
+    return [row for row in found if row.get("code") == code]
 
 
-def planned(name: str, dtype: str, hardware: str, rounds: int) -> str | None:
+def planned(name: str, dtype: str, hardware: str, rounds: int, code: str | None = None) -> str | None:
     """What comes next: every cell of the grid once, then ptf, ptf compiled and their rivals by turns."""
-    rows = kept(name, dtype, hardware)
+    rows = kept(name, dtype, hardware, code)
     made = [row["system"] for row in rows]
     if missing := [system for system in CELLS if system not in made and name in models_of(system)]:
         return missing[0]
@@ -340,8 +343,10 @@ def apart(made: dict[str, Any], first: dict[str, Any]) -> float:
 
 def compared(name: str, dtype: str, rounds: int, until: float) -> None:
     """The rounds that are missing, unless the time is over. Raises AssertionError where two did not do the same."""
+    from ptf.compute.provenance import code
+
     hardware = cpu()
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware}
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware, "code": code()}
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
         written = STEPS[name] + WARM
@@ -357,12 +362,12 @@ def compared(name: str, dtype: str, rounds: int, until: float) -> None:
             "steps": STEPS[name],
             "lr": LR,
         }
-        while (system := planned(name, dtype, hardware, rounds)) and time.monotonic() < until:
+        while (system := planned(name, dtype, hardware, rounds, about["code"])) and time.monotonic() < until:
             cell, began = CELLS[system], time.monotonic()
             made = round_of(system, given | cell, peer=cell.get("script", TRL))
             if "refused" not in made:
                 made |= {"rate": round(rate(made))}
-                assert_same(made, next((one for one in kept(name, dtype, hardware)), made), dtype)
+                assert_same(made, next((one for one in kept(name, dtype, hardware, about["code"])), made), dtype)
             row = {"model": name, "dtype": dtype, "system": system, **made, **about}
             print(json.dumps(row | {"wall_s": round(time.monotonic() - began)}), flush=True)
             with KEPT.open("a") as file:

@@ -1,7 +1,7 @@
 """Losses over hidden states, without a tensor of all logits [B, T, V] in memory.
 
 Positions that are not trained are dropped before the head; the others go through it in chunks, whose size depends on
-the device (`chunk_bytes`). Every function returns a sum or per-token values.
+the device (`chunk_bytes`, and cpu_kernels/head.py). Every function returns a sum or per-token values.
 
 The gradient is computed from the logits in the forward pass, so that a chunk needs three GEMMs a step and no
 recomputation. Only `token_logprobs` recomputes its logits, because its upstream gradient is not known in the forward

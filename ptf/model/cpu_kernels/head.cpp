@@ -35,7 +35,7 @@ struct Head {
     long lanes() const { return up(rows, PANEL); }
     long blocks() const { return up(tokens, BLOCK) / BLOCK; }
     long first(long block) const { return block * BLOCK; }
-    long count(long block) const { return tokens - first(block) < BLOCK ? tokens - first(block) : BLOCK; }
+    long count(long block) const { return least(tokens - first(block), BLOCK); }
 };
 
 struct Buffers {
@@ -159,7 +159,7 @@ void of_weight(const Head &h, long block, const Buffers &b, const Slot &s, float
 
 // A block's part of the gradient of x [lanes, width] for `share` of its rows.
 void of_x(const Head &h, long block, const Buffers &b, const Slot &s, long first, long share) {
-    const long rows = h.lanes() - first < share ? h.lanes() - first : share;
+    const long rows = least(h.lanes() - first, share);
     for (long i = 0; i < h.width && rows > 0; i += PANEL)
         columns<2, true>(rows, s.turned + first, 1, s.stride, s.weight + i * BLOCK / 2, PANEL,
                          b.dx + first * h.width + i, h.width, (h.count(block) + 1) / 2);
@@ -180,7 +180,7 @@ void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs
 #pragma omp single
         normalise(h, b, logprobs);
         for (long from = 0; h.weights && from < h.blocks(); from += threads) {
-            const long to = from + threads < h.blocks() ? from + threads : h.blocks();
+            const long to = least(from + threads, h.blocks());
 #pragma omp for
             for (long block = from; block < to; block++) {
                 const Slot &s = slots[block - from];
@@ -204,7 +204,7 @@ void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs
 // The targets' log-probs [rows] of x [rows, width] under a head of so many `tokens` [tokens, width]. With `weights`
 // [rows], the gradients of −Σ weights · log-prob as well: that of x is written to `dx`; that of the weight is added to
 // `sums`, which the `first` rows overwrite, and written to `dweight` after the last ones, without sums if the first are
-// the last. What is null is not computed. `kept` [tokens, rows as a multiple of PANEL] is scratch. Rows are at least one, and
+// the last. What is null is not computed. `kept` and `dweight` begin at a multiple of 64 bytes. `kept` [tokens, rows as a multiple of PANEL] is scratch. Rows are at least one, and
 // the width is a multiple of PANEL. 1 without memory.
 extern "C" int head_loss(const bf16 *x, const bf16 *weight, const int64_t *targets, const float *weights,
                          float *logprobs, bf16 *kept, bf16 *dx, float *sums, bf16 *dweight, int64_t rows,

@@ -5,16 +5,17 @@ import torch
 from torch import Tensor
 
 from ptf.model.cpu_kernels.library import library, takes
+from ptf.model.cpu_kernels.loss import require_columns
 
 # of a chunk's exponentials in bf16: every chunk reads the weight twice and adds to its gradient, which a single chunk
-# writes at once (benchmarks/step_profile.py)
+# writes at once
 CHUNK_BYTES = 384 << 20
 ROWS = 1536  # of a chunk at most, so that the gradients of a block of tokens stay in the caches
 
 
 def computes(x: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel takes x [N, D] and a head's weight [V, D]: in bf16 and contiguous, on a CPU that
-    multiplies bf16 faster than it would by oneDNN (AVX512-BF16 without AMX), with D a multiple of two registers."""
+    multiplies bf16 and no matrices of it (AVX512-BF16 without AMX), with D a multiple of two registers."""
     return (
         x.dtype == torch.bfloat16
         and takes(x, weight)
@@ -33,8 +34,7 @@ def cross_entropy(
     x is [N, D] and the weight [V, D], whose rows from `real` on are padding; targets and weights are [N]. Raises
     IndexError for a target that is not among the real rows.
     """
-    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < real:
-        raise IndexError(f"a target is not among the {real} columns: {int(targets.min())} to {int(targets.max())}")
+    require_columns(targets, real)
     x, targets, weights = x.contiguous(), targets.long().contiguous(), weights.float().contiguous()
     panel, threads = 2 * library().width, torch.get_num_threads()
     most = min(ROWS, max(panel, CHUNK_BYTES // (2 * real)))
@@ -46,6 +46,9 @@ def cross_entropy(
         dweight[real if len(x) else 0 :] = 0
     sums = torch.empty_like(weight[:real], dtype=torch.float32) if of_weight and len(x) > size else None
     kept = x.new_empty(real * size if of_x or of_weight else 0)
+    assert all(t is None or t.data_ptr() % 64 == 0 for t in (kept, dweight)), (
+        "what is written past the caches is aligned"
+    )
     for start in range(0, len(x), size):
         rows = slice(start, min(start + size, len(x)))
         given = weights[rows] if of_x or of_weight else None

@@ -1,5 +1,8 @@
-"""Norms, gates and rotations by layers.cpp. Each is a function of ptf's model (layers.py, rope.py) with the same
-arguments; what the kernels do not compute, the latter does."""
+"""Norms, gates and rotations by layers.cpp, and gradients of projections' weights by products.cpp.
+
+Each is a function of ptf's model (layers.py, rope.py, matrix_product.py) with the same arguments; what the kernels do
+not compute, the latter does.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -116,17 +119,21 @@ class _PairedLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_bias = ctx.needs_input_grad[2]
-        rows = grads[0].flatten(0, -2).contiguous()
-        of_weight = gradient_of_weight(rows, x.flatten(0, -2).contiguous())
-        return None if weight is None else grads[0] @ weight, of_weight, rows.sum(0) if of_bias else None
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+        return (
+            grad @ weight if of_x else None,
+            gradient_of_weight(rows, x.reshape(-1, x.shape[-1]).contiguous()) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:

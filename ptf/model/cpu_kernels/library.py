@@ -59,7 +59,7 @@ class Library:
         """How many fp32 numbers a register holds."""
         self.multiplies_pairs = bool(self._functions.multiplies_pairs())
         """Whether it has products of bf16: of a head (head.cpp), and of a weight's gradient (products.cpp)."""
-        narrow = "attention and weights' gradients" if self.multiplies_pairs else "attention"
+        narrow = "attention, heads and weights' gradients" if self.multiplies_pairs else "attention"
         of_pairs = f", products of bf16 in {narrow}" if self._functions.multiplies_bf16() else ""
         self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits{of_pairs}"
 

@@ -63,7 +63,7 @@ int all_rows(T *logits, const int64_t *targets, const float *weights, float *log
     {
         float *fresh = nullptr;  // exponentials in fp32, which logits of fp32 give their place
         if (sizeof(T) < sizeof(float) && weights) {
-            fresh = static_cast<float *>(aligned_alloc(64, (sizeof(float) * real + 63) / 64 * 64));
+            fresh = static_cast<float *>(aligned_alloc(64, up(sizeof(float) * real, 64)));
             failed = fresh == nullptr;
         }
 #pragma omp for

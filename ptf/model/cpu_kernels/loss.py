@@ -13,8 +13,7 @@ def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor |
     With `weights` [n], write the gradient of −Σ weights · log-prob with respect to the logits over them. Probabilities
     below e⁻⁶⁴ count as 0 there.
     """
-    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < real:
-        raise IndexError(f"a target is not among the {real} columns: {int(targets.min())} to {int(targets.max())}")
+    require_columns(targets, real)
     found = torch.empty(len(logits), dtype=torch.float32)
     wide = None if weights is None else weights.float().contiguous()
     sizes = *logits.shape[:1], real, logits.shape[1]
@@ -23,6 +22,12 @@ def write_gradient(logits: Tensor, real: int, targets: Tensor, weights: Tensor |
         "cross_entropy", logits, narrow, targets.long().contiguous(), wide, found, *sizes, torch.get_num_threads()
     )
     return found
+
+
+def require_columns(targets: Tensor, real: int) -> None:
+    """Raise IndexError unless all targets are among the `real` columns."""
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < real:
+        raise IndexError(f"a target is not among the {real} columns: {int(targets.min())} to {int(targets.max())}")
 
 
 def add(total: Tensor, part: Tensor, *, first: bool) -> None:

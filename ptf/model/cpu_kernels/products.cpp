@@ -1,6 +1,5 @@
-// The gradient of a linear layer's weight in bf16: a product along the rows of two matrices, which oneDNN computes more
-// slowly than others (benchmarks/step_profile.py). Sums are in fp32, and added in one order, however many threads there
-// are.
+// The gradient of a projection's weight in bf16: a product along the rows of two matrices. Sums are in fp32, and added in
+// one order, however many threads there are.
 
 #include <cstdlib>
 
@@ -13,15 +12,13 @@ namespace {
 
 constexpr long TALL = 384, BROAD = 256, DEEP = 256;  // a block of the gradient, and rows that it adds at a time
 
-long least(long a, long b) { return a < b ? a : b; }
-
-struct Memory {
+struct Space {
     float sums[TALL * BROAD];
     pair left[DEEP / 2 * (TALL + WIDTH)], right[DEEP / 2 * BROAD];  // rows of no multiple of a page; panels
 };
 
 // A block [tall, broad] of `out` [m, n]; a and b begin with its columns.
-void block(const bf16 *a, const bf16 *b, bf16 *out, long rows, long m, long n, long tall, long broad, Memory &at) {
+void block(const bf16 *a, const bf16 *b, bf16 *out, long rows, long m, long n, long tall, long broad, Space &at) {
     for (long r = 0; r < rows; r += DEEP) {
         const long count = least(rows - r, DEEP), depth = (count + 1) / 2;
         along(a + r * m, count, m, tall, 1, TALL + WIDTH, at.left);
@@ -47,7 +44,7 @@ extern "C" int transposed_product(const bf16 *a, const bf16 *b, bf16 *out, int64
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
-        Memory *at = static_cast<Memory *>(aligned_alloc(64, up(sizeof(Memory), 64)));
+        Space *at = static_cast<Space *>(aligned_alloc(64, up(sizeof(Space), 64)));
         failed = at == nullptr;
 #pragma omp for collapse(2) schedule(dynamic)
         for (long i = 0; i < m; i += tall)

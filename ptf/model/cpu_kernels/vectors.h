@@ -21,6 +21,7 @@ constexpr int WIDTH = 4, ROWS = 6;
 #endif
 constexpr int PANEL = 2 * WIDTH;  // columns of a tile
 
+inline long least(long a, long b) { return a < b ? a : b; }
 inline long up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -138,7 +139,7 @@ inline vec exponential(vec x) {
 }
 
 // What a product multiplies: a number, or two of 16 bits that are neighbours along its depth.
-struct pair {
+struct __attribute__((may_alias)) pair {
     uint32_t bits;
 };
 inline vec all(pair x) { return (vec)(ints{} + (int32_t)x.bits); }
@@ -198,7 +199,7 @@ void product(long rows, long width, long depth, const T *a, long am, long ak, co
     if (n < width) columns<1, ADD>(rows, a, am, ak, b + n, ldb, c + n, ldc, depth);
 }
 
-// Products of bf16 beside oneDNN's; a CPU that multiplies matrices of it (AMX) is faster by oneDNN.
+// Products of bf16 in place of oneDNN's, but where the CPU multiplies matrices of it (AMX), for which these are not made.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define MULTIPLIES_PAIRS 1
 

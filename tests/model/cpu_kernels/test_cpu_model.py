@@ -52,11 +52,12 @@ def test_losses_and_gradients_are_those_of_pytorch(name) -> None:
         assert (mine - other).abs().max() <= 5e-5 * max(float(other.abs().max()), 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["block", "selective", "offload"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_recomputation_changes_no_bit(name, mode) -> None:
+def test_recomputation_changes_no_bit(name, mode, dtype) -> None:
     found = kernels("auto", CPU, "fp32")
-    plain, again = (gradients(made(name, kernels=found, recomputed=kind)) for kind in ("none", mode))
+    plain, again = (gradients(made(name, kernels=found, recomputed=kind), dtype) for kind in ("none", mode))
     assert all(map(torch.equal, plain, again))
 
 
