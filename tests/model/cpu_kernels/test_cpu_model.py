@@ -1,17 +1,23 @@
 """A whole model with ptf's kernels for CPUs: the same as with PyTorch's functions, under recomputation too."""
 
+import tempfile
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
+from ptf.model.cpu_kernels import layers
 from ptf.model.cpu_kernels.library import library
 from ptf.model.decoder import Decoder
 from ptf.model.fused import attention_of, kernels
 from ptf.model.sharding import parallelize
+from ptf.model.verify import random_reference
+from tests.model.published import SIZES
 from tests.model.test_attention import model_of
 from tests.tiny import packed
 
@@ -74,3 +80,39 @@ def test_a_nan_in_a_weight_reaches_the_loss(dtype) -> None:
         assert isinstance(weight, Tensor)
         weight.data[0, 0] = float("nan")
         assert gradients(model, dtype)[0].isnan()
+
+
+@cache
+def wide() -> Decoder:
+    """A model to copy, whose projections and head are as wide as products of bf16 need."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = {"model_type": "qwen3", **SIZES, "tie_word_embeddings": True}
+        random_reference(config, 0).save_pretrained(directory)
+        model, family = bridge.build(Path(directory))
+        bridge.materialize(model, CPU)
+        bridge.load_hf(model, Path(directory), family)
+    return model
+
+
+def test_products_of_bf16_are_as_near_to_fp32_as_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not library().multiplies_pairs:
+        pytest.skip("this CPU has no AVX512-BF16, or multiplies matrices of bf16 (AMX)")
+    calls, compute = [], layers.gradient_of_weight
+    monkeypatch.setattr(layers, "gradient_of_weight", lambda *given: calls.append(given) or compute(*given))
+    found = kernels("auto", CPU, "bf16")
+    exact, theirs, own, again = (
+        gradients(parallelize(deepcopy(wide()), None, "fp32", **settings), dtype)
+        for settings, dtype in (
+            ({}, torch.float32),
+            ({}, torch.bfloat16),
+            ({"kernels": found}, torch.bfloat16),
+            ({"kernels": found, "recomputed": "block"}, torch.bfloat16),
+        )
+    )
+    assert len(calls) == 2 * 7 * len(wide().layers), "of every projection"
+    assert all(map(torch.equal, own, again)), "recomputation changes no bit"
+    assert not all(map(torch.equal, own, theirs))
+    far, as_far = (
+        sum(float((a.float() - b).square().sum()) for a, b in zip(of, exact, strict=True)) for of in (own, theirs)
+    )
+    assert far <= 1.5 * as_far
