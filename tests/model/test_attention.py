@@ -4,6 +4,7 @@ import random
 import tempfile
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,11 @@ WIDTH = 48
 
 @cache
 def model_of(model_type: str) -> Decoder:
-    config = family_of({"model_type": model_type}).random_config(random.Random(f"attention/{model_type}"))
+    return model_from(family_of({"model_type": model_type}).random_config(random.Random(f"attention/{model_type}")))
+
+
+def model_from(config: dict[str, Any]) -> Decoder:
+    """A decoder with the random weights of a config.json."""
     with tempfile.TemporaryDirectory() as directory:
         random_reference(config, 0).save_pretrained(directory)
         model, family = bridge.build(bridge.Path(directory))

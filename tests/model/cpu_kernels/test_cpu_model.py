@@ -1,24 +1,20 @@
 """A whole model with ptf's kernels for CPUs: the same as with PyTorch's functions, under recomputation too."""
 
-import tempfile
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.cpu_kernels import layers
 from ptf.model.cpu_kernels.library import library
 from ptf.model.decoder import Decoder
 from ptf.model.fused import attention_of, kernels
 from ptf.model.sharding import parallelize
-from ptf.model.verify import random_reference
 from tests.model.published import SIZES
-from tests.model.test_attention import model_of
+from tests.model.test_attention import model_from, model_of
 from tests.tiny import packed
 
 CPU = torch.device("cpu")
@@ -85,13 +81,7 @@ def test_a_nan_in_a_weight_reaches_the_loss(dtype) -> None:
 @cache
 def wide() -> Decoder:
     """A model to copy, whose projections and head are as wide as products of bf16 need."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = {"model_type": "qwen3", **SIZES, "tie_word_embeddings": True}
-        random_reference(config, 0).save_pretrained(directory)
-        model, family = bridge.build(Path(directory))
-        bridge.materialize(model, CPU)
-        bridge.load_hf(model, Path(directory), family)
-    return model
+    return model_from({"model_type": "qwen3", **SIZES, "tie_word_embeddings": True})
 
 
 def test_products_of_bf16_are_as_near_to_fp32_as_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
