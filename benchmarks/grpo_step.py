@@ -11,11 +11,12 @@ them (ptf: `rollout.environment`, in a process of its own, whose CPU-seconds are
 its `env_mask`). ptf runs its controller as `ptf train` does with `launcher: local`
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
-in bf16 with weights of fp32 (autocast), and at its fastest setting also with weights of bf16. Except for agents it is
-also tried with transformers' continuous batching, with its defaults, at the smallest pass. TRL's processes keep what
-they free, as those of ptf do by themselves.
-Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest rounds
-of each case and type on this CPU.
+it is tried with several passes of the update, then at the fastest with a static cache, with eager attention, and except
+for agents with transformers' continuous batching: its defaults, and 8 or 16 requests at once in small pages. In bf16
+its weights are of fp32 (autocast), and at its fastest setting also of bf16. Its processes keep what they free, as those
+of ptf do by themselves.
+Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest
+complete call for each case and type on this CPU.
 """
 
 import argparse
@@ -43,7 +44,15 @@ PROMPTS, GROUP, TOKENS, LONGEST, READ, LR = 8, 8, 128, 512, 64, 1e-5
 WORDS, SPECIAL = 4096, ("<pad>", "<eos>")
 RESPONSES = PROMPTS * GROUP
 # responses of a pass of TRL's update. Where lengths differ, generation is most of its step, whatever the pass
-PASSES = {"equal": (64, 32, 16, 8, 4), "log-normal": (64, 8), "agents": (64, 16, 4)}
+PASSES = {"equal": (64, 16, 4), "log-normal": (64, 8), "agents": (64, 16, 4)}
+PAGES = {"page_size": 32, "num_blocks": 512}  # of a cache for 16 requests of 576 tokens and more
+GENERATION: dict[str, dict[str, Any]] = {
+    "static cache": {"cache": "static"},
+    "eager attention": {"attention": "eager"},
+    "continuous batching": {"continuous": {}},
+    "continuous batching of 16": {"continuous": {"max_requests_per_batch": 16, **PAGES}},
+    "continuous batching of 8": {"continuous": {"max_requests_per_batch": 8, **PAGES}},
+}
 TURNS, SAID, OBSERVED = 4, 32, 16  # of an agent: turns, sampled tokens of each, tokens of the environment after it
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
@@ -131,11 +140,15 @@ def ours(given: dict[str, Any]) -> None:
         rows.append(metrics)
         log(self, step, metrics)
 
-    answer, of_steps = NativeEngine.answer, iter(given["lengths"])
+    answer, of_steps, contexts = NativeEngine.answer, iter(given["lengths"]), list[int]()
+    agents = given["case"] == "agents"
 
     def of_lengths(self: NativeEngine, requests: Sequence[Request]) -> list[Generation]:
-        """Sample a step's responses, whose lengths are given."""
+        """Sample a step's responses, whose lengths are given; those of agents have one length."""
         if len(requests) != RESPONSES:
+            return answer(self, requests)
+        contexts.append(sum(len(one.context) for one in requests))
+        if agents:
             return answer(self, requests)
         limited = [
             replace(one, sampling=replace(one.sampling, max_new_tokens=n))
@@ -143,9 +156,7 @@ def ours(given: dict[str, Any]) -> None:
         ]
         return answer(self, limited)
 
-    agents = given["case"] == "agents"
-    if not agents:  # whose turns all have one length
-        NativeEngine.answer = of_lengths  # type: ignore[method-assign]
+    NativeEngine.answer = of_lengths  # type: ignore[method-assign]
     Tracker.log = timed  # type: ignore[method-assign]
     Tokenizer.stop_ids = property(lambda self: ())  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as out:
@@ -188,13 +199,14 @@ def ours(given: dict[str, Any]) -> None:
         name: float(np.mean([row.get(f"seconds/{name}", 0.0) for row in timed_rows]))
         for name in ("rollout", "logprobs", "update", "sync")
     }
-    print(json.dumps({"cpu_s": steps, "tokens": [int(row["sampled_tokens"]) for row in timed_rows], "seconds": spent}))
+    sampled = [int(row["sampled_tokens"]) for row in timed_rows]
+    print(json.dumps({"cpu_s": steps, "tokens": sampled, "contexts": sum(contexts), "seconds": spent}))
 
 
-def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rounds of ptf and of each of TRL's settings; of all but the fastest of these, one.
+def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> None:
+    """Run rounds of ptf and of each of TRL's settings, of all but the fastest of these one, and keep them.
 
-    Raises AssertionError where one samples other numbers of tokens than it was given.
+    Raises AssertionError where one samples other numbers of tokens than it was given, or reads other contexts.
     """
     written = asked.steps + asked.warmup
     given = {
@@ -213,40 +225,39 @@ def compared(case: str, dtype: str, model: str, asked: argparse.Namespace) -> di
     }
     expected = [sum(of_step) for of_step in given["lengths"][asked.warmup :]]
     found: dict[str, list[dict[str, Any]]] = {}
-    about = {"hardware": cpu(), "commit": commit(), "date": time.strftime("%Y-%m-%d"), "began": time.time()}
+    about = {"hardware": cpu(), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    about |= {"began": time.time(), "steps": [asked.warmup, asked.steps], "rounds": asked.rounds}
 
-    def keep(system: str, number: int, made: dict[str, Any]) -> None:
+    def add(system: str, number: int, cell: dict[str, Any]) -> None:
+        """Run a round, and keep it if it sampled what was asked and read contexts as long as ptf's."""
+        one = given | {"seed": number, "weights": "fp32", "attention": "sdpa", "cache": None, "continuous": None} | cell
+        made = round_of(
+            "ptf" if system == "ptf" else TRL, one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"
+        )
+        assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
+        ours = found["ptf"][0]["contexts"] if found else made["contexts"]
+        # ptf's template ends the turns of agents, one token each
+        assert 0 <= ours - made["contexts"] <= (ours // READ if case == "agents" else 0), (ours, made["contexts"])
         row = {"case": case, "dtype": dtype, "system": system, "round": number, **made}
         print(json.dumps(row), flush=True)
         with KEPT.open("a") as file:
-            file.write(json.dumps(row | about | {"steps": [asked.warmup, asked.steps]}) + "\n")
+            file.write(json.dumps(row | about) + "\n")
+        found.setdefault(system, []).append(made | {"cell": cell})
 
-    for number in range(asked.rounds):
-        systems: dict[str, dict[str, Any]] = {"ptf": {}}
-        systems |= {f"TRL, {n} responses a pass{KEPT_HEAP}": {"pass": n} for n in PASSES[case]}
-        last = list(systems)[-1]
-        if case != "agents":
-            systems |= {f"{last}, continuous batching": systems[last] | {"continuous": True}}
-            last = list(systems)[-1]
-        if number:
-            systems = {system: found[system][0]["cell"] for system in ("ptf", fastest(found))}
-        for system, cell in systems.items():
-            one = given | {"seed": number, "weights": "fp32", "continuous": False} | cell
-            made = round_of(
-                "ptf" if system == "ptf" else TRL, one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"
-            )
-            keep(system, number, made)
-            assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
-            found.setdefault(system, []).append(made | {"cell": cell})
-            # the fastest also in bf16 alone, as continuous batching is in any case
-            if not number and dtype == "bf16" and system == last and "continuous" not in (best := fastest(found)):
-                cell = found[best][0]["cell"] | {"weights": "bf16"}
-                one = given | {"seed": 0, "continuous": False} | cell
-                made = round_of(TRL, one, "", "benchmarks/peers/trl_grpo.py")
-                assert made["tokens"] == expected
-                keep(f"{best}, weights of bf16", number, made)
-                found[f"{best}, weights of bf16"] = [made | {"cell": cell}]
-    return found
+    add("ptf", 0, {})
+    for n in PASSES[case]:
+        add(f"TRL, {n} responses a pass", 0, {"pass": n})
+    best = fastest(found)
+    for name, cell in GENERATION.items():
+        if case != "agents" or "continuous" not in cell:
+            add(f"{best}, {name}", 0, found[best][0]["cell"] | cell)
+    if dtype == "bf16":
+        best = fastest(found)
+        add(f"{best}, weights of bf16", 0, found[best][0]["cell"] | {"weights": "bf16"})
+    best = fastest(found)
+    for number in range(1, asked.rounds):
+        for system in ("ptf", best):
+            add(system, number, found[system][0]["cell"])
 
 
 def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -255,16 +266,17 @@ def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def newest() -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The rounds of the newest call on this CPU for each case and type."""
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    """The rounds of the newest complete call on this CPU for each case and type."""
+    calls: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
+    for line in KEPT.read_text().splitlines():
+        row = json.loads(line)
+        calls.setdefault((row["began"], row["case"], row["dtype"]), []).append(row)
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = row["case"], row["dtype"]
-        if row["hardware"] != cpu():
-            continue
-        if key in found and found[key][0]["began"] != row["began"]:
-            del found[key]
-        found.setdefault(key, []).append(row)
+    for rows in calls.values():
+        last = max(rows, key=lambda row: row["round"])
+        whole = sum(row["round"] == last["round"] for row in rows) > 1 and last["round"] + 1 == last["rounds"]
+        if whole and last["hardware"] == cpu():
+            found[last["case"], last["dtype"]] = rows
     return found
 
 
@@ -313,11 +325,13 @@ def write() -> None:
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "
         f"reference. Lengths of responses, given to both: *equal*: {TOKENS} tokens;\n"
         f"*log-normal*: σ = 1, mean about {TOKENS}, at most {LONGEST}, of which TRL's generation waits for the "
-        "longest, except with transformers'\n*continuous batching* (its defaults; weights of bf16 in bf16; not tried "
-        "with agents). "
+        "longest, except with transformers'\n*continuous batching* (its defaults, or so many requests at once in pages "
+        "of 32 tokens; its cache is of bf16 in bf16; not tried with agents). "
         f"*Agents*: episodes of {TURNS} turns of {SAID} tokens, {OBSERVED} tokens of an environment between them (ptf: "
         "`rollout.environment`, a process of its own that\nis not counted; TRL: `rollout_func`, its observations as "
-        "ids from the start). Both compute a turn's whole context anew. `small4`: Qwen3 shape, width 256,\n"
+        "ids from the start). ptf computes equal contexts once, in generation and in the update\n"
+        f"(the prompt of a group, {READ} of {READ + TOKENS} tokens of a response of *equal*), TRL each one; the contexts "
+        "of later turns both compute anew. `small4`: Qwen3 shape, width 256,\n"
         f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that "
         "of the next; median of the rounds, each the median\n"
         "of its steps, with the range. ptf: the whole controller (native engine, the trainer's log-probs compared with "
@@ -326,7 +340,7 @@ def write() -> None:
         "GRPOTrainer, versions in\n"
         "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; what a pass of the update "
         "does not hold is accumulated; in bf16,\n"
-        "weights of fp32 under autocast, and the fastest of these with weights of bf16. "
+        "weights of fp32 under autocast, and the fastest of these with weights of bf16; *heap kept* in all rounds. "
         f"{OF_HEAP}\n\n"
         "| lengths | dtype | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
@@ -345,7 +359,7 @@ def main() -> None:
         tokenizer(model)
         for case in asked.cases:
             for dtype in asked.dtypes:
-                compared(case, dtype, model, asked)
+                compare(case, dtype, model, asked)
                 write()
 
 

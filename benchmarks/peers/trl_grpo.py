@@ -2,8 +2,9 @@
 (requirements-peers.txt).
 
 Reads one JSON object from the command line: model directory (with its tokenizer), texts, lengths of each step's
-responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate, whether
-generation is transformers' continuous batching, and for agents the turns and the observations; prints one JSON line.
+responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate, attention,
+cache, the settings of transformers' continuous batching (null: without), and for agents the turns and the observations;
+prints one JSON line: CPU-seconds and sampled tokens of the timed steps, and the tokens of all contexts.
 Every response ends at its length, with the end-of-turn token where the batch is not continuous.
 """
 
@@ -46,11 +47,15 @@ class Ends(LogitsProcessor):
         return scores
 
 
+CONTEXTS: list[int] = []  # tokens of the contexts that were generated from
+
+
 def limit(model, lengths: list[list[int]]) -> None:
     """Let each call of `generate` end its responses at the next step's lengths."""
     generate, of_steps = model.generate, iter(lengths)
 
     def limited(*more, **named):
+        CONTEXTS.append(int(named["attention_mask"].sum()))
         ends = Ends(next(of_steps), named["input_ids"].shape[1], model.config.eos_token_id)
         return generate(*more, **named, logits_processor=[ends])
 
@@ -66,6 +71,7 @@ def limit_continuous(lengths: list[list[int]]) -> None:
         self.lengths = next(of_steps)
 
     def added(self, input_ids, request_id=None, max_new_tokens=None, **named):
+        CONTEXTS.append(len(input_ids))
         number = int(request_id.removeprefix("req_"))  # requests may be added in another order
         named["eos_token_id"] = -1  # none
         return add(self, input_ids, request_id, self.lengths[number], **named)
@@ -100,14 +106,14 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(given["seed"])
     dtype = torch.bfloat16 if given["dtype"] == "bf16" and given["weights"] == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype, attn_implementation=given["attention"])
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
     model.config.eos_token_id = tokenizer.eos_token_id
     agents = given["turns"] and Agents(*given["turns"], given["observations"], tokenizer)
     if agents:
         steps = given["steps"] + given["warmup"]
         limit(model, [[agents.said] * given["responses"]] * steps * agents.turns)
-    elif given["continuous"]:
+    elif given["continuous"] is not None:
         limit_continuous(given["lengths"])
     else:
         limit(model, given["lengths"])
@@ -141,7 +147,9 @@ def main() -> None:
             optim="adamw_torch_fused",
             weight_decay=0.0,
             max_grad_norm=1.0,
-            use_transformers_continuous_batching=given["continuous"],
+            cache_implementation=given["cache"],
+            use_transformers_continuous_batching=given["continuous"] is not None,
+            transformers_continuous_batching_config=given["continuous"],
             shuffle_dataset=False,
         )
         trainer = GRPOTrainer(
@@ -155,7 +163,8 @@ def main() -> None:
         )
         trainer.train()
     steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)][-given["steps"] :]
-    print(json.dumps({"cpu_s": steps, "tokens": [sum(one) for one in seen][-given["steps"] :]}))
+    sampled = [sum(one) for one in seen][-given["steps"] :]
+    print(json.dumps({"cpu_s": steps, "tokens": sampled, "contexts": sum(CONTEXTS)}))
 
 
 if __name__ == "__main__":
