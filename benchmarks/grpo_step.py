@@ -330,7 +330,7 @@ def write() -> None:
         f"*Agents*: episodes of {TURNS} turns of {SAID} tokens, {OBSERVED} tokens of an environment between them (ptf: "
         "`rollout.environment`, a process of its own that\nis not counted; TRL: `rollout_func`, its observations as "
         "ids from the start). ptf computes equal contexts once, in generation and in the update\n"
-        f"(the prompt of a group, {READ} of {READ + TOKENS} tokens of a response of *equal*), TRL each one; the contexts "
+        f"(the prompt of a group, {READ} of {READ + TOKENS} tokens of a response of *equal*), TRL each; the contexts "
         "of later turns both compute anew. `small4`: Qwen3 shape, width 256,\n"
         f"4 layers, {HEADS}, vocabulary 4,096. CPU-seconds of the training process, from the end of one step to that "
         "of the next; median of the rounds, each the median\n"

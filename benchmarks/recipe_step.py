@@ -284,7 +284,7 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         f"none filled up. TRL: {about.trainer}, versions in `benchmarks/requirements-peers.txt`; it pads the "
         f"{about.unit}s of a pass to the longest; what a pass does\nnot hold is accumulated. {OF_HEAP} "
         f"`{MODEL}`: Qwen3 shape, width 256, 4 layers, {HEADS}, vocabulary 4,096; bf16 is autocast over weights of "
-        "fp32 for both.\n"
+        "fp32 for both; of a reference or a teacher\nptf holds weights of bf16.\n"
         "All start from the same weights and count the same tokens. The loss of a step (the norm of its gradient) may "
         f"differ by {bounds}; the largest differences\nare in the table, beside ptf's loss in the first and the last "
         "step. These ratios are a CPU's.\n\n"

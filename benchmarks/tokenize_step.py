@@ -4,9 +4,10 @@ a second in 1 and 2 processes.
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/tokenize_step.py [--rows 8000] [--rounds 3]
 
-Two sets of PTF_DATA: GSM8K (one turn) and OpenAssistant (several). ptf renders each assistant turn as a server would,
-verifies its span, and writes ids and loss weights; the peer renders each conversation once and keeps ids alone, so it
-does less. Also: the same texts encoded in batches and one by one.
+Two sets of PTF_DATA: GSM8K (one turn) and OpenAssistant (several), shuffled: ptf encodes what a row shares with the
+row before it once, and OpenAssistant's file has the paths of one tree together. ptf renders each assistant turn as a
+server would, verifies its span, and writes ids and loss weights; the peer renders each conversation once and keeps ids
+alone, so it does less. Also: the same texts encoded in batches and one by one.
 Prints a JSON line a round and writes results/tokenize.md.
 """
 
@@ -96,7 +97,9 @@ def round_of(system: str, path: str, directory: str, processes: int) -> dict[str
 
 
 def prepare(scratch: Path, shared: Path, rows: int) -> dict[str, str]:
-    """The sets as jsonl, each repeated up to `rows`, and a tokenizer with the template of Qwen2.5."""
+    """The sets as jsonl, shuffled, each repeated up to `rows`, and a tokenizer with the template of Qwen2.5."""
+    import numpy as np
+
     from tests.data.conversations import real
     from tests.data.templates import templated
 
@@ -106,7 +109,9 @@ def prepare(scratch: Path, shared: Path, rows: int) -> dict[str, str]:
         if conversation.source in sets:
             sets[conversation.source].append(conversation.messages)
     for name, chats in sets.items():
-        lines = [json.dumps({"messages": chats[i % len(chats)]}) + "\n" for i in range(rows)]
+        order = np.random.default_rng(0).permutation(rows) % len(chats)
+        lines = [json.dumps({"messages": chats[i]}) + "\n" for i in order]
+        print(json.dumps({"set": name, "conversations": len(chats), "rows": rows}), flush=True)
         (scratch / f"{name}.jsonl").write_text("".join(lines))
     return {name: str(scratch / f"{name}.jsonl") for name in sets}
 
@@ -162,7 +167,8 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
         "The peer (versions in\n`benchmarks/requirements-peers.txt`) is `Dataset.map` over\n"
         "`apply_chat_template`, which renders a conversation once and keeps its ids; "
         "ptf renders every turn as served, verifies which ids are the\n"
-        f"assistant's, and writes ids and weights. Load average at the end, with what else ran on the machine: "
+        "assistant's, and writes ids and weights. The rows are shuffled; a set of fewer conversations repeats them.\n"
+        f"Load average at the end, with what else ran on the machine: "
         f"{os.getloadavg()[2]:.0f}; other work inflates CPU-seconds.\n\n"
         "| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
         "|---|---|---|---|---|---|---|\n"

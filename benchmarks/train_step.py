@@ -1,5 +1,5 @@
-"""The SFT step beside TRL, transformers' Trainer and plain transformers, each at its best setting: real tokens per
-CPU-second of one thread, and the memory that a step adds, on the same sequences from the same weights.
+"""The SFT step beside TRL, transformers' Trainer and plain transformers, each at the fastest of its settings: real
+tokens per CPU-second of one thread, and the memory that a step adds, on the same sequences from the same weights.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3] [--minutes 7] [--anew]
@@ -58,12 +58,13 @@ MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_si
 # compiles and ends with AdamW's state, beside which the second looks for memory once more
 SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab": 1}, 2
 TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
-TRAINER = "benchmarks/peers/hf_trainer.py"
-BOTH, SMALL = tuple(MODELS), ("small4",)
+TRAINER, RESPONSES = "benchmarks/peers/hf_trainer.py", "benchmarks/peers/hf_responses.py"
+BOTH, SMALL, LARGE = tuple(MODELS), ("small4",), ("bigvocab",)
 ONE_ROW = "TRL, packed, 1 row a pass"
 # peer, how the documents of a pass lie, sequences or documents a pass (the others are accumulated), attention, compiled
 # by torch, Liger's kernels, models. `bigvocab` has one sequence a step, whose four documents are a pass without padding
-# too; what a library refuses, it refuses whatever the vocabulary.
+# too; what a library refuses, it refuses whatever the vocabulary; a loop that makes the logits of responses alone gains
+# little where they are few.
 GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
     "TRL, packed, 4 rows a pass": (TRL, "packed", 4, "sdpa", False, False, SMALL),
     "TRL, packed, 2 rows a pass": (TRL, "packed", 2, "sdpa", False, False, SMALL),
@@ -90,6 +91,8 @@ GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
     "transformers, packed, 1 row a pass, compiled": (LOOP, "packed", 1, "sdpa", True, False, BOTH),
     "transformers, a document a pass, compiled": (LOOP, "documents", 1, "sdpa", True, False, BOTH),
     "transformers, a document a pass, Liger": (LOOP, "documents", 1, "sdpa", False, True, SMALL),
+    "loop, a document a pass": (RESPONSES, "documents", 1, "sdpa", False, False, LARGE),
+    "loop, a document a pass, compiled": (RESPONSES, "documents", 1, "sdpa", True, False, LARGE),
 }
 # the fastest settings of each peer, and TRL at one row a pass, again with variables of glibc by which a process keeps
 # what it frees; a run of ptf does that itself (ptf/compute/heap.py)
@@ -110,7 +113,15 @@ GRID |= {
         "transformers, a document a pass, eager attention",
         "transformers, packed, 1 row a pass, compiled",
         "transformers, a document a pass, compiled",
+        "loop, a document a pass",
+        "loop, a document a pass, compiled",
     )
+}
+LIBRARIES = ("TRL", "Trainer", "transformers")
+PEERS = {
+    "TRL": ("TRL",),
+    "TRL, Trainer, transformers": LIBRARIES,
+    "these, and a loop with the logits of responses alone": (*LIBRARIES, "loop"),
 }
 OURS: dict[str, dict[str, Any]] = {"ptf": {"train": {}}, "ptf, train.compile: true": {"train": {"compile": True}}}
 NAMES = ("script", "form", "pass", "attention", "compile", "liger")
@@ -310,21 +321,29 @@ def models_of(system: str) -> tuple[str, ...]:
     return BOTH if system in OURS else GRID[system][-1]
 
 
-def fastest(rows: list[dict[str, Any]], peers: str = "", heap: str | None = None) -> str:
+def fastest(rows: list[dict[str, Any]], peers: tuple[str, ...], heap: str) -> str:
     """Of the peers, each by its first round; of those whose name begins so, and with the heap kept or as it is."""
     first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] in GRID and "refused" not in row}
     among = [
         system
         for system in first
-        if system.startswith(peers) and heap in (None, "kept" if system.endswith(KEPT_HEAP) else AS_IT_IS)
+        if system.startswith(peers) and heap == ("kept" if system.endswith(KEPT_HEAP) else AS_IT_IS)
     ]
     return max(among, key=lambda system: first[system])
 
 
+def nearest(rows: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]]) -> str:
+    """Of the libraries' fastest with the heap as it is and kept, the one that is nearest to ptf over all rounds."""
+    return min(
+        (fastest(rows, LIBRARIES, heap) for heap in (AS_IT_IS, "kept")),
+        key=lambda system: ratios(found["ptf"], found[system])[0],
+    )
+
+
 def rivals(rows: list[dict[str, Any]]) -> list[str]:
-    """The settings beside which ptf stands on the page: the fastest of TRL and of all, with their heap kept and as it
-    is, and TRL at one row a pass."""
-    found = [fastest(rows, peers, heap) for peers in ("TRL", "") for heap in (AS_IT_IS, "kept")]
+    """The settings beside which ptf stands on the page: the fastest of `PEERS`, with their heap kept and as it is, and
+    TRL at one row a pass."""
+    found = [fastest(rows, peers, heap) for peers in PEERS.values() for heap in (AS_IT_IS, "kept")]
     return list(dict.fromkeys([*found, ONE_ROW]))
 
 
@@ -435,13 +454,15 @@ def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) ->
 
 
 def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """ptf beside the fastest setting of TRL and of all peers, with their heap as it is and kept."""
+    """ptf beside the fastest setting of each of `PEERS`, with their heap as it is and kept."""
     rows, lines = [row for of in found.values() for row in of], []
-    for peers in ("TRL", ""):
+    for name, peers in PEERS.items():
+        if not any(system.startswith(peers[-1]) for system in found):
+            continue  # the grid has no loop for a small vocabulary
         for heap in (AS_IT_IS, "kept"):
             best = fastest(rows, peers, heap)
             ours = " | ".join(ratios(found[system], found[best])[1] for system in OURS)
-            lines.append(f"| {title} | {peers or 'all'} | {heap} | {best.removesuffix(KEPT_HEAP)} | {ours} |")
+            lines.append(f"| {title} | {name} | {heap} | {best.removesuffix(KEPT_HEAP)} | {ours} |")
     return lines
 
 
@@ -466,9 +487,9 @@ def write(rounds: int) -> None:
     table, grid, by_heap, by_row, slower, larger, unfinished, dates = [], [], [], [], [], [], [], set()
     for key in order:
         rows, title = kept(*key), f"{key[0]} | {key[1]}"
-        best = fastest(rows)
         found = {system: [row for row in rows if row["system"] == system] for system in CELLS}
         found = {system: of for system, of in found.items() if of}
+        best = nearest(rows, found)
         dates |= {row["date"] for row in rows}
         measured = f"{key[2]}, {', '.join(sorted({row['commit'] for row in rows}))}"
         if planned(*key, rounds):
@@ -505,7 +526,7 @@ def write(rounds: int) -> None:
         + "Command: `python benchmarks/train_step.py` (`make peers bench-train`)  \nHardware and commit: "
         "in each row; one thread, no GPU  \n"
         f"Date: {', '.join(sorted(dates))}\n\n"
-        "Real tokens per CPU-second; of the peers, those of the setting that is fastest here. Interleaved rounds, "
+        "Real tokens per CPU-second; of the libraries, those of the setting that is fastest here. Interleaved rounds, "
         "each in a process of\n"
         "its own; median and range. The same sequences in the same order from the same weights: "
         "packed documents of log-normal lengths\n"
@@ -517,7 +538,8 @@ def write(rounds: int) -> None:
         f"4 layers, {HEADS}, vocabulary 4,096, {SEQUENCES['small4']} sequences a step; `bigvocab`: vocabulary "
         f"151,936, tied,\n{SEQUENCES['bigvocab']} sequence a step. TRL: SFTTrainer, whose head makes no full "
         "logits; Trainer: transformers' own; transformers: a loop with the\n"
-        "model's own loss over full logits; versions in `benchmarks/requirements-peers.txt`; "
+        "model's own loss over full logits, those of prompts too; loop, for a large vocabulary: that with the logits "
+        "of responses\nalone; versions in `benchmarks/requirements-peers.txt`; "
         "bf16 is autocast over weights of fp32 for all.\nA step has the same sequences in every cell; what a pass "
         f"does not hold is accumulated. {OF_HEAP}\n"
         "MiB: resident memory beyond that before the first step; in a heap that is "
@@ -529,14 +551,15 @@ def write(rounds: int) -> None:
         "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
         "| MiB that the step adds | losses apart | CPU, commit |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
-        "Beside TRL alone and beside all, with the peers' heap as it is and kept, in the same rounds:\n\n"
+        "Beside TRL alone, beside all libraries, and beside these and a loop over transformers' model that makes the "
+        "logits of responses\nalone (`logits_to_keep`), with the peers' heap as it is and kept, in the same rounds:\n\n"
         "| model | dtype | peers | their heap | fastest | ptf / it | compiled / it |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(by_heap)
         + "\n\nBeside TRL, packed, 1 row a pass, with the heap as it is, in the same rounds:\n\n"
         "| model | dtype | ptf / it | MiB that the step adds, beside that |\n|---|---|---|---|\n"
         + "\n".join(by_row)
         + "\n\n"
-        "All settings, one round each, beside ptf's in the same minutes; what a library refuses stands here in its own "
+        "All settings, one round each, beside ptf's first; what a library refuses stands here in its own "
         "words:\n\n"
         "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added | CPU |\n"
         "|---|---|---|---|---|---|---|---|\n" + "\n".join(grid) + "\n"

@@ -1,20 +1,25 @@
 """The SFT step as a loop over plain transformers, timed: a peer of benchmarks/train_step.py,
 run by the Python of requirements-peers.txt.
 
-Reads a cell of the grid (sft_cell.py) and prints one JSON line. The model makes the logits of all positions; the loss
-is its own. A pass is so many packed sequences, whose documents transformers tells apart by their positions (a dense
-mask in each sequence), documents end to end in one sequence, or one document, without a mask.
+Reads a cell of the grid (sft_cell.py) and prints one JSON line. The model makes the logits of all positions, or of
+those that hf_responses.py keeps; the loss is its own. A pass is so many packed sequences, whose documents transformers
+tells apart by their positions (a dense mask in each sequence), documents end to end in one sequence, or one document,
+without a mask.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from sft_cell import Memory, documents_of, laid_out, model_of, printed, trained, units_of, weight_of
+from torch import Tensor
 
 
-def measured(given: dict[str, Any]) -> dict[str, Any]:
+def measured(
+    given: dict[str, Any], logits_of: Callable[[dict[str, Tensor]], dict[str, Any]] = lambda one: one
+) -> dict[str, Any]:
     documents, rows = documents_of(given["documents"])
     model = model_of(given)
     weight = weight_of(model)
@@ -36,7 +41,7 @@ def measured(given: dict[str, Any]) -> dict[str, Any]:
         loss = 0.0
         for one in passes:
             with torch.autocast("cpu", torch.bfloat16) if given["dtype"] == "bf16" else nullcontext():
-                made = run(**one, use_cache=False, num_items_in_batch=count).loss
+                made = run(**logits_of(one), use_cache=False, num_items_in_batch=count).loss
             made.backward()
             loss += float(made.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
