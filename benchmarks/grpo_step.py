@@ -11,10 +11,10 @@ them (ptf: `rollout.environment`, in a process of its own, whose CPU-seconds are
 its `env_mask`). ptf runs its controller as `ptf train` does with `launcher: local`
 and the native engine: a step of it also compares the trainer's log-probs of every answer with the engine's (in the
 update), and sends checked weights to an engine that is a model of its own. TRL generates with the model that it trains;
-it is tried with several passes of the update, then at the fastest with a static cache, with eager attention, and except
-for agents with transformers' continuous batching: its defaults, and 8 or 16 requests at once in small pages. In bf16
-its weights are of fp32 (autocast), and at its fastest setting also of bf16. Its processes keep what they free, as those
-of ptf do by themselves.
+it is tried with several passes of the update, in bf16 at the fastest also with weights of bf16 in place of fp32 under
+autocast, then at the fastest with a static cache, with eager attention, and except for agents with transformers'
+continuous batching: its defaults, and 8 or 16 requests at once in small pages. What a library refuses is kept with the
+library's own words. TRL's processes keep what they free, as those of ptf do by themselves.
 Prints a JSON line a round, keeps it in results/grpo_step.jsonl, and writes results/grpo_step.md from the newest
 complete call for each case and type on this CPU.
 """
@@ -234,10 +234,11 @@ def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> Non
         made = round_of(
             "ptf" if system == "ptf" else TRL, one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py"
         )
-        assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
-        ours = found["ptf"][0]["contexts"] if found else made["contexts"]
-        # ptf's template ends the turns of agents, one token each
-        assert 0 <= ours - made["contexts"] <= (ours // READ if case == "agents" else 0), (ours, made["contexts"])
+        if "refused" not in made:
+            assert made["tokens"] == expected, f"{system} sampled {made['tokens']} tokens, not {expected}"
+            ours = found["ptf"][0]["contexts"] if found else made["contexts"]
+            # ptf's template ends the turns of agents, one token each
+            assert 0 <= ours - made["contexts"] <= (ours // READ if case == "agents" else 0), (ours, made["contexts"])
         row = {"case": case, "dtype": dtype, "system": system, "round": number, **made}
         print(json.dumps(row), flush=True)
         with KEPT.open("a") as file:
@@ -248,12 +249,12 @@ def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> Non
     for n in PASSES[case]:
         add(f"TRL, {n} responses a pass", 0, {"pass": n})
     best = fastest(found)
+    if dtype == "bf16":
+        add(f"{best}, weights of bf16", 0, found[best][0]["cell"] | {"weights": "bf16"})
+    best = fastest(found)
     for name, cell in GENERATION.items():
         if case != "agents" or "continuous" not in cell:
             add(f"{best}, {name}", 0, found[best][0]["cell"] | cell)
-    if dtype == "bf16":
-        best = fastest(found)
-        add(f"{best}, weights of bf16", 0, found[best][0]["cell"] | {"weights": "bf16"})
     best = fastest(found)
     for number in range(1, asked.rounds):
         for system in ("ptf", best):
@@ -262,7 +263,8 @@ def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> Non
 
 def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
     """TRL's setting that takes least in its first round."""
-    return min((system for system in found if system != "ptf"), key=lambda system: median(found[system][0]["cpu_s"]))
+    served = [system for system, (first, *_) in found.items() if system != "ptf" and "refused" not in first]
+    return min(served, key=lambda system: median(found[system][0]["cpu_s"]))
 
 
 def newest() -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -282,7 +284,10 @@ def newest() -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """A row for each of TRL's settings, beside the rounds of ptf of the same minutes."""
-    spent = {system: [median(one["cpu_s"]) for one in rounds] for system, rounds in found.items()}
+    refused = {system: rounds[0]["refused"] for system, rounds in found.items() if "refused" in rounds[0]}
+    spent = {
+        system: [median(one["cpu_s"]) for one in rounds] for system, rounds in found.items() if system not in refused
+    }
     best = fastest(found)
 
     def cell(values: Sequence[float]) -> str:
@@ -299,6 +304,8 @@ def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> l
             for name in found["ptf"][0]["seconds"]
         )
         lines.append(f"| {case} | {dtype} | {names[0]} | {cell(ours)} | {cell(theirs)} | {names[1]} | {parts} |")
+    for system, words in refused.items():
+        lines.append(f"| {case} | {dtype} | {system} | | refused: {words.replace('|', '/')} | | |")
     return lines
 
 
@@ -340,7 +347,8 @@ def write() -> None:
         "GRPOTrainer, versions in\n"
         "`benchmarks/requirements-peers.txt`; it generates with the model that it trains; what a pass of the update "
         "does not hold is accumulated; in bf16,\n"
-        "weights of fp32 under autocast, and the fastest of these with weights of bf16; *heap kept* in all rounds. "
+        "weights of fp32 under autocast, and the fastest of these with weights of bf16; then the fastest with other "
+        "caches, attention and batches; *heap kept* in all rounds. "
         f"{OF_HEAP}\n\n"
         "| lengths | dtype | beside | ptf, CPU-s a step | theirs | times ours | ptf's phases, s |\n"
         "|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"

@@ -4,7 +4,8 @@
 Reads one JSON object from the command line: model directory (with its tokenizer), texts, lengths of each step's
 responses, how many of them there are, are in a group and in a pass, steps, warm-up, dtype, learning rate, attention,
 cache, the settings of transformers' continuous batching (null: without), and for agents the turns and the observations;
-prints one JSON line: CPU-seconds and sampled tokens of the timed steps, and the tokens of all contexts.
+prints one JSON line: CPU-seconds and sampled tokens of the timed steps, and the tokens of all contexts; or with what
+words transformers refuses a cache.
 Every response ends at its length, with the end-of-turn token where the batch is not continuous.
 """
 
@@ -12,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 
 import torch
 from datasets import Dataset
@@ -161,7 +163,14 @@ def main() -> None:
             callbacks=[clock],
             rollout_func=agents or None,
         )
-        trainer.train()
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            if not given["cache"]:
+                raise
+            traceback.print_exc()
+            print(json.dumps({"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}))
+            return
     steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)][-given["steps"] :]
     sampled = [sum(one) for one in seen][-given["steps"] :]
     print(json.dumps({"cpu_s": steps, "tokens": sampled, "contexts": sum(CONTEXTS)}))
