@@ -87,6 +87,19 @@ def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
 
 
+def by_head_kernel(x: Tensor, head: Head, processing: LogitsProcessing = NO_LOGITS_PROCESSING) -> bool:
+    """Return whether ptf's kernel for CPUs computes the head's products and its log-probs together."""
+    return by_cpu_kernel(head) and processing == NO_LOGITS_PROCESSING and cpu_head.computes(x, head.weight)
+
+
+def _by_head_kernel(
+    ctx: Any, x: Tensor, weight: Tensor, head: Head, targets: Tensor, weights: Tensor
+) -> cpu_head.HeadLogprobs:
+    """Return what the kernel computes for a function whose first arguments are x and the weight."""
+    of_x, of_weight, *_ = ctx.needs_input_grad
+    return cpu_head.logprobs(x, weight, head.real, targets, weights, of_x=of_x, of_weight=of_weight)
+
+
 class _CrossEntropy(Function):
     """Weighted cross-entropy: the sum, and the weighted loss of each target, which has no gradient."""
 
@@ -94,11 +107,8 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if by_cpu_kernel(head) and cpu_head.computes(x, weight):
-            of_x, of_weight, *_ = ctx.needs_input_grad
-            values, *gradients = cpu_head.cross_entropy(
-                x, weight, head.real, targets, weights, of_x=of_x, of_weight=of_weight
-            )
+        if by_head_kernel(x, head):
+            values, _, *gradients = _by_head_kernel(ctx, x, weight, head, targets, weights)
             return _CrossEntropy._weighed(ctx, values, weights, head, *gradients, None)
         chunks, where = chunks_of(len(x), head, whole=by_cpu_kernel(head)), _Targets(targets, head)
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
@@ -148,6 +158,9 @@ class _Surrogate(Function):
         trie_states: Tensor | None,
         coefficients: Tensor,
     ) -> tuple[Tensor, ...]:
+        if by_head_kernel(x, head, processing):
+            picked, entropy, *gradients = _by_head_kernel(ctx, x, weight, head, targets, coefficients)
+            return _Surrogate._unscaled(ctx, coefficients, picked, entropy, torch.zeros_like(picked), *gradients, None)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, processing, targets, trie_states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -158,8 +171,14 @@ class _Surrogate(Function):
             entropy[block] = projection.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
             if any(ctx.needs_input_grad):
                 projection.accumulate(block, where.subtract(block, logprobs), coefficients[block])
-        ctx.save_for_backward(*projection.gradients())
         picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
+        return _Surrogate._unscaled(ctx, coefficients, picked, entropy, slack, *projection.gradients())
+
+    @staticmethod
+    def _unscaled(
+        ctx: Any, coefficients: Tensor, picked: Tensor, entropy: Tensor, slack: Tensor, *gradients: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(picked, entropy, slack)
         return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
 
@@ -183,28 +202,38 @@ class _TokenLogprobs(Function):
         processing: LogitsProcessing,
         trie_states: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, processing, targets, trie_states)
-        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        entropy = torch.empty_like(picked)
-        for block in chunks:
-            logprobs = projection.logprobs(block)
-            picked[block] = where.pick(block, logprobs)
-            entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
-        entropy = summed(entropy, head.group)
-        slack = projection.slack_of(picked)
+        if by_head_kernel(x, head, processing):
+            picked, entropy, *_ = cpu_head.logprobs(x, weight, head.real, targets, None, of_x=False, of_weight=False)
+            slack = torch.zeros_like(picked)
+        else:
+            chunks, where = chunks_of(len(x), head), _Targets(targets, head)
+            projection = Projection(x, head, chunks, processing, targets, trie_states)
+            picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
+            entropy = torch.empty_like(picked)
+            for block in chunks:
+                logprobs = projection.logprobs(block)
+                picked[block] = where.pick(block, logprobs)
+                entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
+            picked, entropy, slack = (
+                summed(picked, head.group),
+                summed(entropy, head.group),
+                projection.slack_of(picked),
+            )
         ctx.mark_non_differentiable(slack)
         ctx.save_for_backward(x, weight, bias, targets, entropy, trie_states)
         ctx.head, ctx.processing = head, processing
         # most losses do not use the entropy, whose gradient costs a buffer and three passes
         ctx.set_materialize_grads(False)
-        return summed(picked, head.group), entropy, slack
+        return picked, entropy, slack
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         x, weight, bias, targets, entropy, trie_states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
+        if grads[0] is not None and grads[1] is None and by_head_kernel(x, head, ctx.processing):
+            _, _, *gradients = _by_head_kernel(ctx, x, weight, head, targets, -grads[0])
+            return *gradients, None, None, None, None, None, None
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])

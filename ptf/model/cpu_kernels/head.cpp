@@ -1,4 +1,4 @@
-// Cross-entropy of an output projection in bf16, with its gradients: the three products, in which the CPU multiplies
+// Log-probs of an output projection in bf16, with their gradients and the entropies: the three products, in which the CPU multiplies
 // bf16 and adds in fp32 (AVX512-BF16), and what lies between them, while a block of the vocabulary is in the cache.
 //
 // A first pass computes the logits of each block, and keeps their exponentials, relative to a position's largest in the
@@ -40,13 +40,14 @@ struct Head {
 
 struct Buffers {
     pair *across, *along;         // x as products along its width and along its rows read it, in panels
-    float *most, *total, *found;  // of the positions in a block [blocks, lanes] twice; the targets' logits [lanes]
+    float *most, *total, *bent;   // of the positions in a block [blocks, lanes]: largest logit, Σ eᵈ and Σ d·eᵈ, where
+    float *found;                 // d is a logit less the largest; the targets' logits [lanes]
     float *dx;                    // [lanes, width]
     bf16 *kept;                   // exponentials [tokens, lanes]
     Buffers(const Head &h, bf16 *kept, Memory &m) : kept(kept) {
         across = m.take<pair>(h.lanes() * h.width / 2), along = m.take<pair>(h.lanes() * h.width / 2);
         most = m.take<float>(h.blocks() * h.lanes()), total = m.take<float>(h.blocks() * h.lanes());
-        found = m.take<float>(h.lanes()), dx = m.take<float>(h.lanes() * h.width);
+        bent = m.take<float>(h.blocks() * h.lanes()), found = m.take<float>(h.lanes()), dx = m.take<float>(h.lanes() * h.width);
     }
 };
 
@@ -70,7 +71,7 @@ void set_across(const Head &h, pair *out) {
             out[(r / PANEL * depth + k) * PANEL + r % PANEL] = pairs(h.x + r * h.width)[k];
 }
 
-// A block's exponentials, if they are kept; and each position's largest logit, sum, and target's logit if it is here.
+// A block's exponentials, if they are kept; and each position's largest logit, sums, and target's logit if it is here.
 void exponentials(const Head &h, long block, const Buffers &b, float *logits) {
     const long depth = h.width / 2, n = h.count(block), lanes = h.lanes(), first = h.first(block);
     for (long r = 0; r < lanes; r += PANEL) {
@@ -78,33 +79,44 @@ void exponentials(const Head &h, long block, const Buffers &b, float *logits) {
                           depth);
         for (long i = r; i < r + PANEL && i < h.rows; i++)
             if (const long t = h.targets[i] - first; t >= 0 && t < n) b.found[i] = logits[t * PANEL + i - r];
-        vec high[2] = {load(logits), load(logits + WIDTH)}, added[2] = {};
+        vec high[2] = {load(logits), load(logits + WIDTH)}, added[2] = {}, bent[2] = {};
         for (long t = 1; t < n; t++)
             for (long i = 0; i < 2; i++) high[i] = larger(high[i], load(logits + t * PANEL + i * WIDTH));
         for (long t = 0; t < n; t++) {
             vec e[2];
-            for (long i = 0; i < 2; i++) added[i] += e[i] = exponential(load(logits + t * PANEL + i * WIDTH) - high[i]);
+            for (long i = 0; i < 2; i++) {
+                const vec below = load(logits + t * PANEL + i * WIDTH) - high[i];
+                added[i] += e[i] = exponential(below);
+                bent[i] += below * e[i];
+            }
             if (b.kept) _mm512_stream_si512((__m512i *)(b.kept + (first + t) * lanes + r), panel(e[0], e[1]));
         }
         for (long i = 0; i < 2; i++) {
             store(b.most + block * lanes + r + i * WIDTH, high[i]);
             store(b.total + block * lanes + r + i * WIDTH, added[i]);
+            store(b.bent + block * lanes + r + i * WIDTH, bent[i]);
         }
     }
     _mm_sfence();  // other threads may read what was streamed
 }
 
-// The targets' log-probs. `most` becomes what turns a block's exponentials into gradients.
-void normalise(const Head &h, const Buffers &b, float *logprobs) {
+// The targets' log-probs, and the entropies. `most` becomes what turns a block's exponentials into gradients.
+void normalise(const Head &h, const Buffers &b, float *logprobs, float *entropies) {
     const long lanes = h.lanes();
     for (long r = 0; r < lanes; r += WIDTH) {
-        vec most = load(b.most + r), total{};
+        vec most = load(b.most + r), total{}, bent{};
         for (long block = 1; block < h.blocks(); block++) most = larger(most, load(b.most + block * lanes + r));
-        for (long block = 0; block < h.blocks(); block++)
-            total += load(b.total + block * lanes + r) * exponential(load(b.most + block * lanes + r) - most);
+        for (long block = 0; block < h.blocks(); block++) {
+            const long at = block * lanes + r;
+            const vec below = load(b.most + at) - most, here = load(b.total + at), scale = exponential(below);
+            total += here * scale;
+            bent += (load(b.bent + at) + here * below) * scale;
+        }
         float weights[WIDTH] = {};
         for (long i = r; i < r + WIDTH && i < h.rows; i++) {
-            logprobs[i] = b.found[i] - most[i - r] - logf(total[i - r]);
+            const float log_total = logf(total[i - r]);
+            logprobs[i] = b.found[i] - most[i - r] - log_total;
+            entropies[i] = log_total - bent[i - r] / total[i - r];
             if (h.weights) weights[i - r] = h.weights[i];
         }
         const vec factor = load(weights) / total;
@@ -165,8 +177,8 @@ void of_x(const Head &h, long block, const Buffers &b, const Slot &s, long first
                          b.dx + first * h.width + i, h.width, (h.count(block) + 1) / 2);
 }
 
-void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs, bf16 *dx, float *sums, bf16 *dweight,
-             bool first, long threads) {
+void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs, float *entropies, bf16 *dx,
+             float *sums, bf16 *dweight, bool first, long threads) {
     const long lanes = h.lanes(), share = up(up(lanes, ROWS) / ROWS, threads) / threads * ROWS;
     set_across(h, b.across);
     memset(b.along, 0, sizeof(bf16) * h.width * lanes);
@@ -178,7 +190,7 @@ void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs
         for (long block = 0; block < h.blocks(); block++)
             exponentials(h, block, b, slots[omp_get_thread_num()].logits);
 #pragma omp single
-        normalise(h, b, logprobs);
+        normalise(h, b, logprobs, entropies);
         for (long from = 0; h.weights && from < h.blocks(); from += threads) {
             const long to = least(from + threads, h.blocks());
 #pragma omp for
@@ -201,14 +213,15 @@ void compute(const Head &h, const Buffers &b, const Slot *slots, float *logprobs
 
 }  // namespace
 
-// The targets' log-probs [rows] of x [rows, width] under a head of so many `tokens` [tokens, width]. With `weights`
-// [rows], the gradients of −Σ weights · log-prob as well: that of x is written to `dx`; that of the weight is added to
-// `sums`, which the `first` rows overwrite, and written to `dweight` after the last ones, without sums if the first are
-// the last. What is null is not computed. `kept` and `dweight` begin at a multiple of 64 bytes. `kept` [tokens, rows as a multiple of PANEL] is scratch. Rows are at least one, and
-// the width is a multiple of PANEL. 1 without memory.
-extern "C" int head_loss(const bf16 *x, const bf16 *weight, const int64_t *targets, const float *weights,
-                         float *logprobs, bf16 *kept, bf16 *dx, float *sums, bf16 *dweight, int64_t rows,
-                         int64_t width, int64_t tokens, int64_t first, int64_t threads) {
+// The targets' log-probs and the entropies [rows] of x [rows, width] under a head of so many `tokens` [tokens, width].
+// With `weights` [rows], the gradients of −Σ weights · log-prob as well: that of x is written to `dx`; that of the weight
+// is added to `sums`, which the `first` rows overwrite, and written to `dweight` after the last ones, without sums if the
+// first are the last. What is null is not computed. `kept` and `dweight` begin at a multiple of 64 bytes. `kept`
+// [tokens, rows as a multiple of PANEL] is scratch. Rows are at least one, and the width is a multiple of PANEL. 1
+// without memory.
+extern "C" int head_logprobs(const bf16 *x, const bf16 *weight, const int64_t *targets, const float *weights,
+                         float *logprobs, float *entropies, bf16 *kept, bf16 *dx, float *sums, bf16 *dweight,
+                         int64_t rows, int64_t width, int64_t tokens, int64_t first, int64_t threads) {
     const Head h = {x, weight, targets, weights, rows, width, tokens};
     Slot *slots = static_cast<Slot *>(malloc(sizeof(Slot) * threads));
     Memory counted, memory;
@@ -220,7 +233,7 @@ extern "C" int head_loss(const bf16 *x, const bf16 *weight, const int64_t *targe
     if (!failed) {
         const Buffers b(h, weights ? kept : nullptr, memory);
         for (long i = 0; i < threads; i++) slots[i] = Slot(h, memory);
-        compute(h, b, slots, logprobs, dx, sums, dweight, first, threads);
+        compute(h, b, slots, logprobs, entropies, dx, sums, dweight, first, threads);
     }
     free(slots), free(place);
     return failed;

@@ -1,4 +1,4 @@
-"""The loss of a head and the gradients of projections in bf16, with ptf's own products, against float64."""
+"""The log-probs of a head and the gradients of projections in bf16, with ptf's own products, against float64."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ptf.model import chunked
-from ptf.model.chunked import cross_entropy
+from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.cpu_kernels import head as cpu_head
 from ptf.model.cpu_kernels.layers import linear
 from ptf.model.cpu_kernels.library import library
 from ptf.model.head import Head
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 ROUNDED = 1.02 * 2**-8  # of a number, by rounding it to bf16 and in fp32 before that
 
@@ -32,12 +33,14 @@ def drawn(*shape: int, size: float = 1.0) -> Tensor:
 
 
 class Exact:
-    """The log-probs and gradients of −Σ weights · log-prob in float64, and what rounding may change each by."""
+    """The log-probs, entropies and gradients of −Σ weights · log-prob in float64, and what rounding may change each
+    by."""
 
     def __init__(self, x: Tensor, weight: Tensor, real: int, targets: Tensor, weights: Tensor) -> None:
         x, weight, weights = x.double(), weight[:real].double(), weights.double()
         logits = x @ weight.T
         self.logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        self.entropies = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         hit = torch.nn.functional.one_hot(targets, real) * weights[:, None]
         grad = logits.log_softmax(-1).exp() * weights[:, None] - hit
         self.dx, self.dweight = grad @ weight, grad.T @ x
@@ -48,10 +51,8 @@ class Exact:
         self.of_dweight = of_grad.T @ x.abs() + ROUNDED * self.dweight.abs() + 1e-30
 
 
-def computed(
-    x: Tensor, weight: Tensor, real: int, targets: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return cpu_head.cross_entropy(x, weight, real, targets, weights, of_x=True, of_weight=True)
+def computed(x: Tensor, weight: Tensor, real: int, targets: Tensor, weights: Tensor) -> cpu_head.HeadLogprobs:
+    return cpu_head.logprobs(x, weight, real, targets, weights, of_x=True, of_weight=True)
 
 
 @settings(deadline=None, max_examples=60)
@@ -71,29 +72,33 @@ def test_losses_and_gradients_are_those_of_float64(rows, width, real, padding, s
     targets, weights = torch.randint(0, real, (rows,), generator=g), torch.rand(rows, generator=g) * 2 - 0.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_head, "ROWS", chunk)
-        found, dx, dweight = computed(x, weight, real, targets, weights)
-        alone = cpu_head.cross_entropy(x, weight, real, targets, weights, of_x=False, of_weight=False)
+        found, entropies, dx, dweight = computed(x, weight, real, targets, weights)
+        alone = cpu_head.logprobs(x, weight, real, targets, None, of_x=False, of_weight=False)
     exact = Exact(x, weight, real, targets, weights)
     torch.testing.assert_close(found.double(), exact.logprobs, atol=exact.of_logprobs, rtol=1e-6)
+    torch.testing.assert_close(entropies.double(), exact.entropies, atol=10 * exact.of_logprobs, rtol=1e-6)
     assert dx is not None
     assert dweight is not None
     assert ((dx.double() - exact.dx).abs() <= exact.of_dx).all()
     assert ((dweight[:real].double() - exact.dweight).abs() <= exact.of_dweight).all()
     assert not dweight[real:].any(), "padding has no gradient"
-    assert torch.equal(alone[0], found)
-    assert alone[1:] == (None, None)
+    assert torch.equal(alone.logprobs, found)
+    assert torch.equal(alone.entropies, entropies)
+    assert alone[2:] == (None, None)
 
 
 def test_a_wrong_target_a_weight_and_padding_that_counts_are_seen() -> None:
     x, weight, targets, weights = drawn(40, 64), drawn(300, 64), torch.arange(40), torch.ones(40)
     exact = Exact(x, weight, 299, targets, weights)
     for real, at, of in ((299, targets + 1, weights), (299, targets, weights * 1.1), (300, targets, weights)):
-        found, dx, dweight = computed(x, weight, real, at, of)
+        found, entropies, dx, dweight = computed(x, weight, real, at, of)
         assert dx is not None
         assert dweight is not None
         assert not ((dx.double() - exact.dx).abs() <= exact.of_dx).all()
         assert not ((dweight[:299].double() - exact.dweight).abs() <= exact.of_dweight).all()
-        assert torch.equal(found, computed(x, weight, 299, targets, weights)[0]) == (of is not weights)
+        assert torch.equal(found, computed(x, weight, 299, targets, weights).logprobs) == (of is not weights)
+        torch.testing.assert_close(entropies.double(), exact.entropies, atol=1e-4 if real == 299 else 1, rtol=0)
+        assert (real == 299) == bool(((entropies - exact.entropies).abs() < 1e-4).all())
 
 
 @pytest.mark.parametrize("rows", [1536, 40])
@@ -107,9 +112,9 @@ def test_bits_do_not_depend_on_threads_or_on_what_is_asked_for(rows: int, monkey
     for other in found[1:]:
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     for of_x in (True, False):
-        part = cpu_head.cross_entropy(x, weight, 1090, targets, weights, of_x=of_x, of_weight=not of_x)
-        assert (part[1] is None, part[2] is None) == (not of_x, of_x)
-        kept, all_of_it = (part[1], found[0][1]) if of_x else (part[2], found[0][2])
+        part = cpu_head.logprobs(x, weight, 1090, targets, weights, of_x=of_x, of_weight=not of_x)
+        assert (part.of_x is None, part.of_weight is None) == (not of_x, of_x)
+        kept, all_of_it = (part.of_x, found[0].of_x) if of_x else (part.of_weight, found[0].of_weight)
         assert kept is not None
         assert all_of_it is not None
         assert torch.equal(kept, all_of_it)
@@ -117,15 +122,17 @@ def test_bits_do_not_depend_on_threads_or_on_what_is_asked_for(rows: int, monkey
 
 def test_large_logits_and_a_nan() -> None:
     x, weight, targets, weights = drawn(40, 64, size=100.0), drawn(600, 64), torch.arange(40), torch.ones(40)
-    found, dx, _ = computed(x, weight, 600, targets, weights)
+    found, entropies, dx, _ = computed(x, weight, 600, targets, weights)
     exact = Exact(x, weight, 600, targets, weights)
     torch.testing.assert_close(found.double(), exact.logprobs, atol=1e-2, rtol=1e-5)
+    torch.testing.assert_close(entropies.double(), exact.entropies, atol=1e-2, rtol=1e-5)
     assert dx is not None
     assert dx.isfinite().all()
     x[3, 5] = float("nan")
-    found, dx, dweight = computed(x, weight, 600, targets, weights)
+    found, entropies, dx, dweight = computed(x, weight, 600, targets, weights)
     assert dx is not None
     assert dweight is not None
+    assert entropies.isnan().nonzero().flatten().tolist() == [3]
     assert found.isnan().nonzero().flatten().tolist() == [3] == dx.isnan().any(1).nonzero().flatten().tolist()
     assert dweight.isnan().any(1).all()
 
@@ -135,8 +142,8 @@ def test_a_target_that_is_no_token_raises_and_no_rows_have_no_gradient() -> None
     for targets in ([0, 40], [-100, 0]):
         with pytest.raises(IndexError, match="a target is not among the 40 columns"):
             computed(x, weight, 40, torch.tensor(targets), torch.ones(2))
-    found, dx, dweight = computed(x[:0], weight, 40, torch.zeros(0, dtype=torch.long), torch.ones(0))
-    assert len(found) == 0
+    found, entropies, dx, dweight = computed(x[:0], weight, 40, torch.zeros(0, dtype=torch.long), torch.ones(0))
+    assert len(found) == len(entropies) == 0
     assert dx is not None
     assert dx.shape == (0, 32)
     assert dweight is not None
@@ -144,21 +151,47 @@ def test_a_target_that_is_no_token_raises_and_no_rows_have_no_gradient() -> None
     assert not dweight.any()
 
 
-@pytest.mark.parametrize(("width", "taken"), [(64, True), (48, False)])
-def test_the_loss_takes_the_kernel(width: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, compute = [], cpu_head.cross_entropy
-    monkeypatch.setattr(
-        chunked.cpu_head, "cross_entropy", lambda x, *a, **k: calls.append(len(x)) or compute(x, *a, **k)
-    )
-    x, weight = drawn(1, 23, width).requires_grad_(), drawn(50, width).requires_grad_()
+def losses_of(x: Tensor, head: Head, processing: LogitsProcessing) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Each function's loss, whose gradient is tested, and its values."""
     targets, weights = torch.arange(23)[None], torch.linspace(0, 1, 23)[None]
+    coefficients = torch.linspace(-1, 1, 23)[None]
+    if processing == NO_LOGITS_PROCESSING:
+        yield cross_entropy(x, head, targets, weights), ()
+    loss, values = surrogate(x, head, targets, weights, coefficients, processing)
+    yield loss, values
+    values = token_logprobs(x, head, targets, weights, processing)
+    yield (values.logprobs * coefficients).sum(), values
+
+
+@pytest.mark.parametrize(("width", "temperature", "calls"), [(64, 1.0, [22] * 4), (48, 1.0, []), (64, 0.7, [])])
+def test_losses_take_the_kernel(
+    width: int, temperature: float, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, compute = [], cpu_head.logprobs
+    monkeypatch.setattr(chunked.cpu_head, "logprobs", lambda x, *a, **k: made.append(len(x)) or compute(x, *a, **k))
+    x, weight = drawn(1, 23, width).requires_grad_(), drawn(50, width).requires_grad_()
     found = []
     for kernels in (True, False):
-        loss = cross_entropy(x, Head(weight, 47, cpu_kernels=kernels), targets, weights)
-        found.append([loss.detach(), *torch.autograd.grad(loss * 3, (x, weight))])
+        head = Head(weight, 47, cpu_kernels=kernels)
+        for loss, values in losses_of(x, head, LogitsProcessing(temperature)):
+            found.append([loss.detach(), *torch.autograd.grad(loss * 3, (x, weight)), *values])
+    half = len(found) // 2
+    for mine, theirs in zip(found[:half], found[half:], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=0.15, rtol=2e-2)
+            assert not a.any() or a.ndim == 0 or not torch.allclose(a, b.roll(1, -1), atol=0.15, rtol=2e-2)
+    assert made == calls, "with the kernels, of the positions whose weight is not 0; log-probs again for the gradient"
+
+
+def test_the_gradient_of_an_entropy_does_not_take_the_kernel() -> None:
+    x, weight = drawn(1, 23, 64).requires_grad_(), drawn(50, 64, size=0.2).requires_grad_()
+    found = []
+    for kernels in (True, False):
+        values = token_logprobs(x, Head(weight, 47, cpu_kernels=kernels), torch.arange(23)[None], torch.ones(1, 23))
+        found.append(torch.autograd.grad((values.entropy + values.logprobs).sum(), (x, weight)))
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=0.15, rtol=2e-2)
-    assert calls == ([22] if taken else []), "once, with the kernels, where the weight is not 0"
+        assert mine.any()
+        torch.testing.assert_close(mine, theirs, atol=0.05, rtol=2e-2)
 
 
 @settings(deadline=None, max_examples=40)
