@@ -5,7 +5,7 @@ installed: attention by flash_attn 4 or 2, gates by liger_kernel, the rule of li
 They compute what PyTorch's functions do, up to rounding (tests/gpu/test_fused.py and tests/model/cpu_kernels compare
 them). Left out: Liger's norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which
 writes into queries and keys that the backward pass may have saved; its losses, which know no weights of tokens.
-Generation keeps ptf's attention.
+ptf's native engine generates with those for CPUs, and keeps its attention on a GPU.
 """
 
 import functools

@@ -61,7 +61,7 @@ class Library:
         """Whether it has products of bf16: of a head (head.cpp), and of a weight's gradient (products.cpp)."""
         narrow = "attention, heads and weights' gradients" if self.multiplies_pairs else "attention"
         of_pairs = f", products of bf16 in {narrow}" if self._functions.multiplies_bf16() else ""
-        self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits{of_pairs}"
+        self.version = f"{self._functions.compiler().decode()}, {32 * self.width} bits, attention over caches{of_pairs}"
 
     def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call a function on contiguous tensors; an int is an int64, and a float a float of C. Raises MemoryError."""

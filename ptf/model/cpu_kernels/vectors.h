@@ -187,6 +187,7 @@ void columns(long rows, const T *a, long am, long ak, const T *b, long ldb, floa
     long m = 0;
     for (; m + ROWS <= rows; m += ROWS) tile<ROWS, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
     for (; m + 4 <= rows; m += 4) tile<4, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
+    for (; m + 2 <= rows; m += 2) tile<2, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
     for (; m < rows; m++) tile<1, N, ADD>(a + m * am, am, ak, b, ldb, c + m * ldc, ldc, depth);
 }
 

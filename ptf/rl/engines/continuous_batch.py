@@ -70,15 +70,16 @@ class ContinuousBatch:
         prefill: Callable[[Sequence[np.ndarray], Callable[[Tensor, Tensor], Attend]], Tensor],
         decode: Callable[[Tensor, Tensor, Attend], Tensor],
         most: int,
+        kernels: bool = False,
     ) -> None:
-        self.config, self.device, self.dtype, self.most = config, device, dtype, most
+        self.config, self.device, self.dtype, self.most, self.kernels = config, device, dtype, most, kernels
         self.prefill, self.decode = prefill, decode
         self.waiting: list[ResponseInProgress] = []
         self.responses: list[ResponseInProgress] = []  # by slot
         self._empty()
 
     def _empty(self) -> None:
-        self.cache = SlotCache(self.config, self.device, self.dtype)
+        self.cache = SlotCache(self.config, self.device, self.dtype, self.kernels)
         self.logits: Tensor | None = None  # of each response's next token, [responses, V]
         self._arrange()
 

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
+from ptf.model.cpu_kernels import layers as cpu_layers
+from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.head import Head
@@ -45,7 +48,10 @@ PREFILL_TOKENS = 8192  # of contexts that are computed in one pass on a GPU
 
 
 class NativeEngine:
-    """RolloutEngine on ptf's own Decoder."""
+    """RolloutEngine on ptf's own Decoder.
+
+    `kernels` are the packages that it computes with (ptf.model.fused), of which it has a use for ptf's on a CPU.
+    """
 
     name = "native"
 
@@ -62,9 +68,13 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         seed: int = 0,
         offload_file: Path | None = None,
+        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.model, self.family = self.load_model(Path(directory), device, dtype, factory, seed)
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
+        self.kernels = CPU_KERNELS in kernels
+        if self.kernels:
+            cpu_layers.use(self.model)
         # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
         self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
         self.offloaded = OffloadedTensors(offload_file)
@@ -77,7 +87,9 @@ class NativeEngine:
         # attention over a cache is computed in fp32
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.continuous = (
-            ContinuousBatch(self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch)
+            ContinuousBatch(
+                self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch, self.kernels
+            )
             if continuous
             else None
         )
@@ -174,7 +186,7 @@ class NativeEngine:
         index = {key: i for i, key in enumerate(contexts)}
         limits = np.array([r.sampling.max_new_tokens for r in requests])
         lengths_of = [len(context) for context in contexts.values()]
-        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype)
+        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype, self.kernels)
         logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)

@@ -19,9 +19,11 @@ def directory(tmp_path_factory):
     return checkpoint(tmp_path_factory.mktemp("engine") / "m")
 
 
-@pytest.fixture
-def engine(directory):
-    return NativeEngine(str(directory), device=torch.device("cpu"), dtype=torch.float32, version=3)
+@pytest.fixture(params=[{}, {"cpu_kernels": ""}], ids=["torch", "kernels"])
+def engine(directory, request):
+    return NativeEngine(
+        str(directory), device=torch.device("cpu"), dtype=torch.float32, version=3, kernels=request.param
+    )
 
 
 def contexts(n: int, seed: int = 0) -> list[np.ndarray]:
