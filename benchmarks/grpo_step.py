@@ -49,6 +49,7 @@ PAGES = {"page_size": 32, "num_blocks": 512}  # of a cache for 16 requests of 57
 GENERATION: dict[str, dict[str, Any]] = {
     "static cache": {"cache": "static"},
     "eager attention": {"attention": "eager"},
+    "static cache, eager attention": {"cache": "static", "attention": "eager"},
     "continuous batching": {"continuous": {}},
     "continuous batching of 16": {"continuous": {"max_requests_per_batch": 16, **PAGES}},
     "continuous batching of 8": {"continuous": {"max_requests_per_batch": 8, **PAGES}},

@@ -99,7 +99,8 @@ class ContinuousBatch:
             return []
         rows = np.arange(len(self.responses))
         numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.responses])).to(self.device)
-        tokens, chosen = draw(self.allowed.restrict(self.logits, rows), self.temperature, self.top_p, numbers)
+        left = self.allowed.restrict(self.logits, rows)
+        tokens, chosen = draw(left, self.temperature, self.top_p, numbers, self.kernels)
         self.allowed.follow(rows, tokens)
         for response, token, logprob in zip(self.responses, tokens.tolist(), chosen.tolist(), strict=True):
             response.sampled.append(token)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.trie import TrieCursor
+from ptf.model.cpu_kernels.library import run, takes
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engines.protocol import Request, edges_of
 
@@ -53,12 +54,20 @@ class TrieStates:
                     walk.follow(token)
 
 
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sample one token for each row of logits, [n, V], by inverse transform of `draws` in [0, 1).
 
-    Temperature 0 takes the likeliest token. Returns tokens [n] and their log-probs [n].
+    Temperature 0 takes the likeliest token. With `kernels`, ptf's kernel for CPUs draws where no row is greedy or
+    restricted to a nucleus. Returns tokens [n] and their log-probs [n].
     """
     greedy = temperature == 0
+    if kernels and takes(logits) and not greedy.any() and not (top_p < 1).any():
+        tokens, chosen = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        given = logits.contiguous(), temperature.float().contiguous(), draws.double().contiguous()
+        run("draw", *given, tokens, chosen, *logits.shape)
+        return tokens, chosen
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     if (top_p < 1).any():
         nucleus(logprobs, top_p)

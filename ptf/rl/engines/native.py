@@ -223,7 +223,8 @@ class NativeEngine:
         live = np.arange(n)  # the request that each row of the cache belongs to
         for turn in range(int(limits.max())):
             rows = torch.from_numpy(live).to(self.device)
-            tokens, chosen = draw(allowed.restrict(logits, live), temperature[rows], top_p[rows], draws[rows, turn])
+            left = allowed.restrict(logits, live)
+            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.kernels)
             allowed.follow(live, tokens)
             for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
                 sampled[i].append(token)
