@@ -88,6 +88,15 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
     return found
 
 
+def generation_kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
+    """Return the packages of `train.fused` that the native engine uses: on a CPU ptf's own, if the setting has them.
+
+    Raises UserError where they are asked for by name and cannot be used.
+    """
+    asked: Setting = setting if setting == "auto" else [CPU_KERNELS for package in setting if package == CPU_KERNELS]
+    return kernels(asked, device, precision) if device.type == "cpu" else {}
+
+
 def why_not(package: Package, device: torch.device, precision: str) -> str | None:
     """Return why a package cannot be used on a device, or None if it can."""
     if package == CPU_KERNELS:

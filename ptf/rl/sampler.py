@@ -23,7 +23,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.model.fused import kernels
+from ptf.model.fused import generation_kernels
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, summed_broadcast, unreplayable_broadcast
 from ptf.rl.engines.generation_checks import answered
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
@@ -264,7 +264,6 @@ def make_engine(
         from ptf.rl.engines.hf_native import HFNativeEngine
         from ptf.rl.engines.native import PREFILL_TOKENS, NativeEngine
 
-        setting = options.get("fused", ())
         foreign = "spec" in options and options["spec"].backend == "hf"
         factory = layer_factory_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
         offload_file = own_file(options.get("offload_path"), world.rank)
@@ -276,7 +275,7 @@ def make_engine(
             factory=factory,
             seed=seed,
             offload_file=offload_file,
-            kernels=kernels(setting, world.device, precision) if setting and not foreign else {},
+            kernels={} if foreign else generation_kernels(options.get("fused", ()), world.device, precision),
             continuous=bool(options.get("continuous")),
             prefill_tokens=max(PREFILL_TOKENS, max_length) if world.device.type == "cuda" else None,
         )

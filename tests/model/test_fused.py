@@ -279,6 +279,21 @@ def test_what_cannot_be_used_is_refused_if_it_is_asked_for(package, device, prec
         kernels([package], device, precision)
 
 
+@pytest.mark.parametrize(
+    ("setting", "device", "found"),
+    [
+        ("auto", "cpu", {"cpu_kernels"}),
+        (["cpu_kernels"], "cpu", {"cpu_kernels"}),
+        (["cpu_kernels", "fla"], "cpu", {"cpu_kernels"}),
+        (["flash_attn_4"], "cpu", set()),
+        ([], "cpu", set()),
+        ("auto", "cuda", set()),
+    ],
+)
+def test_what_the_native_engine_uses(setting, device, found) -> None:
+    assert fused.generation_kernels(setting, torch.device(device), "bf16").keys() == found
+
+
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(UserError, match=r"flash_attn 2\.8\.4 is installed and cannot be imported"):
