@@ -231,11 +231,13 @@ class _TokenLogprobs(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         x, weight, bias, targets, entropy, trie_states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
-        if grads[0] is not None and grads[1] is None and by_head_kernel(x, head, ctx.processing):
+        by_kernel = by_head_kernel(x, head, ctx.processing)
+        if grads[0] is not None and grads[1] is None and by_kernel:
             _, _, *gradients = _by_head_kernel(ctx, x, weight, head, targets, -grads[0])
-            return *gradients, None, None, None, None, None, None
+            return *gradients, None, None, None, None, None
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
+        entropy = entropy.clone() if by_kernel else entropy
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else projection.new_block()
         for block in chunks:
@@ -245,6 +247,8 @@ class _TokenLogprobs(Function):
                     block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), of_logprobs[block]
                 )
                 continue
+            if by_kernel:  # the entropy of these logits, which it did not round
+                entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
             p = projection.probabilities(logprobs, out=spare[: len(logprobs)])
             bent = logprobs.add_(entropy[block, None]).mul_(p).mul_(of_entropy[block, None])  # ∂H/∂z = −p (log p + H)
             bent += where.subtract(block, p).mul_(of_logprobs[block, None])

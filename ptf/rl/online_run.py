@@ -24,6 +24,7 @@ from ptf.data.trie import Trie
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
 from ptf.model import bridge
+from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, OnlineRecipe, Recipe
@@ -121,7 +122,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
-        made_with["packages"] |= policy.call("kernels")
+        made_with["packages"] |= (packages := policy.call("kernels"))
+        rollout.call("require_kernels", packages.get(CPU_KERNELS))
         _print_engine(rollout_config, rollout)
         controller = Controller(
             job,

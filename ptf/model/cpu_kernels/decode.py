@@ -23,7 +23,7 @@ def attention(layer: Attention, q: Tensor, contexts: Cached | None, own: Cached,
     empty.
     """
     (n, heads, size), (keys, values) = q.shape, own
-    out = torch.empty(n, heads, values.shape[-1])
+    out = torch.empty(n, heads, values.shape[-1], dtype=torch.float32, device="cpu")
     before = (None, None) if contexts is None else (t.contiguous() for t in contexts)
     sinks = None if layer.sinks is None else layer.sinks.detach().float().contiguous()
     shape = keys.shape[1], size, values.shape[-1], 0 if contexts is None else contexts[0].shape[2], keys.shape[2]

@@ -78,7 +78,7 @@ def gate(
 ) -> Tensor:
     """Compute `ptf.model.layers.gated`."""
     plain = activate is F.silu and x.shape == up.shape and takes(x, up)
-    if not plain or x.numel() % library().width:
+    if not plain or x.shape[-1] % library().width:
         return otherwise(activate, x, up)
     return _Gate.apply(x, up)
 

@@ -59,14 +59,16 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row of logits, [n, V], by inverse transform of `draws` in [0, 1).
 
-    Temperature 0 takes the likeliest token. With `kernels`, ptf's kernel for CPUs draws where no row is greedy or
-    restricted to a nucleus. Returns tokens [n] and their log-probs [n].
+    Temperature 0 takes the likeliest token. With `kernels`, ptf's kernel for CPUs draws for the rows that are neither
+    greedy nor restricted to a nucleus. Returns tokens [n] and their log-probs [n].
     """
     greedy = temperature == 0
-    if kernels and takes(logits) and not greedy.any() and not (top_p < 1).any():
-        tokens, chosen = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-        given = logits.contiguous(), temperature.float().contiguous(), draws.double().contiguous()
-        run("draw", *given, tokens, chosen, *logits.shape)
+    if kernels and takes(logits):
+        plain = ~greedy & (top_p >= 1)
+        if plain.all():
+            return _drawn_by_kernel(logits, temperature, draws)
+        tokens, chosen = draw(logits, temperature, top_p, draws)
+        tokens[plain], chosen[plain] = _drawn_by_kernel(logits[plain], temperature[plain], draws[plain])
         return tokens, chosen
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     if (top_p < 1).any():
@@ -79,3 +81,12 @@ def draw(
     )
     tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _drawn_by_kernel(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens [n] and their log-probs of logits [n, V] on a CPU, with temperatures above 0."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
+    chosen = torch.empty(len(logits), dtype=torch.float32, device="cpu")
+    given = logits.contiguous(), temperature.float().contiguous(), draws.double().contiguous()
+    run("draw", *given, tokens, chosen, *logits.shape)
+    return tokens, chosen

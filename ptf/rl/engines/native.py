@@ -72,8 +72,8 @@ class NativeEngine:
     ) -> None:
         self.model, self.family = self.load_model(Path(directory), device, dtype, factory, seed)
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
-        self.kernels = CPU_KERNELS in kernels
-        if self.kernels:
+        self.kernels, self.by_kernels = kernels, CPU_KERNELS in kernels
+        if self.by_kernels:
             cpu_layers.use(self.model)
         # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
         self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
@@ -88,7 +88,7 @@ class NativeEngine:
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.continuous = (
             ContinuousBatch(
-                self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch, self.kernels
+                self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch, self.by_kernels
             )
             if continuous
             else None
@@ -186,7 +186,7 @@ class NativeEngine:
         index = {key: i for i, key in enumerate(contexts)}
         limits = np.array([r.sampling.max_new_tokens for r in requests])
         lengths_of = [len(context) for context in contexts.values()]
-        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype, self.kernels)
+        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype, self.by_kernels)
         logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)
@@ -224,7 +224,7 @@ class NativeEngine:
         for turn in range(int(limits.max())):
             rows = torch.from_numpy(live).to(self.device)
             left = allowed.restrict(logits, live)
-            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.kernels)
+            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.by_kernels)
             allowed.follow(live, tokens)
             for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
                 sampled[i].append(token)

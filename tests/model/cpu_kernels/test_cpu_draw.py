@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ptf.model.sampling import NEVER
+from ptf.rl.engines import drawing
 from ptf.rl.engines.drawing import draw
 
 
@@ -38,6 +39,8 @@ def test_a_draw_lies_in_its_tokens_part(rows, columns, never, size, bf16, seed) 
     draws[0] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)[seed % 2]
     tokens, logprobs = draw(logits, temperature, ones, draws, kernels=True)
     assert apart(logits, temperature, draws, tokens) < 1e-6
+    alone = draw(logits[-1:], temperature[-1:], ones[-1:], draws[-1:], kernels=True)
+    assert (int(alone[0]), float(alone[1])) == (int(tokens[-1]), float(logprobs[-1])), "nor on other rows"
     exact = (logits.double() / temperature.double()[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), exact, atol=2e-5, rtol=1e-6)
     draws.clamp_(max=0.999)
@@ -56,10 +59,34 @@ def test_other_draws_and_temperatures_are_other_tokens() -> None:
     assert not torch.allclose(logprobs, logits.gather(1, tokens[:, None])[:, 0], atol=0.1)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 0.5)])
-def test_greedy_and_nucleus_draws_are_torch_s(temperature: float, top_p: float) -> None:
+def test_greedy_and_nucleus_rows_are_torch_s_and_the_others_the_kernel_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, compute = list[int](), drawing.run
+    monkeypatch.setattr(
+        drawing, "run", lambda name, logits, *more: rows.append(len(logits)) or compute(name, logits, *more)
+    )
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    settings_of_rows = torch.full((8,), temperature), torch.full((8,), top_p)
+    temperature, top_p = torch.tensor([0.0, 1.0] * 4), torch.tensor([1.0, 1.0, 0.5, 0.5] * 2)
     draws = torch.linspace(0, 0.99, 8, dtype=torch.float64)
-    found = [draw(logits, *settings_of_rows, draws, kernels=kernels) for kernels in (True, False)]
+    plain = (temperature > 0) & (top_p == 1)
+    mixed = draw(logits, temperature, top_p, draws, kernels=True)
+    theirs = draw(logits, temperature, top_p, draws)
+    assert rows == [2]
+    for mine, other, alone in zip(
+        mixed, theirs, draw(logits, temperature.clamp(min=1), top_p * 0 + 1, draws, True), strict=True
+    ):
+        assert torch.equal(mine[~plain], other[~plain])
+        assert torch.equal(mine[plain], alone[plain])
+    assert rows == [2, 8]
+
+
+def test_draws_do_not_depend_on_threads() -> None:
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    ones, draws, before = torch.ones(20), torch.linspace(0, 0.99, 20, dtype=torch.float64), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(draw(logits, ones, ones, draws, kernels=True))
+    finally:
+        torch.set_num_threads(before)
     assert all(map(torch.equal, *found))

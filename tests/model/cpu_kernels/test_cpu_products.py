@@ -183,15 +183,28 @@ def test_losses_take_the_kernel(
     assert made == calls, "with the kernels, of the positions whose weight is not 0; log-probs again for the gradient"
 
 
-def test_the_gradient_of_an_entropy_does_not_take_the_kernel() -> None:
-    x, weight = drawn(1, 23, 64).requires_grad_(), drawn(50, 64, size=0.2).requires_grad_()
+@pytest.mark.parametrize("size", [0.2, 3.0])
+def test_the_gradient_of_an_entropy_does_not_take_the_kernel(size: float) -> None:
+    x, weight = drawn(1, 23, 64).requires_grad_(), drawn(50, 64, size=size).requires_grad_()
     found = []
     for kernels in (True, False):
         values = token_logprobs(x, Head(weight, 47, cpu_kernels=kernels), torch.arange(23)[None], torch.ones(1, 23))
         found.append(torch.autograd.grad((values.entropy + values.logprobs).sum(), (x, weight)))
     for mine, theirs in zip(*found, strict=True):
         assert mine.any()
-        torch.testing.assert_close(mine, theirs, atol=0.05, rtol=2e-2)
+        assert torch.equal(mine, theirs), "all of it is computed from the logits that PyTorch computes"
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+def test_a_gradient_of_one_input_is_the_same_as_with_the_others(of_x: bool) -> None:
+    x, weight = drawn(1, 23, 64), drawn(50, 64)
+    found = []
+    for wanted in ((True, True), (of_x, not of_x)):
+        inputs = [t.clone().requires_grad_(wants) for t, wants in zip((x, weight), wanted, strict=True)]
+        for loss, _ in losses_of(inputs[0], Head(inputs[1], 47, cpu_kernels=True), NO_LOGITS_PROCESSING):
+            found.append(torch.autograd.grad(loss, inputs[0 if of_x else 1])[0])
+    assert len(found) == 6
+    assert all(map(torch.equal, found[:3], found[3:]))
 
 
 @settings(deadline=None, max_examples=40)

@@ -21,9 +21,13 @@ from tests.model.test_attention import model_from, model_of
 NEW = 7
 
 
+WIDE = {"deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}}
+
+
 def wide_model_of(model_type: str) -> Decoder:
     """A model whose heads fill registers."""
-    return model_from(family_of({"model_type": model_type}).random_config(random.Random(0)) | {"head_dim": 32})
+    config = family_of({"model_type": model_type}).random_config(random.Random(0))
+    return model_from(config | WIDE.get(model_type, {"head_dim": 32}))
 
 
 def packed(rows: list[np.ndarray]) -> Batch:
@@ -81,7 +85,7 @@ def test_that_of_another_is_seen(kernels: bool) -> None:
     assert furthest(model_of("qwen3"), swapped=True, kernels=kernels) > 1e-2
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
 def test_the_kernel_attends_where_it_can(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, compute = set[int](), decode.attention
     monkeypatch.setattr(decode, "attention", lambda layer, *more: layers.add(layer.layer) or compute(layer, *more))

@@ -1,12 +1,14 @@
 """Generation with our own decoder against transformers, and the properties that the RL loop relies on."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ptf.model.fused import generation_kernels
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from tests.tiny import checkpoint
@@ -19,10 +21,16 @@ def directory(tmp_path_factory):
     return checkpoint(tmp_path_factory.mktemp("engine") / "m")
 
 
-@pytest.fixture(params=[{}, {"cpu_kernels": ""}], ids=["torch", "kernels"])
+@pytest.fixture(params=["torch", "kernels", "kernels, continuous"])
 def engine(directory, request):
+    cpu = torch.device("cpu")
     return NativeEngine(
-        str(directory), device=torch.device("cpu"), dtype=torch.float32, version=3, kernels=request.param
+        str(directory),
+        device=cpu,
+        dtype=torch.float32,
+        version=3,
+        kernels=generation_kernels("auto" if "kernels" in request.param else (), cpu, "fp32"),
+        continuous="continuous" in request.param,
     )
 
 
@@ -60,6 +68,8 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(directory, engine):
 
 def test_an_answer_does_not_depend_on_its_batch(engine):
     requests = ask(contexts(12) + contexts(2))  # the last two contexts stand twice
+    requests[3] = replace(requests[3], sampling=replace(requests[3].sampling, temperature=0.0))
+    requests[5] = replace(requests[5], sampling=replace(requests[5].sampling, top_p=0.8))
     together = generate_all(engine, requests, 60)
     backwards = generate_all(engine, requests[::-1], 60)[::-1]
     alone = [generate_all(engine, [r], 60)[0] for r in requests]
@@ -90,7 +100,7 @@ def test_scores_equal_transformers(directory, engine):
 
 
 def test_an_error_reaches_everyone_who_waits_and_a_deadline_holds(engine, monkeypatch):
-    monkeypatch.setattr(engine, "answer", lambda requests: 1 / 0)
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate_all(engine, ask(contexts(3)), 60)
 

@@ -62,7 +62,7 @@ def test_new_tokens_attend_to_their_own_context(model_type: str, kernels: bool) 
     assert furthest(model_of(model_type), kernels=kernels) <= 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
 def test_the_kernel_attends_where_it_can(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layers, compute = wide_model_of(model_type), set[int](), decode.attention
     monkeypatch.setattr(decode, "attention", lambda layer, *more: layers.add(layer.layer) or compute(layer, *more))
