@@ -2,7 +2,8 @@
 over sampled tokens.
 
 The trainer and the native engine call the same functions, so the trainer's log-probs are those of the distribution
-that was sampled from; vLLM has code of its own for it. First, tokens that are not allowed are excluded; then the
+that was sampled from, except for rounding (in bf16 the engine rounds logits, and the trainer on some devices does not);
+vLLM has code of its own for it. First, tokens that are not allowed are excluded; then the
 temperature is applied; then the distribution is restricted to the nucleus, the most likely tokens that together have
 probability `top_p` (Holtzman et al. 2020).
 """
