@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ptf.model.fused import generation_kernels
 from ptf.rl.engines.native import NativeEngine
 from tests.reliability.fallible import Counted, befall
 
@@ -23,8 +24,14 @@ class Engine(NativeEngine):
         fault: str,
         at: int,
     ) -> None:
+        where = torch.device(device)
         super().__init__(
-            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed
+            directory,
+            device=where,
+            dtype=getattr(torch, dtype),
+            version=version,
+            seed=seed,
+            kernels=generation_kernels("auto", where, "fp32"),  # as the native engine of the undisturbed run
         )
         self.fault, self.counted = fault, Counted(place, at, lasts=False)
 
