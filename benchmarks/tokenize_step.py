@@ -1,5 +1,5 @@
-"""The tokenize step beside Dataset.map over apply_chat_template, in one interleaved run: real tokens a CPU-second, and
-a second in 1 and 2 processes.
+"""The tokenize step beside Dataset.map over apply_chat_template, from a file of JSON lines to a file of ids, in one
+interleaved run: real tokens a CPU-second, and a second in 1 and 2 processes.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/tokenize_step.py [--rows 8000] [--rounds 3]
@@ -7,7 +7,8 @@ a second in 1 and 2 processes.
 Two sets of PTF_DATA: GSM8K (one turn) and OpenAssistant (several), shuffled: ptf encodes what a row shares with the
 row before it once, and OpenAssistant's file has the paths of one tree together. ptf renders each assistant turn as a
 server would, verifies its span, and writes ids and loss weights; the peer renders each conversation once and keeps ids
-alone, so it does less. Also: the same texts encoded in batches and one by one.
+alone, so it does less. Both read the file within the time; the peer's time without it stands beside. Also: the same
+texts encoded in batches and one by one.
 Prints a JSON line a round and writes results/tokenize.md.
 """
 
@@ -146,31 +147,44 @@ def spread(values: list[float], form: str = ",.0f") -> str:
     return f"{median(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
+def shares(ours: list[float], theirs: list[float]) -> list[float]:
+    """Ours as a share of theirs, round by round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
 def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], asked: argparse.Namespace) -> None:
-    lines, batches = [], []
+    lines, batches, ratios = [], [], []
     for name in sets:
+        rates = {system: [r["tokens"] / r["cpu_s"] for r in found[name, system]] for system in SYSTEMS}
+        mapped = [r["tokens"] / r["map_cpu_s"] for r in found[name, "peer"]]
+        ratios.append(
+            f"| {name} | {spread(shares(rates['ptf'], rates['peer']), '.2f')} "
+            f"| {spread(shares(rates['ptf'], mapped), '.2f')} |"
+        )
         for system in SYSTEMS:
             rounds = found[name, system]
-            rate = spread([r["tokens"] / r["cpu_s"] for r in rounds])
             lines.append(
-                f"| {name} | {system} | {rounds[0]['rows']:,} | {rounds[0]['tokens']:,} | {rate} | "
+                f"| {name} | {system} | {rounds[0]['rows']:,} | {rounds[0]['tokens']:,} | {spread(rates[system])} | "
                 f"{median(r['tokens'] / r['wall_s'] for r in rounds):,.0f} "
                 f"| {median(r['rows'] / r['wall_s'] for r in rounds):,.0f} |"
             )
-        ratios = [r["one_by_one_s"] / r["batched_s"] for r in found[name, "together"]]
-        batches.append(f"{name} {spread(ratios, '.2f')}")
+        batches.append(f"{name} {spread([r['one_by_one_s'] / r['batched_s'] for r in found[name, 'together']], '.2f')}")
     RESULTS.write_text(
         "# The tokenize step\n\n"
         f"Command: `{' '.join(['python', 'benchmarks/tokenize_step.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \n"
         f"Date: {time.strftime('%Y-%m-%d')}\n\n"
         f"{asked.rounds} rounds in turn, medians (range); Qwen3's vocabulary with Qwen2.5's template. "
         "The peer (versions in\n`benchmarks/requirements-peers.txt`) is `Dataset.map` over\n"
-        "`apply_chat_template`, which renders a conversation once and keeps its ids; "
+        "`load_dataset`'s rows with `apply_chat_template`, which renders a conversation once and keeps its ids; "
         "ptf renders every turn as served, verifies which ids are the\n"
-        "assistant's, and writes ids and weights. The rows are shuffled; a set of fewer conversations repeats them.\n"
+        "assistant's, and writes ids and weights. The time of both runs from a file of JSON lines to one of ids. "
+        "The rows are shuffled; a set of fewer conversations repeats them.\n"
         f"Load average at the end, with what else ran on the machine: "
         f"{os.getloadavg()[2]:.0f}; other work inflates CPU-seconds.\n\n"
-        "| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
+        "Tokens per CPU-second of ptf in one process as a share of the peer's:\n\n"
+        "| set | of the peer's | of `Dataset.map` alone, without reading (ptf reads all the same) |\n|---|---|---|\n"
+        + "\n".join(ratios)
+        + "\n\n| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
         "|---|---|---|---|---|---|---|\n"
         + "\n".join(lines)
         + (
