@@ -165,7 +165,7 @@ def lay_out(
                 lengths=tuple(counts[start:stop]),
                 prefix_lengths=prefix_lengths,
                 sources=tuple(documents.sources[start:stop]),
-                trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end])),
+                trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end] != 0)),
                 pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
                 varlen=_varlen(spans[document_cuts[first] : document_cuts[end]], any(prefix_lengths)),
                 token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
@@ -176,8 +176,8 @@ def lay_out(
 
 def _varlen(lengths: np.ndarray, shares_prefix: bool) -> Varlen:
     """Return the `Varlen` of documents and paddings of these lengths; those of length 0 are left out."""
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths[lengths > 0]]).astype(np.int32))
-    return Varlen(cu_seqlens, int(lengths.max(initial=0)), shares_prefix)
+    ends = np.cumsum(lengths[lengths > 0], dtype=np.int32)
+    return Varlen(torch.from_numpy(np.append(np.int32(0), ends)), int(lengths.max(initial=0)), shares_prefix)
 
 
 def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:
