@@ -35,7 +35,8 @@ from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
-from train_step import HEADS, KEPT_HEAP, MODELS, OF_HEAP, asked_of, round_of, start
+from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP
+from train_step import asked_of, round_of, start
 
 RESULTS = ROOT / "benchmarks" / "results" / "grpo_step.md"
 KEPT = RESULTS.with_suffix(".jsonl")

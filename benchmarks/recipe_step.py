@@ -8,7 +8,7 @@ agree show that the updates do.
 
 A pair is a prompt (log-normal lengths, median 90 tokens) with two responses (median 180), of at most 600 each; a step
 has 8 pairs, of which distillation has the first response alone, with 16 documents a step. All train `small4`
-(benchmarks/train_step.py) by AdamW, one thread; DPO's reference and the teacher of distillation are models of their
+(benchmarks/train_grid.py) by AdamW, one thread; DPO's reference and the teacher of distillation are models of their
 own. ptf packs a step's documents into sequences of up to 2,048, a sequence a pass. TRL pads the documents of a pass to
 the longest: passes of several sizes are tried in the first round, with gradient accumulation, and the fastest one runs
 beside ptf in all others; TRL's processes keep what they free, as those of ptf do by themselves. Prints a JSON line a
@@ -30,7 +30,8 @@ from typing import Any, Literal
 
 import numpy as np
 from flow_runs import commit, cpu, results_page
-from train_step import HEADS, KEPT_HEAP, MODELS, OF_HEAP, WIDTH, asked_of, rate, round_of, start
+from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP, WIDTH, rate
+from train_step import asked_of, round_of, start
 
 MODEL = "small4"
 OURS, THEIRS = "benchmarks/recipe_step.py", "benchmarks/peers/trl_recipes.py"

@@ -25,7 +25,8 @@ from statistics import median
 from typing import Any
 
 from flow_runs import commit, cpu, results_page
-from train_step import HEADS, LR, MODELS, SEQUENCES, WIDTH, documents, prepared, start
+from train_grid import HEADS, LR, MODELS, SEQUENCES, WIDTH
+from train_step import documents, prepared, start
 
 RESULTS = results_page("step_profile.md")
 # parts of an operation's name, without aten::; the first that fits counts

@@ -27,106 +27,33 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
-
-RESULTS = ROOT / "benchmarks" / "results" / "train_step.md"
-KEPT = RESULTS.with_suffix(".jsonl")
-PEER = ROOT / ".venv-peers" / "bin" / "python"
-WIDTH, LR = 2048, 1e-4
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": WIDTH,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-}
-PAD = 0  # with which peers fill up; no document has it
-HEADS = f"{SHAPE['num_attention_heads']} query and {SHAPE['num_key_value_heads']} key heads of {SHAPE['head_dim']}"
-MODELS = {"small4": SHAPE | {"vocab_size": 4096}, "bigvocab": SHAPE | {"vocab_size": 151_936}}
-# sequences a step; timed steps. Two steps of the same shapes come before them untimed: the first touches memory,
-# compiles and ends with AdamW's state, beside which the second looks for memory once more
-SEQUENCES, STEPS, WARM = {"small4": 4, "bigvocab": 1}, {"small4": 1, "bigvocab": 1}, 2
-TRL, LOOP = "benchmarks/peers/trl_sft.py", "benchmarks/peers/hf_sft.py"
-TRAINER, RESPONSES = "benchmarks/peers/hf_trainer.py", "benchmarks/peers/hf_responses.py"
-BOTH, SMALL, LARGE = tuple(MODELS), ("small4",), ("bigvocab",)
-ONE_ROW = "TRL, packed, 1 row a pass"
-# peer, how the documents of a pass lie, sequences or documents a pass (the others are accumulated), attention, compiled
-# by torch, Liger's kernels, models. `bigvocab` has one sequence a step, whose four documents are a pass without padding
-# too; what a library refuses, it refuses whatever the vocabulary; a loop that makes the logits of responses alone gains
-# little where they are few.
-GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
-    "TRL, packed, 4 rows a pass": (TRL, "packed", 4, "sdpa", False, False, SMALL),
-    "TRL, packed, 2 rows a pass": (TRL, "packed", 2, "sdpa", False, False, SMALL),
-    ONE_ROW: (TRL, "packed", 1, "sdpa", False, False, BOTH),
-    "TRL, padding-free, 8 documents a pass": (TRL, "padding-free", 8, "sdpa", False, False, SMALL),
-    "TRL, padding-free, 4 documents a pass": (TRL, "padding-free", 4, "sdpa", False, False, SMALL),
-    "TRL, a document a pass": (TRL, "documents", 1, "sdpa", False, False, BOTH),
-    "TRL, packed, 1 row a pass, eager attention": (TRL, "packed", 1, "eager", False, False, SMALL),
-    "TRL, a document a pass, eager attention": (TRL, "documents", 1, "eager", False, False, SMALL),
-    "TRL, packed, 1 row a pass, flex attention": (TRL, "packed", 1, "flex_attention", False, False, SMALL),
-    "TRL, a document a pass, compiled": (TRL, "documents", 1, "sdpa", True, False, SMALL),
-    "TRL, a document a pass, Liger": (TRL, "documents", 1, "sdpa", False, True, SMALL),
-    "Trainer, packed, 1 row a pass": (TRAINER, "packed", 1, "sdpa", False, False, BOTH),
-    "Trainer, a document a pass": (TRAINER, "documents", 1, "sdpa", False, False, BOTH),
-    "transformers, packed, 4 rows a pass": (LOOP, "packed", 4, "sdpa", False, False, SMALL),
-    "transformers, packed, 2 rows a pass": (LOOP, "packed", 2, "sdpa", False, False, SMALL),
-    "transformers, packed, 1 row a pass": (LOOP, "packed", 1, "sdpa", False, False, BOTH),
-    "transformers, padding-free, 8 documents a pass": (LOOP, "padding-free", 8, "sdpa", False, False, SMALL),
-    "transformers, padding-free, 4 documents a pass": (LOOP, "padding-free", 4, "sdpa", False, False, SMALL),
-    "transformers, a document a pass": (LOOP, "documents", 1, "sdpa", False, False, BOTH),
-    "transformers, packed, 1 row a pass, eager attention": (LOOP, "packed", 1, "eager", False, False, SMALL),
-    "transformers, a document a pass, eager attention": (LOOP, "documents", 1, "eager", False, False, SMALL),
-    "transformers, packed, 1 row a pass, flex attention": (LOOP, "packed", 1, "flex_attention", False, False, SMALL),
-    "transformers, packed, 1 row a pass, compiled": (LOOP, "packed", 1, "sdpa", True, False, BOTH),
-    "transformers, a document a pass, compiled": (LOOP, "documents", 1, "sdpa", True, False, BOTH),
-    "transformers, a document a pass, Liger": (LOOP, "documents", 1, "sdpa", False, True, SMALL),
-    "loop, a document a pass": (RESPONSES, "documents", 1, "sdpa", False, False, LARGE),
-    "loop, a document a pass, compiled": (RESPONSES, "documents", 1, "sdpa", True, False, LARGE),
-}
-# the fastest settings of each peer, and TRL at one row a pass, again with variables of glibc by which a process keeps
-# what it frees; a run of ptf does that itself (ptf/compute/heap.py)
-KEPT_HEAP, AS_IT_IS = ", heap kept", "as glibc has it"
-HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
-OF_HEAP = (
-    f"*Heap kept*: with glibc's\n{' and '.join(f'`{name}={value}`' for name, value in HEAP.items())}, by which a "
-    "process keeps what it frees, as one of ptf does by itself."
+from train_grid import (
+    APART,
+    CELLS,
+    HEAP,
+    KEPT,
+    KEPT_HEAP,
+    LR,
+    MODELS,
+    PAD,
+    SEQUENCES,
+    STEPS,
+    TRL,
+    WARM,
+    WIDTH,
+    apart,
+    kept,
+    planned,
+    rate,
+    settings,
 )
-GRID |= {
-    system + KEPT_HEAP: GRID[system]
-    for system in (
-        ONE_ROW,
-        "TRL, a document a pass",
-        "TRL, a document a pass, eager attention",
-        "Trainer, a document a pass",
-        "transformers, a document a pass",
-        "transformers, a document a pass, eager attention",
-        "transformers, packed, 1 row a pass, compiled",
-        "transformers, a document a pass, compiled",
-        "loop, a document a pass",
-        "loop, a document a pass, compiled",
-    )
-}
-LIBRARIES = ("TRL", "Trainer", "transformers")
-PEERS = {
-    "TRL": ("TRL",),
-    "TRL, Trainer, transformers": LIBRARIES,
-    "these, and a loop with the logits of responses alone": (*LIBRARIES, "loop"),
-}
-OURS: dict[str, dict[str, Any]] = {"ptf": {"train": {}}, "ptf, train.compile: true": {"train": {"compile": True}}}
-NAMES = ("script", "form", "pass", "attention", "compile", "liger")
-CELLS = OURS | {system: dict(zip(NAMES, cell, strict=False)) for system, cell in GRID.items()}
-APART = {"fp32": 1e-4, "bf16": 5e-3}  # the most that losses of the same step may differ by
+from train_page import write
+
+PEER = ROOT / ".venv-peers" / "bin" / "python"
 
 
 def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
@@ -274,90 +201,12 @@ def asked_of(about: str | None, **lists: Sequence[str]) -> argparse.Namespace:
     return asked
 
 
-def rate(one: dict[str, Any]) -> float:
-    """Real tokens per CPU-second."""
-    return sum(one["tokens"]) / sum(one["cpu_s"])
-
-
-def settings(name: str, system: str) -> dict[str, Any]:
-    """All that the rounds of a system on a model have in common; rounds of other settings count for nothing."""
-    return {
-        "shape": MODELS[name],
-        "width": WIDTH,
-        "sequences": SEQUENCES[name],
-        "steps": [WARM, STEPS[name]],
-        "cell": CELLS[system],
-    }
-
-
-def kept(name: str, dtype: str, hardware: str, code: str | None = None) -> list[dict[str, Any]]:
-    """The rounds that were made of a model and a dtype on such a CPU, with today's settings and this code of ptf, or
-    that of the last round: what is compared was measured by turns."""
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    found = [
-        row
-        for row in rows
-        if (row["model"], row["dtype"], row["hardware"]) == (name, dtype, hardware)
-        and row["system"] in CELLS
-        and row.get("settings") == settings(name, row["system"])
-    ]
-    code = code or (found[-1].get("code") if found else None)
-    return [row for row in found if row.get("code") == code]
-
-
-def planned(name: str, dtype: str, hardware: str, rounds: int, code: str | None = None) -> str | None:
-    """What comes next: every cell of the grid once, then ptf, ptf compiled and their rivals by turns."""
-    rows = kept(name, dtype, hardware, code)
-    made = [row["system"] for row in rows]
-    if missing := [system for system in CELLS if system not in made and name in models_of(system)]:
-        return missing[0]
-    often = [*OURS, *rivals(rows)]
-    least = min(often, key=made.count)
-    return least if made.count(least) < rounds else None
-
-
-def models_of(system: str) -> tuple[str, ...]:
-    """The models that the grid has this cell for."""
-    return BOTH if system in OURS else GRID[system][-1]
-
-
-def fastest(rows: list[dict[str, Any]], peers: tuple[str, ...], heap: str) -> str:
-    """Of the peers, each by its first round; of those whose name begins so, and with the heap kept or as it is."""
-    first = {row["system"]: rate(row) for row in reversed(rows) if row["system"] in GRID and "refused" not in row}
-    among = [
-        system
-        for system in first
-        if system.startswith(peers) and heap == ("kept" if system.endswith(KEPT_HEAP) else AS_IT_IS)
-    ]
-    return max(among, key=lambda system: first[system])
-
-
-def nearest(rows: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]]) -> str:
-    """Of the libraries' fastest with the heap as it is and kept, the one that is nearest to ptf over all rounds."""
-    return min(
-        (fastest(rows, LIBRARIES, heap) for heap in (AS_IT_IS, "kept")),
-        key=lambda system: ratios(found["ptf"], found[system])[0],
-    )
-
-
-def rivals(rows: list[dict[str, Any]]) -> list[str]:
-    """The settings beside which ptf stands on the page: the fastest of `PEERS`, with their heap kept and as it is, and
-    TRL at one row a pass."""
-    found = [fastest(rows, peers, heap) for peers in PEERS.values() for heap in (AS_IT_IS, "kept")]
-    return list(dict.fromkeys([*found, ONE_ROW]))
-
-
 def assert_same(made: dict[str, Any], first: dict[str, Any], dtype: str) -> None:
     """Raise AssertionError where a round did not do what ptf's first did."""
     assert math.isclose(made["weight"], first["weight"], rel_tol=1e-9), "all start from the same weights"
     assert made["trained"] == first["trained"], "all train the same token ids in the same order"
     assert made["tokens"] == first["tokens"], "all count the same tokens"
     assert apart(made, first) <= APART[dtype], "all have the same losses"
-
-
-def apart(made: dict[str, Any], first: dict[str, Any]) -> float:
-    """The largest difference of the losses of a step."""
-    return max(abs(a - b) for a, b in zip(made["losses"], first["losses"], strict=True))
 
 
 def compared(name: str, dtype: str, rounds: int, until: float) -> None:
@@ -413,158 +262,6 @@ def main() -> None:
         for dtype in asked.dtypes:
             compared(name, dtype, asked.rounds, until)
     write(asked.rounds)
-
-
-def attention(system: str) -> str:
-    """What the attention of a system computes, for the page."""
-    if system in OURS:
-        return "cpu_kernels, document by document"
-    cell = CELLS[system]
-    kind = {"sdpa": "SDPA", "eager": "eager", "flex_attention": "FlexAttention"}[cell["attention"]]
-    if cell["attention"] == "flex_attention" or (cell["compile"] and cell["form"] == "documents"):
-        return kind
-    if cell["form"] == "documents":
-        return f"{kind}, causal, no mask" if kind == "SDPA" else f"{kind}, a dense mask a document"
-    whole = cell["script"] == TRL or cell["form"] == "padding-free"
-    return f"{kind}, one dense mask over the whole pass" if whole else f"{kind}, a dense mask a row"
-
-
-def spread(rounds: list[dict[str, Any]]) -> str:
-    rates = [rate(one) for one in rounds]
-    return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f} – {max(rates):,.0f})" if len(rates) > 1 else "")
-
-
-def ratios(ptf: list[dict[str, Any]], peer: list[dict[str, Any]]) -> tuple[float, str]:
-    """The median of the rounds' ratios, and it with their range."""
-    found = [rate(a) / rate(b) for a, b in zip(ptf, peer, strict=False)]
-    return median(found), f"**{median(found):.2f}** ({min(found):.2f} – {max(found):.2f})"
-
-
-def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) -> list[str]:
-    """Every cell's first round, beside ptf's."""
-    lines = []
-    for system, (one, *_) in found.items():
-        names = f"| {title} | {system}{' (the best)' if system == best else ''} | {attention(system)} |"
-        if "refused" in one:
-            lines.append(f"{names} refused: {one['refused'].replace('|', '/')} | | | {one['hardware']} |")
-        else:
-            share = rate(one) / rate(found["ptf"][0])
-            lines.append(f"{names} {spread([one])} | {share:.2f} | {one['added_mib']:,.0f} | {one['hardware']} |")
-    return lines
-
-
-def beside(title: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """ptf beside the fastest setting of each of `PEERS`, with their heap as it is and kept."""
-    rows, lines = [row for of in found.values() for row in of], []
-    for name, peers in PEERS.items():
-        if not any(system.startswith(peers[-1]) for system in found):
-            continue  # the grid has no loop for a small vocabulary
-        for heap in (AS_IT_IS, "kept"):
-            best = fastest(rows, peers, heap)
-            ours = " | ".join(ratios(found[system], found[best])[1] for system in OURS)
-            lines.append(f"| {title} | {name} | {heap} | {best.removesuffix(KEPT_HEAP)} | {ours} |")
-    return lines
-
-
-def beside_row(title: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    """ptf beside TRL with one packed row a pass: rates and memory."""
-    ptf, row = found["ptf"], found[ONE_ROW]
-    ours, theirs = (median(one["added_mib"] for one in of) for of in (ptf, row))
-    return f"| {title} | {ratios(ptf, row)[1]} | {ours:,.0f} / {theirs:,.0f} = {ours / theirs:.2f} |"
-
-
-def write(rounds: int) -> None:
-    """The page, of the rounds that are kept."""
-    stored = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    every = [
-        (name, dtype, hardware)
-        for name in MODELS
-        for dtype in APART
-        for hardware in dict.fromkeys(row["hardware"] for row in stored)
-        if kept(name, dtype, hardware)
-    ]
-    order = [key for key in every if planned(*key, rounds=1) is None]  # only beside all cells is the fastest known
-    table, grid, by_heap, by_row, slower, larger, unfinished, dates = [], [], [], [], [], [], [], set()
-    for key in order:
-        rows, title = kept(*key), f"{key[0]} | {key[1]}"
-        found = {system: [row for row in rows if row["system"] == system] for system in CELLS}
-        found = {system: of for system, of in found.items() if of}
-        best = nearest(rows, found)
-        dates |= {row["date"] for row in rows}
-        measured = f"{key[2]}, {', '.join(sorted({row['commit'] for row in rows}))}"
-        if planned(*key, rounds):
-            unfinished.append(" in ".join(key[:2]))
-        added = {system: median(one["added_mib"] for one in found[system]) for system in (*OURS, best)}
-        most = max(apart(one, found["ptf"][0]) for of in found.values() for one in of if "refused" not in one)
-        columns = [title]
-        for system in OURS:
-            factor, ratio = ratios(found[system], found[best])
-            columns += [spread(found[system]), ratio]
-            if factor <= 1:
-                slower.append(f"{' in '.join(key[:2])}, {best} is {1 / factor:.2f} times as fast as {system}")
-        memory = f"{added['ptf']:.0f} / {added[best]:.0f} = {added['ptf'] / added[best]:.2f}"
-        table.append(f"| {' | '.join(columns)} | {best} | {spread(found[best])} | {memory} | {most:.1e} | {measured} |")
-        if added["ptf"] > added[best]:
-            larger.append(f"{' in '.join(key[:2])} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
-        grid += grid_lines(title, found, best)
-        by_heap += beside(title, found)
-        by_row.append(beside_row(title, found))
-    loses = (
-        "ptf loses here: " + "; ".join(slower) + ".\n\n"
-        if slower
-        else "On one thread no setting of a peer is faster than ptf, of what was measured.\n\n"
-    )
-    if larger:
-        loses += f"ptf's step adds more memory than that of the fastest peer: {', '.join(larger)}.\n\n"
-    absent = [f"{name} in {dtype}" for name in MODELS for dtype in APART if (name, dtype) not in {k[:2] for k in order}]
-    if left := [*unfinished, *absent]:
-        loses += f"Not all rounds were made yet: {', '.join(left)}.\n\n"
-    bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in APART.items())
-    RESULTS.write_text(
-        "# The SFT step beside TRL and plain transformers\n\n"
-        + loses
-        + "Command: `python benchmarks/train_step.py` (`make peers bench-train`)  \nHardware and commit: "
-        "in each row; one thread, no GPU  \n"
-        f"Date: {', '.join(sorted(dates))}\n\n"
-        "Real tokens per CPU-second; of the libraries, those of the setting that is fastest here. Interleaved rounds, "
-        "each in a process of\n"
-        "its own; median and range. The same sequences in the same order from the same weights: "
-        "packed documents of log-normal lengths\n"
-        "(median 180, p99 about 2,000), the first 40 % prompt, sequences of 2,048; fused AdamW, clip 1. "
-        "The script asserts that all start\n"
-        "from the same weights, train the same token ids in the same order and count the same tokens, "
-        f"and that the losses of every step\nagree (to {bounds}); the largest difference of any stands in the table. "
-        "`small4`: Qwen3 shape, width 256,\n"
-        f"4 layers, {HEADS}, vocabulary 4,096, {SEQUENCES['small4']} sequences a step; `bigvocab`: vocabulary "
-        f"151,936, tied,\n{SEQUENCES['bigvocab']} sequence a step. TRL: SFTTrainer, whose head makes no full "
-        "logits; Trainer: transformers' own; transformers: a loop with the\n"
-        "model's own loss over full logits, those of prompts too; loop, for a large vocabulary: that with the logits "
-        "of responses\nalone; versions in `benchmarks/requirements-peers.txt`; "
-        "bf16 is autocast over weights of fp32 for all.\nA step has the same sequences in every cell; what a pass "
-        f"does not hold is accumulated. {OF_HEAP}\n"
-        "MiB: resident memory beyond that before the first step; in a heap that is "
-        "kept, what the start has freed is there before.\n"
-        "ptf: its defaults (`train.compile` is off on a\nCPU), and with "
-        "`train.compile: true`; all sequences of a step in one pass. "
-        f"{WARM} steps of the same\nshapes come before the timed one.\n"
-        "These ratios are a CPU's: on a GPU with flash attention a mask costs the peers nothing.\n\n"
-        "| model | dtype | ptf | of the peer's | compiled | of the peer's | fastest peer | its tokens per CPU-second "
-        "| MiB that the step adds | losses apart | CPU, commit |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(table) + "\n\n"
-        "Beside TRL alone, beside all libraries, and beside these and a loop over transformers' model that makes the "
-        "logits of responses\nalone (`logits_to_keep`), with the peers' heap as it is and kept, in the same rounds:\n\n"
-        "| model | dtype | peers | their heap | fastest | ptf / it | compiled / it |\n|---|---|---|---|---|---|---|\n"
-        + "\n".join(by_heap)
-        + "\n\nBeside TRL, packed, 1 row a pass, with the heap as it is, in the same rounds:\n\n"
-        "| model | dtype | ptf / it | MiB that the step adds, beside that |\n|---|---|---|---|\n"
-        + "\n".join(by_row)
-        + "\n\n"
-        "All settings, one round each, beside ptf's first; what a library refuses stands here in its own "
-        "words:\n\n"
-        "| model | dtype | system | attention | tokens per CPU-second | of ptf's | MiB added | CPU |\n"
-        "|---|---|---|---|---|---|---|---|\n" + "\n".join(grid) + "\n"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
