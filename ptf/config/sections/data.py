@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, changeable
 
-# How full sequences are by look-ahead: the second table of benchmarks/results/packing.md.
+# How full sequences are by look-ahead: the last table of benchmarks/results/packing.md.
 LONG_SEQUENCE, LOOKAHEAD_OF_LONG, LOOKAHEAD = 16_384, 256, 64
 
 
