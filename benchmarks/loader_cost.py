@@ -186,7 +186,7 @@ def main() -> None:
         f"packed into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, "
         f"`data.packing_lookahead: {LOOKAHEAD}`. "
         "Times are CPU time of the process, "
-        f"with other work beside it on the machine (load average {os.getloadavg()[1]:.0f}).",
+        f"the machine's load average being {os.getloadavg()[1]:.0f}.",
         "",
         (
             "| partitions, all of one rank | row groups read before every partition has a sequence | a partition | "

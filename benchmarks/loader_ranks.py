@@ -202,7 +202,7 @@ def main() -> None:
             "the rank's own partitions; *messages* is what the loader's thread spends in them; "
             "the rest is dealing out sequences, writing and reading those that"
         ),
-        "change rank, and laying out batches. Other work ran on the machine.",
+        "change rank, and laying out batches.",
         "",
         "| ranks | making, ms a step | messages | all, ms a step | sent in a step | documents |",
         "|---|---|---|---|---|---|",

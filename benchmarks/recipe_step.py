@@ -1,7 +1,7 @@
 """The steps of DPO, reward models and distillation beside TRL's trainers, in interleaved rounds: real tokens per
 CPU-second of one thread, on the same documents from the same weights, so that the losses of every step must be the
-same too. Every step has the same documents: their loss falls, to 0.16 of the first in four steps of DPO, so losses that
-agree show that the updates do.
+same too. Every step has the same documents, so that their loss falls, and losses are compared as shares of that fall:
+where they agree, the updates do.
 
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/recipe_step.py [--recipes dpo rm kd] [--dtypes fp32 bf16] [--rounds 3]
@@ -36,8 +36,9 @@ from train_step import asked_of, round_of, start
 MODEL = "small4"
 OURS, THEIRS = "benchmarks/recipe_step.py", "benchmarks/peers/trl_recipes.py"
 LR, BETA = 2e-5, 0.1
-# the most that a step of the two may differ by: shares of its loss and of its gradient's norm. bf16 rounds to 0.4 %
-APART = {"fp32": (2e-4, 1e-3), "bf16": (5e-3, 1e-2)}
+# the most that a step of the two may differ by: its loss, as a share of what the loss falls by in a round, and its
+# gradient's norm, as a share of itself. bf16 rounds to 0.4 %
+SHARES_APART = {"fp32": (1e-4, 1e-4), "bf16": (5e-3, 5e-3)}
 
 
 @dataclass(frozen=True)
@@ -227,14 +228,22 @@ def assert_same(one: dict[str, Any], first: dict[str, Any], dtype: str) -> None:
     """Raise AssertionError where a round did not do what ptf's first did."""
     assert math.isclose(one["weight"], first["weight"], rel_tol=1e-9), "all start from the same weights"
     assert one["tokens"] == first["tokens"], "all count the same tokens"
-    loss, norm = APART[dtype]
-    for name, bound in (("losses", loss), ("norms", norm)):
-        assert apart(one, first, name) <= bound, f"all have the same {name}: {one[name]} and {first[name]}"
+    assert all(map(math.isfinite, (*one["losses"], *one["norms"]))), "no loss or gradient is infinite or no number"
+    loss, norm = SHARES_APART[dtype]
+    assert losses_apart(one, first) <= loss, f"all have the same losses: {one['losses']} and {first['losses']}"
+    assert norms_apart(one, first) <= norm, f"all have the same gradients: {one['norms']} and {first['norms']}"
 
 
-def apart(one: dict[str, Any], other: dict[str, Any], name: str) -> float:
-    """The largest difference of a step's loss, or of its gradient's norm, as a share."""
-    return max(abs(a / b - 1) for a, b in zip(one[name], other[name], strict=True))
+def losses_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of a step's loss, as a share of what the other's falls by in the round."""
+    fall = other["losses"][0] - other["losses"][-1]
+    assert fall > 0, f"a loss over the same documents falls: {other['losses']}"
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)) / fall
+
+
+def norms_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of the norm of a step's gradient, as a share of it."""
+    return max(abs(a / b - 1) for a, b in zip(one["norms"], other["norms"], strict=True))
 
 
 def lines_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -256,7 +265,7 @@ def lines_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
             cell([rate(one) for one in rounds]),
             f"**{cell(ratios, 2)}**" if system == best else cell(ratios, 2),
             f"{found['ptf'][0]['losses'][0]:.6f} → {found['ptf'][0]['losses'][-1]:.6f}",
-            *(f"{max(apart(one, found['ptf'][0], name) for one in rounds):.1e}" for name in ("losses", "norms")),
+            *(f"{max(share(one, found['ptf'][0]) for one in rounds):.1e}" for share in (losses_apart, norms_apart)),
         ]
         lines.append(f"| {' | '.join(columns)} |")
     return lines
@@ -266,7 +275,8 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
     """The page of a recipe."""
     about, page = RECIPES[name], results_page(f"{name}_step.md")
     command = " ".join(["python benchmarks/recipe_step.py", *sys.argv[1:]])
-    bounds = " and ".join(f"{APART[dtype][0]:.2%} ({APART[dtype][1]:.1%}) in {dtype}" for dtype in asked.dtypes)
+    bounds = " and ".join(f"{loss:.2%} and {norm:.2%} in {d}" for d, (loss, norm) in SHARES_APART.items())
+    frozen = {"dpo": "reference", "kd": "teacher"}.get(name)
     page.write_text(
         f"# The {about.title} step beside TRL\n\n"
         f"Command: `{command}` (`make peers bench-recipes`)  \n"
@@ -275,17 +285,18 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
         f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
         f"others), {asked.steps} timed steps a round after {asked.warmup} of warm-up;\n"
-        f"{about.units} {about.unit}s, the same in every step, so that their loss falls, and for all systems. "
+        f"{about.units} {about.unit}s, the same in every step and for all systems, so that the loss falls. "
         f"A step: {about.work}.\n"
         "Prompts: log-normal lengths, median 90; responses: median 180; at most 600 each. ptf: packed sequences of up "
         "to 2,048 tokens, a sequence a pass,\n"
         f"none filled up. TRL: {about.trainer}, versions in `benchmarks/requirements-peers.txt`; it pads the "
         f"{about.unit}s of a pass to the longest; what a pass does\nnot hold is accumulated. {OF_HEAP} "
         f"`{MODEL}`: Qwen3 shape, width 256, 4 layers, {HEADS}, vocabulary 4,096; bf16 is autocast over weights of "
-        "fp32 for both; of a reference or a teacher\nptf holds weights of bf16.\n"
-        "All start from the same weights and count the same tokens. The loss of a step (the norm of its gradient) may "
-        f"differ by {bounds} of itself; the largest differences\nare in the table, beside ptf's loss in the first and "
-        "the last step. These ratios are a CPU's.\n\n"
+        f"fp32 for both{f'; of its {frozen} ptf then holds weights of bf16' if frozen else ''}.\n"
+        "All start from the same weights and count the same tokens. A step's loss may differ by a share of what the "
+        "loss falls by in a round, and the norm of its gradient\nby a share of itself: "
+        f"{bounds}; the largest shares are in the table, beside ptf's loss in the first and the last step. These\n"
+        "ratios are a CPU's.\n\n"
         "| dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss | losses apart | norms apart |\n|"
         + 8 * "---|"
         + "\n"

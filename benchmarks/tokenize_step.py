@@ -147,8 +147,8 @@ def spread(values: list[float], form: str = ",.0f") -> str:
     return f"{median(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
-def shares(ours: list[float], theirs: list[float]) -> list[float]:
-    """Ours as a share of theirs, round by round."""
+def ratios_of(ours: list[float], theirs: list[float]) -> list[float]:
+    """Ours divided by theirs, round by round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
@@ -158,8 +158,8 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
         rates = {system: [r["tokens"] / r["cpu_s"] for r in found[name, system]] for system in SYSTEMS}
         mapped = [r["tokens"] / r["map_cpu_s"] for r in found[name, "peer"]]
         ratios.append(
-            f"| {name} | {spread(shares(rates['ptf'], rates['peer']), '.2f')} "
-            f"| {spread(shares(rates['ptf'], mapped), '.2f')} |"
+            f"| {name} | {spread(ratios_of(rates['ptf'], rates['peer']), '.2f')} "
+            f"| {spread(ratios_of(rates['ptf'], mapped), '.2f')} |"
         )
         for system in SYSTEMS:
             rounds = found[name, system]
@@ -181,8 +181,8 @@ def write(found: dict[tuple[str, str], list[dict[str, Any]]], sets: list[str], a
         "The rows are shuffled; a set of fewer conversations repeats them.\n"
         f"Load average at the end, with what else ran on the machine: "
         f"{os.getloadavg()[2]:.0f}; other work inflates CPU-seconds.\n\n"
-        "Tokens per CPU-second of ptf in one process as a share of the peer's:\n\n"
-        "| set | of the peer's | of `Dataset.map` alone, without reading (ptf reads all the same) |\n|---|---|---|\n"
+        "Tokens per CPU-second of ptf in one process, divided by the peer's:\n\n"
+        "| set | ptf / peer | ptf, which reads the file / `Dataset.map` alone, which does not |\n|---|---|---|\n"
         + "\n".join(ratios)
         + "\n\n| set | system | rows | tokens | tokens per CPU-second | tokens per second | rows per second |\n"
         "|---|---|---|---|---|---|---|\n"

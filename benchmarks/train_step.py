@@ -4,14 +4,14 @@ tokens per CPU-second of one thread, and the memory that a step adds, on the sam
     make peers                                    # .venv-peers from benchmarks/requirements-peers.txt
     python benchmarks/train_step.py [--models small4 bigvocab] [--dtypes fp32 bf16] [--rounds 3] [--minutes 7] [--anew]
 
-First one round of every cell of the grid (`GRID`): ptf, ptf compiled, and all settings of the peers. A setting that a
-library refuses is kept with the library's own words. Then further rounds of ptf, of ptf compiled and of the settings
-that ptf is set beside (`rivals`), one after the other (A, B, C, A, B, C, …). Every round must start from the same
-weights, train the same token ids in the same order, count the same tokens and have the same losses. Documents:
+First one round of every cell of the grid (train_grid.py): ptf, ptf compiled, and all settings of the peers. A setting
+that a library refuses is kept with the library's own words. Then further rounds of ptf, of ptf compiled and of the
+settings that ptf is set beside (`rivals`), one after the other (A, B, C, A, B, C, …). Every round must start from the
+same weights, train the same token ids in the same order, count the same tokens and have the same losses. Documents:
 log-normal lengths (median 180, p99 about 2,000, at most 2,048), the first 40 % of each is prompt, packed into sequences
 of 2,048; every step has documents of the same lengths with other tokens. Keeps every round with its settings in
 results/train_step.jsonl, where the next call with the same code of ptf on a CPU of the same name goes on, and writes
-results/train_step.md from the rounds of today's settings and the newest code.
+results/train_step.md (train_page.py) from the rounds of today's settings and the newest code.
 """
 
 import argparse
