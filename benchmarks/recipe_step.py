@@ -38,7 +38,7 @@ OURS, THEIRS = "benchmarks/recipe_step.py", "benchmarks/peers/trl_recipes.py"
 LR, BETA = 2e-5, 0.1
 # the most that a step of the two may differ by: its loss, as a share of what the loss falls by in a round, and its
 # gradient's norm, as a share of itself. bf16 rounds to 0.4 %
-SHARES_APART = {"fp32": (1e-4, 1e-4), "bf16": (5e-3, 5e-3)}
+SHARES_APART = {"fp32": (1e-4, 1e-4), "bf16": (4e-3, 4e-3)}
 
 
 @dataclass(frozen=True)

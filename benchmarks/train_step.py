@@ -206,6 +206,7 @@ def assert_same(made: dict[str, Any], first: dict[str, Any], dtype: str) -> None
     assert math.isclose(made["weight"], first["weight"], rel_tol=1e-9), "all start from the same weights"
     assert made["trained"] == first["trained"], "all train the same token ids in the same order"
     assert made["tokens"] == first["tokens"], "all count the same tokens"
+    assert all(map(math.isfinite, made["losses"])), "no loss is infinite or no number"
     assert apart(made, first) <= APART[dtype], "all have the same losses"
 
 
