@@ -13,7 +13,6 @@ from ptf.config import Job, dump
 from ptf.config.load import Problems
 from ptf.config.plugin_checks import load_checked, problems
 from ptf.config.tree import parse
-from ptf.errors import UserError
 from ptf.serving.options import ServingOptions
 
 if TYPE_CHECKING:
@@ -34,12 +33,14 @@ def load(files: Files, overrides: Sequence[str] = ()) -> Job:
 
 
 def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
-    """Check a job before it is trained, and return one line about its length.
+    """Check a job before it is trained, and return lines about it, of which the last is its length.
 
-    The line says how often the job passes over its data and how many steps that takes. With `dry_run`, one step of it
-    is trained, too, on a tiny model of the same family in this process. Without `paths`, local data files and model
-    directories may be missing: they are on other machines, or another job makes them. Raise UserError with what would
-    stop the run.
+    What the job names is opened: the headers of its models, its tokenizer, the first rows of each source, and its
+    rewards, which score two responses. The lines say what was not looked at, and what to know. The last one says how
+    often the job passes over its data and how many steps that takes. With `dry_run`, one step of it is trained, too, on
+    a tiny model of the same family in this process. Without `paths`, local data files and model directories may be
+    missing, and nothing is opened: they are on other machines, or another job makes them. Raise UserError with what
+    would stop the run.
     """
     from ptf.inspection.places import missing
 
@@ -57,12 +58,9 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
         from ptf.dry_run import rehearse
 
         rehearse(job, lambda line: print(line, flush=True))
-    from ptf.inspection.glance import glance
+    from ptf.inspection import touch
 
-    try:
-        return glance(job)
-    except UserError as error:  # of the data: the config is right
-        return f"passes and steps are not known: {error}"
+    return "\n".join(touch.touch(job)) if paths else f"nothing was opened; {touch.HOW}"
 
 
 def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":

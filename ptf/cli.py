@@ -81,6 +81,8 @@ def check(options: argparse.Namespace) -> int:
 
         rehearse(job, lambda line: print(line, flush=True))
         return 0
+    with only_ours(True):  # rewards may print
+        found = api.check(job, paths=not options.skip_paths)
     text = dump(job)
     if sys.stdout.isatty():
         from rich.syntax import Syntax
@@ -88,8 +90,8 @@ def check(options: argparse.Namespace) -> int:
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
-    line = api.check(job, paths=not options.skip_paths)
-    print(f"check: {redacted(line)}", file=sys.stderr)
+    for line in redacted(found).splitlines():
+        print(f"check: {line}", file=sys.stderr)
     return 0
 
 
@@ -158,14 +160,16 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step; with `--roofline` the upper bound of its MFU, with `--fit` what fits."""
+    from ptf.config import load
     from ptf.inspection import plan as plan_report
     from ptf.train.memory_search import Setting, search
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")
-    given, candidates = Setting(options.workers, {}), []
+    workers = options.workers or load(*options.config, overrides=options.set).compute.workers
+    given, candidates = Setting(workers, {}), []
     if options.fit:
-        candidates = list(search(_planned_job(options, given), options.workers, lambda one: _plan(options, one)[0]))
+        candidates = list(search(_planned_job(options, given), workers, lambda one: _plan(options, one)[0]))
         if candidates and candidates[-1].fits:
             given = candidates[-1].setting
         elif not any(candidate.plan for candidate in candidates):
@@ -658,9 +662,9 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--workers",
         type=_positive,
-        required=True,
         metavar="N",
-        help="number of training processes, one per GPU (compute.workers); other pools of an online job add theirs",
+        help="number of training processes, one per GPU; other pools of an online job add theirs (default: the "
+        "config's compute.workers)",
     )
     command.add_argument(
         "--gpu-memory-gib",

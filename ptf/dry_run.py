@@ -24,15 +24,13 @@ from ptf.config.section import Plugin
 from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
-from ptf.data.added import tokenizer_of
 from ptf.errors import UserError
+from ptf.inspection.touch import touch
 from ptf.model import hf_backend
 from ptf.model.bridge import build, carried_tensors, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import resolved, run
-from ptf.train.data_plan import preview_data
 from ptf.train.frozen_models import backend_of, located, raise_if_other_architecture
-from ptf.train.job_tokenizer import rendered
 from ptf.train.trainer import load_model
 
 ROWS = 64  # of each source
@@ -85,6 +83,8 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision, verify_up_to=None)
+        for line in touch(resolve(job, models={job.model.path: str(source)})):
+            tell(line)
         shrink(source, model)
         small = smaller(with_small_frozen_models(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
@@ -93,8 +93,6 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
         )
         run(small, "rehearsal")
         check_rewards(small, Path(scratch) / "runs" / "rehearsal")
-    recipe, path = registry.build(job), job.model.tokenizer or str(locate(job.model.path, job.model.revision))
-    tell(preview_data(job, recipe, rendered(job, tokenizer_of(path, job.model.tokens), None))[0].describe())
     tell(
         f"data, template, reward and one step: no problem found ({time.monotonic() - began:.0f} s); not tested: "
         "memory, speed, several processes"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,20 @@ from ptf import entry  # imported first: it records the parent process
 # isort: split
 from ptf import disk, published_versions, scratch, storage
 from ptf.compute import launch, shutdown
-from ptf.compute.lease import FILE as LEASE
 from ptf.compute.lease import Lease, hold_lease
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
+from ptf.config import (
+    Job,
+    dump,
+    fingerprint,
+    frozen_differences,
+    load,
+    loads,
+    model_paths,
+    plugin,
+    resolve,
+    shown,
+    sources_of,
+)
 from ptf.config.renames import SEAL, sealed
 from ptf.config.sections.data import Source
 from ptf.credentials import redacted
@@ -55,6 +67,7 @@ def new_run_name(job: Job) -> str:
 
 JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+OF_THE_JOB = ("start", "extended", "tokenizer", "rendered", "quarantine")  # what an attempt makes before its first step
 TAKEN = ("prepared", "tokenized", "precomputed", "published", "models")  # directories that runs share below `output`
 
 
@@ -114,7 +127,7 @@ def dataset_commits(job: Job, run_name: str | None = None) -> dict[str, str]:
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
     it is the commit that an earlier attempt at the run read; otherwise it is the revision's newest commit.
     """
-    text = read_job_file(Path(job.output) / run_name) if run_name else None
+    text = begun_job(Path(job.output) / run_name) if run_name else None
     before = sources_of(loads(text)) if text else {}
     commits = {}
     for key, source in sources_of(job).items():
@@ -249,14 +262,29 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
 
 
 def write_job_file(job: Job, directory: Path) -> None:
-    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key, unless
-    the earlier attempt has made nothing yet."""
+    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key.
+
+    A run that has made no step fixes no key: what its earlier attempts made by other values of them is removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    made = {path.name for path in directory.iterdir()} - {JOB, LEASE}
-    if (then := read_job_file(directory)) is not None and made:
-        raise_if_fixed_keys_changed(then, job)
+    if (then := read_job_file(directory)) is not None and frozen_differences(loads(then), job):
+        if has_stepped(directory):
+            raise_if_fixed_keys_changed(then, job)
+        for name in OF_THE_JOB:
+            shutil.rmtree(directory / name, ignore_errors=True)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
+
+
+def has_stepped(directory: Path) -> bool:
+    """Return whether an attempt at the run in this directory has made a step, which fixes keys."""
+    metrics = directory / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((directory / "checkpoints").glob("*"))
+
+
+def begun_job(directory: Path) -> str | None:
+    """Return `read_job_file` of a run that has made a step; None for others, which begin anew."""
+    return read_job_file(directory) if has_stepped(directory) else None
 
 
 def read_job_file(directory: Path) -> str | None:
@@ -288,7 +316,7 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
     if run_name is None:
         return {}
     check_run_name(run_name)
-    text = read_job_file(Path(job.output) / run_name)
+    text = begun_job(Path(job.output) / run_name)
     if text is None:
         return {}
     then, published = model_paths(loads(text)), published_models(job)

@@ -12,6 +12,7 @@ from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
 from ptf.config.schema import Job
 from ptf.config.section import AlgoConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.credentials import is_secret
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
@@ -130,17 +131,24 @@ def deployment_errors(job: Job) -> list[str]:
     return errors
 
 
+def schedule_fault(train: TrainConfig, steps: int | None) -> str | None:
+    """Return why warm-up and decay do not fit into a run of that many steps (None: not known yet); None if they do."""
+    parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
+    fixed = sum(part for part in parts if isinstance(part, int))
+    fraction = sum(part for part in parts if isinstance(part, float))  # of the run
+    if fraction <= 1 and (not steps or fixed + fraction * steps <= steps):
+        return None
+    return (
+        "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
+        "number of steps"
+    )
+
+
 def schedule_errors(job: Job) -> list[str]:
     """Warm-up and decay must fit into the run."""
     train, errors = job.train, []
-    parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
-    steps = sum(part for part in parts if isinstance(part, int))
-    fraction = sum(part for part in parts if isinstance(part, float))  # of the run
-    if fraction > 1 or (train.steps and steps + fraction * train.steps > train.steps):
-        errors.append(
-            "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
-            "number of steps"
-        )
+    if fault := schedule_fault(train, train.steps):
+        errors.append(fault)
     if train.lr_decay_steps == 0:
         errors.append(
             "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up"

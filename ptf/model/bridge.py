@@ -315,38 +315,50 @@ def _names_outside_layers(mappings: Sequence[TensorMapping]) -> list[tuple[str, 
     ]
 
 
+def stored_mappings(
+    model: Decoder, directory: Path, family: Family, files: TensorFiles
+) -> tuple[list[TensorMapping], tuple[str, ...]]:
+    """Compare a checkpoint's tensors with the model, which may be on the meta device, by their names and shapes.
+
+    Return the mappings of those that are there, and the unified name of a scalar head that is not. Raise UserError that
+    lists every missing, unexpected or misshapen tensor.
+    """
+    ours_shapes, experts, hf = weight_shapes(model), model.config.experts, read_config(directory)
+    missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
+    mappings = [mapping for mapping in checkpoint_mappings(model, family) if mapping.ours != missing]
+    shapes = {
+        family.prefix + name: mapping.shape(ours_shapes[mapping.ours[0]])
+        for mapping in mappings
+        for name in mapping.theirs(experts)
+    }
+    extra = {n for n in files.names - set(shapes) if not family.carries(n, hf)}
+    ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
+    ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
+    if model.factory.constructors:  # the checkpoint may hold tensors of components that were replaced
+        usual = family.mappings_for(standard_shapes(model.config))
+        ignorable |= {family.prefix + name for mapping in usual for name in mapping.theirs(experts)}
+    problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
+    problems += [f"unexpected: {n}" for n in sorted(extra - ignorable) if not n.endswith("rotary_emb.inv_freq")]
+    for name in sorted(set(shapes) & files.names):
+        if files.shape(name) != shapes[name]:
+            problems.append(f"wrong shape: {name} is {files.shape(name)}, the config says {shapes[name]}")
+    if problems:
+        raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+    return mappings, missing
+
+
 def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> tuple[str, ...]:
     """Fill the model from safetensors, and components of the user's own from the files beside them.
 
     Return the unified names of the tensors that the checkpoint lacks because a scalar head or an own component is new:
     these are drawn from `seed`. Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
-    parameters, ours_shapes, fill_weight = dict(model.named_parameters()), weight_shapes(model), weight_filler(model)
-    mappings, experts = checkpoint_mappings(model, family), model.config.experts
-    hf, own = read_config(directory), own_tensors(model, family)
+    parameters, fill_weight, experts = dict(model.named_parameters()), weight_filler(model), model.config.experts
+    own = own_tensors(model, family)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
     new: dict[str, Tensor] = constructor_values(model, [n for n in own if n not in beside], seed)
     with TensorFiles(directory, family.aliases) as files:
-        missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
-        mappings = [mapping for mapping in mappings if mapping.ours != missing]
-        shapes = {
-            family.prefix + name: mapping.shape(ours_shapes[mapping.ours[0]])
-            for mapping in mappings
-            for name in mapping.theirs(experts)
-        }
-        extra = {n for n in files.names - set(shapes) if not family.carries(n, hf)}
-        ignorable = {f"{family.prefix}lm_head.weight"} if model.config.tied or model.config.head != "lm" else set()
-        ignorable |= {HF_NAME} if model.config.head != "scalar" else set()
-        if model.factory.constructors:  # the checkpoint may hold tensors of components that were replaced
-            usual = family.mappings_for(standard_shapes(model.config))
-            ignorable |= {family.prefix + name for mapping in usual for name in mapping.theirs(experts)}
-        problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
-        problems += [f"unexpected: {n}" for n in sorted(extra - ignorable) if not n.endswith("rotary_emb.inv_freq")]
-        for name in sorted(set(shapes) & files.names):
-            if files.shape(name) != shapes[name]:
-                problems.append(f"wrong shape: {name} is {files.shape(name)}, the config says {shapes[name]}")
-        if problems:
-            raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+        mappings, missing = stored_mappings(model, directory, family, files)
 
         def read(name, part):
             return files.read(family.prefix + name, part)

@@ -126,6 +126,16 @@ class DecoderConfig:
         """Rows of the embedding and of the head: the vocabulary, padded with rows that are zero and stay zero."""
         return -(-self.vocab // PADDED_TO) * PADDED_TO
 
+    def beyond(self, tokens: int) -> str:
+        """Return a sentence about a context of that many tokens if the model was not made for it, else an empty one."""
+        if tokens <= self.max_positions:
+            return ""
+        return (
+            f"{tokens:,} tokens are more than the model's config.json allows (max_position_embeddings: "
+            f"{self.max_positions:,}), and it has not learnt what stands beyond; set data.seq_len to at most "
+            f"{self.max_positions}, or give a model with a longer context"
+        )
+
     @property
     def attention_layers(self) -> int:
         """The number of layers with softmax attention, which keep keys and values of every token."""

@@ -103,6 +103,14 @@ class TensorFiles:
         self.handles.close()
 
 
+class Headers(TensorFiles):
+    """The same, of which only names, shapes and formats are read: each tensor is one without values."""
+
+    def read(self, name: str, part: Slices) -> Tensor:
+        """Return a tensor of the slice's shape on the meta device."""
+        return torch.empty([s.stop - s.start for s in part], device="meta")
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, by an index; all files lie in the same directory.
 

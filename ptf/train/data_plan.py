@@ -4,12 +4,20 @@ import tempfile
 from dataclasses import replace
 
 from ptf.config import Job
+from ptf.config.rules import schedule_fault
 from ptf.data.prompts import prompts_stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
+from ptf.errors import UserError
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import make_partitions
 from ptf.train.source_specs import specs
+
+
+def raise_if_schedule_is_longer(job: Job, plan: DataPlan) -> None:
+    """Raise UserError if warm-up and decay are longer than the longest run that the data may give."""
+    if fault := schedule_fault(job.train, plan.steps[1]):
+        raise UserError(f"{fault} (it has {plan.steps[1]:,})")
 
 
 def preview_data(

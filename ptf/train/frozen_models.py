@@ -56,15 +56,10 @@ def load_frozen_models(
         else:
             path = located(frozen_model, role, job.verify_bytes)
             raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)
-        section = (
-            checkpoint_section(spec, path)
-            if frozen_model.same_architecture
-            else ModelConfig(path=str(path), backend=backend_of(path, spec.backend))
-        )
         loaded[role], _ = load_model(
             path,
             model_world,
-            section,
+            section_of(frozen_model, spec, path),
             seed=job.seed,
             precision=job.train.precision,
             compiled=job.train.compile,
@@ -74,6 +69,13 @@ def load_frozen_models(
         if frozen_model.same_architecture:
             raise_if_other_architecture(loaded[role], model, path, role)
     return loaded
+
+
+def section_of(frozen_model: FrozenModelSpec, spec: ModelConfig, path: Path) -> ModelConfig:
+    """Return the config section that loads a frozen model from `path`; `spec` is that of the model that trains."""
+    if frozen_model.same_architecture:
+        return checkpoint_section(spec, path)
+    return ModelConfig(path=str(path), backend=backend_of(path, spec.backend))
 
 
 def backend_of(directory: Path, of_job: Literal["ptf", "hf"]) -> Literal["ptf", "hf"]:

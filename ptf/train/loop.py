@@ -31,6 +31,7 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
+from ptf.train.data_plan import raise_if_schedule_is_longer
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import EarlyStopping
@@ -140,6 +141,8 @@ class OfflineAttempt:
         restored = self.restore()
         plan = None if restored else planned_steps(job, partitions, self.loader, world)
         self.step, ends, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
+        if plan:
+            raise_if_schedule_is_longer(job, plan)
         announce(job, world, self.model, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None
@@ -149,6 +152,7 @@ class OfflineAttempt:
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
         self._warm_up()
+        self.warned = False  # of a document that is longer than the model was made for
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
@@ -256,9 +260,19 @@ class OfflineAttempt:
         metrics |= dict(zip((metric for metric, _ in reported), counts, strict=True))
         spent = time.perf_counter() - began
         # the maxima are over all ranks, including those of one tensor-parallel group
-        stopping, peak_memory = world.maxima(float(self.stop_signal.is_set), peak_memory_gib(world.device))
+        stopping, peak_memory, longest = world.maxima(
+            float(self.stop_signal.is_set), peak_memory_gib(world.device), float(max(lengths, default=0))
+        )
+        self.warn_if_longer(int(longest))
         metrics |= {"tokens_per_s": tokens / spent, "mfu": work / spent / self.peak, "peak_memory_gib": peak_memory}
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
+
+    def warn_if_longer(self, tokens: int) -> None:
+        """Print once that a document of this many tokens is longer than the model was made for."""
+        if not self.warned and (text := self.model.config.beyond(tokens)):
+            self.warned = True
+            if self.world.leads:
+                print(f"train: a document: {text}", flush=True)
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ptf.model.families import Family
 from ptf.model.fused import Setting, kernels
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
+from ptf.model.tensor_files import Headers
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import layer_factory_of, lora_of, report
 from ptf.train.device_batches import on_device
@@ -30,6 +31,37 @@ from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
+
+if TYPE_CHECKING:
+    from ptf.model.hf_backend import HFDecoder
+
+
+def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> tuple[Decoder, Family]:
+    """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
+    if spec.backend == "hf":
+        from ptf.model import hf_backend
+
+        foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
+        model = cast("Decoder", foreign)  # it has Decoder's interface
+    else:
+        model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
+    freeze(model, family, spec.trainable)
+    return model, family
+
+
+def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Decoder:
+    """Raise the UserError with which `load_model` would refuse a checkpoint, by its config and the headers of its files
+    alone; return the model without memory."""
+    model, family = built(directory, spec, head)
+    if spec.init == "pretrained":
+        with Headers(directory, family.aliases) as files:
+            if spec.backend == "hf":
+                from ptf.model import hf_backend
+
+                hf_backend.fill_from_files(cast("HFDecoder", model), files)
+            else:
+                bridge.stored_mappings(model, directory, family, files)
+    return model
 
 
 def load_model(
@@ -55,8 +87,7 @@ def load_model(
         return _load_foreign(
             directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed, frozen=frozen
         )
-    model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
-    freeze(model, family, spec.trainable)
+    model, family = built(directory, spec, head)
     _hold(model, directory, precision, frozen=frozen)
     parallelize(
         model,
@@ -127,9 +158,8 @@ def _load_foreign(
 
     if world.mesh is not None and world.mesh["tensor"].size() > 1:
         raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
-    foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
-    model = cast("Decoder", foreign)  # it has Decoder's interface
-    freeze(model, family, spec.trainable)
+    model, family = built(directory, spec, head)
+    foreign = cast("HFDecoder", model)
     _hold(model, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
     new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)

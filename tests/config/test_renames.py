@@ -550,7 +550,11 @@ def test_a_start_that_made_nothing_does_not_fix_the_keys(stored, tmp_path):
     (tmp_path / "run" / "lease.json").touch()
     write_job_file(other, tmp_path / "run")
     assert read_job_file(tmp_path / "run") == dump(other)
-    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "start").mkdir()  # random weights of the job that was refused
+    write_job_file(today, tmp_path / "run")
+    assert not (tmp_path / "run" / "start").exists()
+    write_job_file(other, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"train\.global_batch_sequences: 16 → 4"):
         write_job_file(today, tmp_path / "run")
 

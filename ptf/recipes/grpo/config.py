@@ -32,6 +32,21 @@ class GRPOConfig(RewardedConfig):
     """With `credit_level: turn`, a turn is credited with its reward plus this times the credit of the next turn: 1 is
     the sum of what follows, 0 the reward of the turn alone."""
 
+    def without_effect(self, job: "Job") -> list[str]:
+        """Return a line for each key that is set and changes nothing: a factor on all rewards of a group is divided out
+        with their standard deviation."""
+        config = job.rollout
+        added = config is None or config.reward_model or self.overlong_buffer_tokens  # to the rewards
+        if config is None or not self.scale_by_std or added or (self.kl_coef and self.kl_in == "reward"):
+            return []
+        return [
+            f"rollout.{key}.{name}.weight: {what.weight:g} has no effect: algo.scale_by_std divides the rewards of a "
+            f"group by their standard deviation; data.sources.{name}.sampling_weight sets how much of it is trained"
+            for key, of in (("rewards", config.rewards), ("environments", config.environments))
+            for name, what in of.items()
+            if what.weight > 0 and what.weight != 1
+        ]
+
     def config_errors(self, job: "Job") -> list[str]:
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None

@@ -1,0 +1,252 @@
+"""`ptf check` opens what a config names, and refuses with the words with which training would."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from ptf import cli
+from ptf.config import loads
+from ptf.errors import UserError
+from ptf.run import run
+from tests.tiny import arithmetic, checkpoint, write_jsonl
+
+
+def exact(row: dict, text: str) -> float:
+    return float(text == row["answer"])
+
+
+def broken(row: dict, text: str) -> float:
+    raise ValueError("this reward is broken")
+
+
+def untouched(row: dict, text: str) -> float:
+    raise ValueError("it was called")
+
+
+untouched.called_by_check = False
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    return arithmetic(tmp_path, rows=40)
+
+
+def with_weights(raw: dict[str, Any]) -> Path:
+    """Give the job's model weights."""
+    directory = Path(raw["model"]["path"])
+    config = json.loads((directory / "config.json").read_text())
+    checkpoint(directory, vocab_size=config["vocab_size"])
+    (directory / "config.json").write_text(json.dumps(config))
+    raw["model"]["init"] = "pretrained"
+    return directory
+
+
+def online(raw: dict[str, Any], tmp_path: Path, use: str, **rollout: Any) -> dict[str, Any]:
+    raw["recipe"] = "grpo"
+    raw["data"] |= {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
+    reward = {"reward": {"use": f"tests.test_touch:{use}"}} if use else {}
+    raw["rollout"] = {"engine": "native", "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, **reward}
+    raw["rollout"] |= rollout
+    raw["train"] |= {"validate_every": 0, "micro_batch_sequences": 1}
+    return raw
+
+
+@pytest.fixture
+def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Check a job; return the status and what was said."""
+
+    def checked(raw: dict[str, Any], *more: str) -> tuple[int, str]:
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+        return cli.main(["check", str(tmp_path / "job.yaml"), *more]), capfd.readouterr().err
+
+    return checked
+
+
+def quantised(directory: Path, method: str) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def as_bin(directory: Path, _: str) -> None:
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def adapter(directory: Path, _: str) -> None:
+    (directory / "config.json").rename(directory / "adapter_config.json")
+
+
+def gguf(directory: Path, _: str) -> None:
+    (directory / "config.json").unlink()
+    (directory / "model.safetensors").rename(directory / "model.gguf")
+
+
+def misshapen(directory: Path, _: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(3)
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("backend", ["ptf", "hf"])
+@pytest.mark.parametrize(
+    ("spoil", "argument"),
+    [(quantised, "gptq"), (quantised, "fp8"), (as_bin, ""), (adapter, ""), (gguf, ""), (misshapen, "")],
+    ids=["gptq", "fp8", "bin", "adapter", "gguf", "misshapen"],
+)
+def test_a_model_that_training_refuses_is_refused_with_the_same_words(
+    raw: dict[str, Any], check: Callable[..., tuple[int, str]], spoil: Any, argument: str, backend: str
+) -> None:
+    directory = with_weights(raw)
+    raw["model"]["backend"] = backend
+    assert check(raw)[0] == 0  # the control
+    spoil(directory, argument)
+    status, said = check(raw)
+    with pytest.raises(UserError) as refused:
+        run(loads(yaml.safe_dump(raw)), "a")
+    assert (status, said.strip()) == (2, str(refused.value))
+
+
+def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused(raw: dict[str, Any], check: Any) -> None:
+    directory = Path(raw["model"]["path"])
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    status, said = check(raw)
+    assert status == 2
+    assert "has rows for 5 tokens" in said
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize("part", ["sources", "validation"])
+def test_a_source_whose_every_row_is_refused_fails(
+    raw: dict[str, Any], tmp_path: Path, check: Any, part: str, on_bad_row: str
+) -> None:
+    rows = [{"question": f"{i}+1=", "answer": f"{i + 1}"} for i in range(20)]
+    raw["data"][part] = {"gsm": {"path": str(write_jsonl(tmp_path / "gsm.jsonl", rows))}}
+    raw["data"]["on_bad_row"] = on_bad_row
+    status, said = check(raw)
+    assert status == 2
+    assert "gsm" in said and "question" in said and "passes" not in said
+    if part == "sources" and on_bad_row == "error":
+        with pytest.raises(UserError) as refused:
+            run(loads(yaml.safe_dump(raw)), "a")
+        assert str(refused.value) in said.replace("\n", "")
+
+
+def test_one_bad_row_that_is_skipped_passes(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "1", "answer": "2"}\n' + file.read_text())
+    raw["data"]["on_bad_row"] = "skip"
+    assert check(raw)[0] == 0
+
+
+def test_prompts_are_rendered_for_evaluation_and_rollouts(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    online(raw, tmp_path, "exact")
+    assert check(raw)[0] == 0
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"question": "1+1=", "answer": "2"}])
+    for change in (
+        {"evaluate": {"sources": {"test": {"path": str(bad), "kind": "prompt"}}}},
+        {"data": raw["data"] | {"sources": {"x": {"path": str(bad), "kind": "prompt"}}}},
+    ):
+        status, said = check(raw | change)
+        assert status == 2
+        assert "a prompt row needs" in said
+
+
+def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    status, said = check(online(raw, tmp_path, "exact"))
+    assert status == 0
+    assert "exact gives an empty response 0, and one that repeats the prompt 0" in said
+    status, said = check(online(raw, tmp_path, "broken"))
+    assert status == 2
+    assert "this reward is broken" in said
+    status, said = check(online(raw, tmp_path, "untouched"))
+    assert status == 0
+    assert "untouched is not called by check" in said
+    request = {"use": "ptf.rl.rewards:http", "args": {"url": "http://127.0.0.1:9/"}}
+    parts = {"use": "ptf.rl.rewards:weighted", "args": {"parts": [request]}}
+    for reward in (request, parts):
+        status, said = check(online(raw, tmp_path, "", reward=reward))
+        assert status == 0
+        assert "it sends requests" in said
+
+
+def test_what_is_not_here_is_named(raw: dict[str, Any], check: Any) -> None:
+    raw["model"] |= {"path": "someone/model", "init": "pretrained"}
+    raw["data"]["validation"]["held_out"]["path"] = "s3://bucket/held_out.jsonl"
+    status, said = check(raw)
+    assert status == 0
+    assert "model.path (someone/model)" in said and "data.validation.held_out (s3://" in said and "sums" not in said
+
+
+def test_samples_that_are_longer_than_the_model_are_told(
+    raw: dict[str, Any], tmp_path: Path, check: Any, capfd: Any
+) -> None:
+    assert "max_position_embeddings" not in check(raw)[1]
+    directory = Path(raw["model"]["path"])
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    status, said = check(raw)
+    assert status == 0
+    assert "max_position_embeddings: 8" in said
+    raw["train"]["steps"] = 2
+    raw["train"]["validate_every"] = 0
+    run(loads(yaml.safe_dump(raw)), "a")
+    assert capfd.readouterr().out.count("max_position_embeddings: 8") == 1
+
+
+def test_a_warm_up_that_is_longer_than_the_epochs_is_refused(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    raw["train"] |= {"steps": None, "epochs": 1, "warmup_steps": 100}
+    rule = "together are longer than the run"
+    status, said = check(raw)
+    assert status == 2
+    assert rule in said
+    with pytest.raises(UserError, match=rule):
+        run(loads(yaml.safe_dump(raw)), "a")
+    raw["train"]["warmup_steps"] = 0.1
+    assert check(raw)[0] == 0
+
+
+def test_a_weight_that_the_standard_deviation_divides_out_is_told(
+    raw: dict[str, Any], tmp_path: Path, check: Any
+) -> None:
+    by_source = {"sums": {"use": "tests.test_touch:exact", "weight": 0.01}}
+    online(raw, tmp_path, "", rewards=by_source)
+    assert "rollout.rewards.sums.weight: 0.01 has no effect" in check(raw)[1]
+    raw["algo"] = {"scale_by_std": False}
+    assert "has no effect" not in check(raw)[1]
+
+
+def test_a_run_without_a_step_takes_another_config(raw: dict[str, Any], tmp_path: Path) -> None:
+    good = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    with pytest.raises(UserError, match="question"):
+        run(loads(yaml.safe_dump(raw)), "a")
+    write_jsonl(tmp_path / "other.jsonl", [json.loads(line) for line in good.splitlines()])
+    raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "other.jsonl")}}
+    raw["seed"] = 5
+    raw["train"] |= {"steps": 1, "validate_every": 0}
+    run(loads(yaml.safe_dump(raw)), "a")
+    raw["seed"] = 6
+    with pytest.raises(UserError, match=r"seed: 5 → 6"):  # the control
+        run(loads(yaml.safe_dump(raw)), "a")
+    shutil.rmtree(tmp_path / "runs" / "a")
+
+
+def test_plan_takes_the_workers_of_the_config(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw["compute"]["workers"] = 2
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    assert cli.main(["plan", str(tmp_path / "job.yaml")]) == 0
+    assert "2 GPUs" in capsys.readouterr().out
+    assert cli.main(["plan", str(tmp_path / "job.yaml"), "--workers", "1"]) == 0
+    assert "1 GPUs" in capsys.readouterr().out
