@@ -33,34 +33,31 @@ def load(files: Files, overrides: Sequence[str] = ()) -> Job:
 
 
 def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
-    """Check a job before it is trained, and return lines about it, of which the last is its length.
+    """Check a job before it is trained, and return lines about it.
 
-    What the job names is opened: the headers of its models, its tokenizer, the first rows of each source, and its
-    rewards, which score two responses. The lines say what was not looked at, and what to know. The last one says how
-    often the job passes over its data and how many steps that takes. With `dry_run`, one step of it is trained, too, on
+    What the job names is opened (ptf.inspection.touch). The last line says how often the job passes over its data and
+    how many steps that takes, or what was not looked at. With `dry_run`, one step of it is trained, too, on
     a tiny model of the same family in this process. Without `paths`, local data files and model directories may be
-    missing, and nothing is opened: they are on other machines, or another job makes them. Raise UserError with what
-    would stop the run.
+    missing: they are on other machines, or another job makes them. Raise UserError with what would stop the run.
     """
     from ptf.inspection.places import missing
 
     root = parse(dump(job)).root
     if faults := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(faults)
-    from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
-
-    raise_if_vllm_is_wrong(job)
     if job.publish.metric is not None:
         from ptf.evaluation_check import check_evaluation
 
         check_evaluation(job)
+    from ptf.inspection.touch import fetched, touch
+
+    job = fetched(job) if dry_run else job
+    found = touch(job)
     if dry_run:
         from ptf.dry_run import rehearse
 
         rehearse(job, lambda line: print(line, flush=True))
-    from ptf.inspection import touch
-
-    return "\n".join(touch.touch(job)) if paths else f"nothing was opened; {touch.HOW}"
+    return "\n".join(found)
 
 
 def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":

@@ -71,20 +71,13 @@ def check(options: argparse.Namespace) -> int:
     from ptf.config import dump
     from ptf.config.plugin_checks import load_checked
     from ptf.inspection.places import missing
-    from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
 
     more = None if options.skip_paths else missing
     job = load_checked(*options.config, overrides=options.set, more=more)
-    raise_if_vllm_is_wrong(job)
-    if options.dry_run:
-        from ptf.dry_run import rehearse
-
-        rehearse(job, lambda line: print(line, flush=True))
-        return 0
-    with only_ours(True):  # rewards may print
-        found = api.check(job, paths=not options.skip_paths)
-    text = dump(job)
-    if sys.stdout.isatty():
+    with only_ours(not options.dry_run):  # rewards may print
+        found = api.check(job, dry_run=options.dry_run, paths=not options.skip_paths)
+    text = dump(job) if not options.dry_run else ""
+    if text and sys.stdout.isatty():
         from rich.syntax import Syntax
 
         console().print(Syntax(text, "yaml", background_color="default"))

@@ -25,11 +25,10 @@ from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.errors import UserError
-from ptf.inspection.touch import touch
 from ptf.model import hf_backend
 from ptf.model.bridge import build, carried_tensors, hf_tensors, locate, save_hf
 from ptf.recipes import registry
-from ptf.run import resolved, run
+from ptf.run import run
 from ptf.train.frozen_models import backend_of, located, raise_if_other_architecture
 from ptf.train.trainer import load_model
 
@@ -69,9 +68,8 @@ KEPT_ANYWAY = (
 
 
 def rehearse(job: Job, tell: Callable[[str], None]) -> None:
-    """Run the job small; `tell` is called with what is done. Raise UserError at the first thing that would fail."""
+    """Run a resolved job small; `tell` is called with what is done. Raise UserError at the first thing that fails."""
     began = time.monotonic()
-    job = resolved(job)
     places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
     for key, place in places.items():
         if place:
@@ -83,8 +81,6 @@ def rehearse(job: Job, tell: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         source = locate(job.model.path, job.model.revision, verify_up_to=None)
-        for line in touch(resolve(job, models={job.model.path: str(source)})):
-            tell(line)
         shrink(source, model)
         small = smaller(with_small_frozen_models(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(

@@ -97,12 +97,14 @@ def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["kd", "kd ahead"])
 def test_teachers_are_narrow_too(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A teacher without weights would do: only what it is matters here."""
     raw = preferences(tmp_path, name)
-    (tmp_path / "teacher" / "model.safetensors").unlink()
     status, text = said(raw, tmp_path, capfd)
     assert status == 0, text
     assert "step 1/1" in text
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 2
+    assert f"wide: {tmp_path}/teacher has no model.safetensors" in text
 
 
 def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """`ptf check` opens what a config names, and refuses with the words with which training would."""
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def untouched(row: dict, text: str) -> float:
     raise ValueError("it was called")
 
 
-untouched.called_by_check = False
+setattr(untouched, "called_by_check", False)  # noqa: B010
 
 
 @pytest.fixture
@@ -96,16 +96,27 @@ def misshapen(directory: Path, _: str) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("backend", ["ptf", "hf"])
+OF_MODELS = {
+    "gptq": (quantised, "gptq"),
+    "fp8": (quantised, "fp8"),
+    "bin": (as_bin, ""),
+    "adapter": (adapter, ""),
+    "gguf": (gguf, ""),
+    "misshapen": (misshapen, ""),
+}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "argument"),
-    [(quantised, "gptq"), (quantised, "fp8"), (as_bin, ""), (adapter, ""), (gguf, ""), (misshapen, "")],
-    ids=["gptq", "fp8", "bin", "adapter", "gguf", "misshapen"],
+    ("fault", "backend"),
+    [
+        *((fault, "ptf") for fault in OF_MODELS),
+        *(pytest.param(fault, "hf", marks=pytest.mark.long) for fault in OF_MODELS),
+    ],
 )
 def test_a_model_that_training_refuses_is_refused_with_the_same_words(
-    raw: dict[str, Any], check: Callable[..., tuple[int, str]], spoil: Any, argument: str, backend: str
+    raw: dict[str, Any], check: Callable[..., tuple[int, str]], fault: str, backend: str
 ) -> None:
-    directory = with_weights(raw)
+    (spoil, argument), directory = OF_MODELS[fault], with_weights(raw)
     raw["model"]["backend"] = backend
     assert check(raw)[0] == 0  # the control
     spoil(directory, argument)
@@ -134,11 +145,13 @@ def test_a_source_whose_every_row_is_refused_fails(
     raw["data"]["on_bad_row"] = on_bad_row
     status, said = check(raw)
     assert status == 2
-    assert "gsm" in said and "question" in said and "passes" not in said
+    assert "gsm" in said
+    assert "question" in said
     if part == "sources" and on_bad_row == "error":
         with pytest.raises(UserError) as refused:
             run(loads(yaml.safe_dump(raw)), "a")
-        assert str(refused.value) in said.replace("\n", "")
+        # training reads the rows in another order
+        assert re.sub(r":\d+ ", " ", str(refused.value)) == re.sub(r":\d+ ", " ", said.strip())
 
 
 def test_one_bad_row_that_is_skipped_passes(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
@@ -152,10 +165,8 @@ def test_prompts_are_rendered_for_evaluation_and_rollouts(raw: dict[str, Any], t
     online(raw, tmp_path, "exact")
     assert check(raw)[0] == 0
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"question": "1+1=", "answer": "2"}])
-    for change in (
-        {"evaluate": {"sources": {"test": {"path": str(bad), "kind": "prompt"}}}},
-        {"data": raw["data"] | {"sources": {"x": {"path": str(bad), "kind": "prompt"}}}},
-    ):
+    refused = {"sources": {"test": {"path": str(bad), "kind": "prompt"}}}
+    for change in ({"evaluate": refused}, {"data": raw["data"] | refused}):
         status, said = check(raw | change)
         assert status == 2
         assert "a prompt row needs" in said
@@ -164,7 +175,7 @@ def test_prompts_are_rendered_for_evaluation_and_rollouts(raw: dict[str, Any], t
 def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     status, said = check(online(raw, tmp_path, "exact"))
     assert status == 0
-    assert "exact gives an empty response 0, and one that repeats the prompt 0" in said
+    assert "exact gives an empty response 0, one that repeats the prompt 0" in said
     status, said = check(online(raw, tmp_path, "broken"))
     assert status == 2
     assert "this reward is broken" in said
@@ -184,7 +195,7 @@ def test_what_is_not_here_is_named(raw: dict[str, Any], check: Any) -> None:
     raw["data"]["validation"]["held_out"]["path"] = "s3://bucket/held_out.jsonl"
     status, said = check(raw)
     assert status == 0
-    assert "model.path (someone/model)" in said and "data.validation.held_out (s3://" in said and "sums" not in said
+    assert "not looked at: data.validation.held_out (s3://bucket/held_out.jsonl), model.path (someone/model);" in said
 
 
 def test_samples_that_are_longer_than_the_model_are_told(
@@ -196,11 +207,11 @@ def test_samples_that_are_longer_than_the_model_are_told(
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
     status, said = check(raw)
     assert status == 0
-    assert "max_position_embeddings: 8" in said
+    assert "beyond the 8 positions" in said
     raw["train"]["steps"] = 2
     raw["train"]["validate_every"] = 0
     run(loads(yaml.safe_dump(raw)), "a")
-    assert capfd.readouterr().out.count("max_position_embeddings: 8") == 1
+    assert capfd.readouterr().out.count("beyond the 8 positions") == 1
 
 
 def test_a_warm_up_that_is_longer_than_the_epochs_is_refused(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
@@ -218,7 +229,7 @@ def test_a_warm_up_that_is_longer_than_the_epochs_is_refused(raw: dict[str, Any]
 def test_a_weight_that_the_standard_deviation_divides_out_is_told(
     raw: dict[str, Any], tmp_path: Path, check: Any
 ) -> None:
-    by_source = {"sums": {"use": "tests.test_touch:exact", "weight": 0.01}}
+    by_source = {"sums": {"use": "tests.test_touch:untouched", "weight": 0.01}}
     online(raw, tmp_path, "", rewards=by_source)
     assert "rollout.rewards.sums.weight: 0.01 has no effect" in check(raw)[1]
     raw["algo"] = {"scale_by_std": False}
@@ -238,13 +249,12 @@ def test_a_run_without_a_step_takes_another_config(raw: dict[str, Any], tmp_path
     raw["seed"] = 6
     with pytest.raises(UserError, match=r"seed: 5 → 6"):  # the control
         run(loads(yaml.safe_dump(raw)), "a")
-    shutil.rmtree(tmp_path / "runs" / "a")
 
 
 def test_plan_takes_the_workers_of_the_config(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw["compute"]["workers"] = 2
+    raw["compute"] = {"workers": 2}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     assert cli.main(["plan", str(tmp_path / "job.yaml")]) == 0
     assert "2 GPUs" in capsys.readouterr().out

@@ -111,10 +111,6 @@ class AlgoConfig(Section):
         """One line for each broken rule that involves this algorithm; it begins with the key to change."""
         return []
 
-    def without_effect(self, job: "Job") -> list[str]:
-        """One line for each key of the job that is set and, by this algorithm, changes nothing."""
-        return []
-
     def in_force(self, job: "Job") -> "AlgoConfig":
         """Return these keys, with `auto` replaced by what it is for the job."""
         return self

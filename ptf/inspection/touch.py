@@ -6,21 +6,21 @@ weights, only the headers are read. Nothing is downloaded, and torch is imported
 
 import contextlib
 import glob
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptf.config import Job, Plugin, model_paths, plugin, sources_of
+from ptf.config import Job, Plugin, model_paths, plugin, resolve, sources_of
 from ptf.config.plugin_checks import plugins
 from ptf.config.reward_signature import RewardSignature
-from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
+from ptf.recipes.grpo.config import GRPOConfig
+from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 
 if TYPE_CHECKING:
     from ptf.data.quarantine import BadRow
-    from ptf.data.sample import PackUnit
-    from ptf.data.sources.rows import SourceSpec
     from ptf.data.tokenizer import Tokenizer
     from ptf.data.trajectory import Prompt
     from ptf.recipes.protocol import Recipe
@@ -34,27 +34,45 @@ HOW = "`ptf inspect` prints the number of passes over the data and of steps"
 
 
 def touch(job: Job) -> list[str]:
-    """Open what a job names and this machine has, and return sentences on what to know of it; the last one is about the
-    passes and steps of the run. Raise the UserError with which the run would stop."""
+    """Open what a job names and this machine has, and return sentences on what to know of it, such as the passes and
+    steps of the run. Raise the UserError with which the run would stop."""
+    raise_if_vllm_is_wrong(job)
     named = {key: source.path for key, source in sources_of(job).items()} | model_paths(job)
     key_of_tokenizer = "model.tokenizer" if job.model.tokenizer else "model.path"
     named[key_of_tokenizer] = job.model.tokenizer or job.model.path
     here = {key for key, path in named.items() if is_here(path)}
-    lines = job.algo.without_effect(job) if isinstance(job.algo, AlgoConfig) else []
+    lines = job.algo.without_effect(job) if isinstance(job.algo, GRPOConfig) else []
     model = look_at_models(job) if "model.path" in here else None
-    tokenizer = tokenizer_of_job(job, model) if key_of_tokenizer in here else None
-    if tokenizer is not None:
-        lines += look_at_rows(job, tokenizer, here, model)
+    if key_of_tokenizer in here:
+        lines += look_at_rows(job, here, model)
     if absent := [f"{key} ({path})" for key, path in named.items() if key not in here]:
-        lines.append(f"not on this machine, so not looked at: {', '.join(absent)}")
-    if tokenizer is None or any(f"data.sources.{name}" not in here for name in job.data.sources):
-        return [*lines, HOW]
-    return [*lines, length_of_run(job, tokenizer)]
+        lines.append(f"not on this machine, so not looked at: {', '.join(absent)}; {HOW}")
+    return lines
+
+
+def fetched(job: Job) -> Job:
+    """Return the job with what `data.prepare` makes, and with its model on this machine."""
+    from ptf.model.bridge import locate
+    from ptf.run import resolved
+
+    job = resolved(job)
+    return resolve(job, models={job.model.path: str(locate(job.model.path, job.model.revision, verify_up_to=None))})
+
+
+def raise_if_vllm_is_wrong(job: Job) -> None:
+    """Raise UserError if an engine of the job is vLLM, which does not serve its model rightly. A model that is not on
+    this machine is judged when the job starts."""
+    config = config_of(job.model.path)
+    if job.rollout and job.rollout.engine == "vllm":
+        raise_if_wrong("rollout.engine", config, job.train.precision, synced=job.rollout.lora_sync != "adapter")
+    if job.evaluate.sources and job.evaluate.engine == "vllm":
+        raise_if_wrong("evaluate.engine", config, job.train.precision, synced=False)
 
 
 def is_here(path: str) -> bool:
-    """Return whether there is something at a path on this machine."""
-    return bool(glob.glob(path.removeprefix("file://").rstrip("/")))
+    """Return whether there is something at a path, or at one that a pattern matches, on this machine."""
+    path = path.removeprefix("file://").rstrip("/")
+    return bool(os.path.exists(path) or glob.glob(path))
 
 
 def look_at_models(job: Job) -> Path:
@@ -66,7 +84,7 @@ def look_at_models(job: Job) -> Path:
     from ptf.recipes.protocol import FrozenModelSpec
     from ptf.rl.rewards.model import raise_if_without_score
     from ptf.train.components import without_head
-    from ptf.train.frozen_models import backend_of, located, raise_if_other_architecture, section_of
+    from ptf.train.frozen_models import backend_of, errors_of, located, raise_if_other_architecture, section_of
     from ptf.train.trainer import raise_if_unfit
 
     recipe, section = registry.build(job), without_head(job.model) if job.model.tokens else job.model
@@ -75,39 +93,36 @@ def look_at_models(job: Job) -> Path:
     for role, one in recipe.frozen_models.items():
         if one.path is not None and is_here(one.path):
             place = located(one, role, None)
-            frozen_model = raise_if_unfit(place, section_of(one, section, place), "lm")
+            with errors_of(role):
+                frozen_model = raise_if_unfit(place, section_of(one, section, place), "lm")
             if one.same_architecture:
                 raise_if_other_architecture(frozen_model, model, place, role)
     if job.rollout and (scorer := job.rollout.reward_model) and is_here(scorer.path):
         place = located(FrozenModelSpec(scorer.path, scorer.revision), "rollout.reward_model.path", None)
         raise_if_without_score(place)
-        raise_if_unfit(place, ModelConfig(path=str(place), backend=backend_of(place, "ptf")), "scalar")
+        with errors_of("rollout.reward_model.path"):
+            raise_if_unfit(place, ModelConfig(path=str(place), backend=backend_of(place, "ptf")), "scalar")
     return directory
 
 
-def tokenizer_of_job(job: Job, model: Path | None) -> "Tokenizer":
-    """Return the tokenizer as the job renders with it; `model` is the model's directory, if it is here."""
+def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
+    """Encode the first rows of the sources that are here, call the rewards, and return what was found. Raise UserError
+    for a tokenizer and rows that training would refuse."""
     from ptf.data.added import tokenizer_of
+    from ptf.data.prompts import prompts_once
+    from ptf.data.source_units import pack_units_once
+    from ptf.model.bridge import decoder_config
     from ptf.model.vocabulary import raise_if_larger_tokenizer
+    from ptf.recipes import registry
+    from ptf.rl.prompts import raise_if_too_long
     from ptf.train.job_tokenizer import rendered
+    from ptf.train.source_specs import specs
 
-    path = job.model.tokenizer or str(model)
+    recipe, path = registry.build(job), job.model.tokenizer or str(model)
     tokenizer = rendered(job, tokenizer_of(path, job.model.tokens), None)
     if model and not job.model.tokens:
         raise_if_larger_tokenizer(model, path, tokenizer.vocab_size)
-    return tokenizer
-
-
-def look_at_rows(job: Job, tokenizer: "Tokenizer", here: set[str], model: Path | None) -> list[str]:
-    """Encode the first rows of the sources that are here, call the rewards, and return what was found. Raise UserError
-    for rows that training would refuse."""
-    from ptf.data.prompts import prompts_once
-    from ptf.model.bridge import decoder_config
-    from ptf.recipes import registry
-    from ptf.rl.prompts import raise_if_too_long
-    from ptf.train.source_specs import specs
-
-    recipe = registry.build(job)
+    skips = job.data.on_bad_row == "skip"
     prompts: dict[str, Prompt] = {}
     longest = job.data.seq_len if recipe.online else 0
     for key, source in sources_of(job).items():
@@ -117,67 +132,58 @@ def look_at_rows(job: Job, tokenizer: "Tokenizer", here: set[str], model: Path |
         spec = specs({name: source}, verify_up_to=0)[name]
         spec = replace(spec, limit=min(spec.limit or ROWS, ROWS))
         if section != "evaluate.sources" and not recipe.online:
-            units = first_units(job, recipe, tokenizer, key, spec)
-            longest = max([longest, *(len(sample) for unit in units for sample in unit)])
+            bad: list[BadRow] = []
+            units = pack_units_once(
+                {name: spec},
+                tokenizer=tokenizer,
+                encode=lambda row, source: recipe.encode(row, tokenizer, source),
+                seq_len=job.data.seq_len,
+                too_long=job.data.too_long,
+                set_aside=(lambda row, _, bad=bad: bad.append(row)) if skips else None,
+            )
+            if not (lengths := [len(sample) for unit in units for sample in unit]) and bad:
+                raise UserError(f"{key}: the first {len(bad)} rows are all bad; {bad[0].where}: {bad[0].reason}")
+            longest = max([longest, *lengths])
             continue
         for prompt in prompts_once(spec, name, tokenizer):
             prompts.setdefault(key, prompt)
             if section == "data.sources" and job.rollout and job.data.too_long != "drop":
                 raise_if_too_long(prompt, job.data.seq_len - job.rollout.max_new_tokens)
     beyond = decoder_config(model, job.model.backend).beyond(longest) if model else ""
-    return [*([beyond] if beyond else []), *try_rewards(job, tokenizer, prompts)]
+    lines = [*([beyond] if beyond else []), *try_rewards(job, prompts)]
+    if all(f"data.sources.{name}" in here for name in job.data.sources):
+        lines.append(length_of_run(job, recipe, tokenizer))
+    return lines
 
 
-def first_units(job: Job, recipe: "Recipe", tokenizer: "Tokenizer", key: str, spec: "SourceSpec") -> "list[PackUnit]":
-    """Encode the rows of a source as training does. Raise UserError for a bad row (`data.on_bad_row: error`), or if
-    every row is bad."""
-    from ptf.data.source_units import pack_units_once
-
-    bad: list[BadRow] = []
-    units = pack_units_once(
-        {key.rpartition(".")[2]: spec},
-        tokenizer=tokenizer,
-        encode=lambda row, source: recipe.encode(row, tokenizer, source),
-        seq_len=job.data.seq_len,
-        too_long=job.data.too_long,
-        set_aside=(lambda row, counts: bad.append(row)) if job.data.on_bad_row == "skip" else None,
-    )
-    if not (found := list(units)) and bad:
-        raise UserError(f"{key}: the first {len(bad)} rows are all bad; {bad[0].where}: {bad[0].reason}")
-    return found
-
-
-def try_rewards(job: Job, tokenizer: "Tokenizer", prompts: "Mapping[str, Prompt]") -> list[str]:
+def try_rewards(job: Job, prompts: "Mapping[str, Prompt]") -> list[str]:
     """Have each reward score an empty response and one that repeats the prompt, and return what they gave; `prompts`
-    are the first ones of the sources, by key."""
+    are the first ones of the sources, by key. Raise UserError for a reward that has no result for either."""
+    from ptf.data.response_conversation import as_history, history_of
+    from ptf.data.trajectory import Reward
+    from ptf.rl.rewards.scoring import RewardWorkers
+
     training: Mapping[str, Plugin] = job.rollout.rewards_by_source if job.rollout else {}
     evaluation = {"": job.evaluate.reward} if job.evaluate.reward else training
-    tried: dict[str, str] = {}
+    limits: dict[str, Any] = {"timeout_s": job.rollout.reward_timeout_s} if job.rollout else {}
+    lines: dict[str, str] = {}
     for key, prompt in prompts.items():
         by_source = evaluation if key.startswith("evaluate.") else training
         reward = by_source.get(prompt.source, by_source.get(""))
-        if reward is not None and repr(reward) not in tried:
-            tried[repr(reward)] = try_reward(job, tokenizer, reward, prompt)
-    return list(tried.values())
-
-
-def try_reward(job: Job, tokenizer: "Tokenizer", reward: Plugin, prompt: "Prompt") -> str:
-    """Have a reward score two responses to a prompt, and return what it gave, or why it was not called. Raise UserError
-    if it has no result for either."""
-    from ptf.data.trajectory import NoResult, Reward
-    from ptf.episode_preview.scripts import echo
-    from ptf.rl.rewards.scoring import RewardWorkers
-
-    if why := not_called(reward):
-        return f"{reward.use} is not called by check: {why}"
-    limits: dict[str, Any] = {"timeout_s": job.rollout.reward_timeout_s} if job.rollout else {}
-    responses = "", echo(tokenizer)(0, 0, tokenizer.decode(prompt.tokens))
-    with contextlib.closing(RewardWorkers(Plugin(use=reward.use, args=reward.args), retries=0, **limits)) as workers:
-        outcomes = workers.score([(prompt.row, text) for text in responses])
-    empty, repeated = (f"{o.value:g}" if isinstance(o, Reward) else f"no result ({o.reason})" for o in outcomes)
-    if all(isinstance(outcome, NoResult) for outcome in outcomes):
-        raise UserError(f"{reward.use} has {empty} for a response to the first prompt of {prompt.source}")
-    return f"{reward.use} gives an empty response {empty}, and one that repeats the prompt {repeated}"
+        if reward is None or repr(reward) in lines:
+            continue
+        if why := not_called(reward):
+            lines[repr(reward)] = f"{reward.use} is not called by check: {why}"
+            continue
+        asked = str(as_history(history_of(prompt.row))[-1]["content"])
+        called = Plugin(use=reward.use, args=reward.args)
+        with contextlib.closing(RewardWorkers(called, retries=0, **limits)) as workers:
+            outcomes = workers.score([(prompt.row, ""), (prompt.row, asked)])
+        empty, repeated = (f"{o.value:g}" if isinstance(o, Reward) else f"no result ({o.reason})" for o in outcomes)
+        if not any(isinstance(outcome, Reward) for outcome in outcomes):
+            raise UserError(f"{reward.use} has {empty} for a response to the first prompt of {prompt.source}")
+        lines[repr(reward)] = f"{reward.use} gives an empty response {empty}, one that repeats the prompt {repeated}"
+    return list(lines.values())
 
 
 def not_called(reward: Plugin) -> str | None:
@@ -195,15 +201,12 @@ def not_called(reward: Plugin) -> str | None:
     return None
 
 
-def length_of_run(job: Job, tokenizer: "Tokenizer") -> str:
+def length_of_run(job: Job, recipe: "Recipe", tokenizer: "Tokenizer") -> str:
     """Return the passes over each source and the steps. Raise UserError if warm-up and decay do not fit into them."""
     from ptf.data.sources.blocks import Location, resolve_files
-    from ptf.recipes import registry
-    from ptf.train.data_plan import preview_data, raise_if_schedule_is_longer
+    from ptf.train.data_plan import preview_data
     from ptf.train.source_specs import specs
 
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
-    plan = preview_data(job, registry.build(job), tokenizer, FEW_ROWS)[0]
-    raise_if_schedule_is_longer(job, plan)
-    return plan.describe()
+    return preview_data(job, recipe, tokenizer, FEW_ROWS)[0].describe()

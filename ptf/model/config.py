@@ -127,13 +127,12 @@ class DecoderConfig:
         return -(-self.vocab // PADDED_TO) * PADDED_TO
 
     def beyond(self, tokens: int) -> str:
-        """Return a sentence about a context of that many tokens if the model was not made for it, else an empty one."""
+        """Return a clause about a context of that many tokens if the model was not made for it, else an empty text."""
         if tokens <= self.max_positions:
             return ""
         return (
-            f"{tokens:,} tokens are more than the model's config.json allows (max_position_embeddings: "
-            f"{self.max_positions:,}), and it has not learnt what stands beyond; set data.seq_len to at most "
-            f"{self.max_positions}, or give a model with a longer context"
+            f"{tokens:,} tokens goes beyond the {self.max_positions:,} positions that the model was made for "
+            "(max_position_embeddings in its config.json); lower data.seq_len to that, or give another model"
         )
 
     @property

@@ -117,7 +117,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         sizes = bridge.decoder_config(start.directory, job.model.backend)
         experts = sizes.moe is not None
         if text := sizes.beyond(job.data.seq_len):
-            print(f"data.seq_len: {text}", flush=True)
+            print(f"a response's context of {text}", flush=True)
         job = with_lora_sync(job, cluster.gpu, experts)
         rollout_config = cast("RolloutConfig", job.rollout)
         plans = role_specs(job, run, recipe, start, processing, trie)  # with what is known now of the devices

@@ -25,7 +25,8 @@ def preview_data(
 ) -> tuple[DataPlan, dict[str, str]]:
     """Return the run's passes and steps, and the order in which each source is read.
 
-    Bad rows are left out. `few`: up to this number of rows, all rows are encoded, for exact numbers.
+    Bad rows are left out. `few`: up to this number of rows, all rows are encoded, for exact numbers. Raise UserError if
+    warm-up and decay do not fit into the run.
     """
     if job.rollout:
         assert job.train.steps is not None, "online jobs have no train.epochs"
@@ -41,6 +42,6 @@ def preview_data(
         }
     with tempfile.TemporaryDirectory() as aside:
         partitions = replace(make_partitions(job, recipe, tokenizer), quarantine=aside, max_bad_rows_share=1.0)
-        return planned(
-            partitions, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(partitions, few)
-        ), {name: describe_order(partitions.opened(name)[0]) for name in partitions.sources}
+        plan = planned(partitions, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(partitions, few))
+        raise_if_schedule_is_longer(job, plan)
+        return plan, {name: describe_order(partitions.opened(name)[0]) for name in partitions.sources}

@@ -4,7 +4,8 @@ A frozen model is loaded and sharded like the model itself. If only adapters tra
 that training starts from, the trained model without its adapters serves as the frozen model and costs no memory.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -56,16 +57,17 @@ def load_frozen_models(
         else:
             path = located(frozen_model, role, job.verify_bytes)
             raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)
-        loaded[role], _ = load_model(
-            path,
-            model_world,
-            section_of(frozen_model, spec, path),
-            seed=job.seed,
-            precision=job.train.precision,
-            compiled=job.train.compile,
-            fused=job.train.fused,
-            frozen=True,
-        )
+        with errors_of(role):
+            loaded[role], _ = load_model(
+                path,
+                model_world,
+                section_of(frozen_model, spec, path),
+                seed=job.seed,
+                precision=job.train.precision,
+                compiled=job.train.compile,
+                fused=job.train.fused,
+                frozen=True,
+            )
         if frozen_model.same_architecture:
             raise_if_other_architecture(loaded[role], model, path, role)
     return loaded
@@ -86,8 +88,15 @@ def backend_of(directory: Path, of_job: Literal["ptf", "hf"]) -> Literal["ptf", 
 def located(frozen_model: FrozenModelSpec, role: str, verify_up_to: float | None) -> Path:
     """Return the frozen model's local directory, verified as `bridge.locate` does. Raises UserError if there is
     none."""
-    try:
+    with errors_of(role):
         return bridge.locate(str(frozen_model.path), frozen_model.revision, verify_up_to=verify_up_to)
+
+
+@contextlib.contextmanager
+def errors_of(role: str) -> Iterator[None]:
+    """Name the role, and not the job's model, in a UserError about the model that is loaded in the block."""
+    try:
+        yield
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
 

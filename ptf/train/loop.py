@@ -263,16 +263,11 @@ class OfflineAttempt:
         stopping, peak_memory, longest = world.maxima(
             float(self.stop_signal.is_set), peak_memory_gib(world.device), float(max(lengths, default=0))
         )
-        self.warn_if_longer(int(longest))
+        if world.leads and not self.warned and (text := self.model.config.beyond(int(longest))):
+            self.warned = True
+            print(f"train: a document of {text}", flush=True)
         metrics |= {"tokens_per_s": tokens / spent, "mfu": work / spent / self.peak, "peak_memory_gib": peak_memory}
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
-
-    def warn_if_longer(self, tokens: int) -> None:
-        """Print once that a document of this many tokens is longer than the model was made for."""
-        if not self.warned and (text := self.model.config.beyond(tokens)):
-            self.warned = True
-            if self.world.leads:
-                print(f"train: a document: {text}", flush=True)
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.

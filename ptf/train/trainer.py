@@ -83,10 +83,9 @@ def load_model(
     seed and reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the
     computation. `compiled` and `fused` are `train.compile` and `train.fused`.
     """
-    if spec.backend == "hf":
-        return _load_foreign(
-            directory, world, spec, seed=seed, precision=precision, head=head, recomputed=recomputed, frozen=frozen
-        )
+    own = spec.backend == "ptf"
+    if not own and world.mesh is not None and world.mesh["tensor"].size() > 1:
+        raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     model, family = built(directory, spec, head)
     _hold(model, directory, precision, frozen=frozen)
     parallelize(
@@ -94,9 +93,19 @@ def load_model(
         world.mesh,
         precision,
         recomputed=recomputed,
-        compiled=compiles(compiled, world.device),
-        kernels=_same_kernels(fused, world, precision),
+        compiled=own and compiles(compiled, world.device),
+        kernels=_same_kernels(fused, world, precision) if own else {},
     )
+    if not own:
+        from ptf.model import hf_adapters, hf_backend
+
+        foreign = cast("HFDecoder", model)
+        new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
+        if world.leads and not frozen:
+            report(directory, new, ())
+            if spec.lora is not None:
+                print(hf_adapters.described(foreign), flush=True)
+        return model, family
     bridge.materialize(model, world.device)
     if spec.init == "random":
         bridge.random_init(model, seed)
@@ -141,33 +150,6 @@ def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) ->
     if frozen:
         model.requires_grad_(False)
     hold_frozen(model, frozen_dtype(directory, precision, exported=not frozen))
-
-
-def _load_foreign(
-    directory: Path,
-    world: World,
-    spec: ModelConfig,
-    *,
-    seed: int,
-    precision: str,
-    head: Literal["lm", "scalar"],
-    recomputed: Recompute,
-    frozen: bool,
-) -> tuple[Decoder, Family]:
-    from ptf.model import hf_adapters, hf_backend
-
-    if world.mesh is not None and world.mesh["tensor"].size() > 1:
-        raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
-    model, family = built(directory, spec, head)
-    foreign = cast("HFDecoder", model)
-    _hold(model, directory, precision, frozen=frozen)
-    parallelize(model, world.mesh, precision, recomputed=recomputed)
-    new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
-    if world.leads and not frozen:
-        report(directory, new, ())
-        if spec.lora is not None:
-            print(hf_adapters.described(foreign), flush=True)
-    return model, family
 
 
 def forget_forwards(frozen: nn.Module) -> None:

@@ -539,6 +539,7 @@ def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
     write_job_file(today, stored)
     assert read_job_file(stored) == dump(today)
     other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_sequences": 16})})
+    (stored / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"train\.global_batch_sequences: 4 → 16"):
         write_job_file(other, stored)
 

@@ -33,8 +33,7 @@ class GRPOConfig(RewardedConfig):
     the sum of what follows, 0 the reward of the turn alone."""
 
     def without_effect(self, job: "Job") -> list[str]:
-        """Return a line for each key that is set and changes nothing: a factor on all rewards of a group is divided out
-        with their standard deviation."""
+        """Return a line for each factor on all rewards of a group that is divided out with their standard deviation."""
         config = job.rollout
         added = config is None or config.reward_model or self.overlong_buffer_tokens  # to the rewards
         if config is None or not self.scale_by_std or added or (self.kl_coef and self.kl_in == "reward"):
