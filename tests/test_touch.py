@@ -157,10 +157,8 @@ def test_a_source_whose_every_row_is_refused_fails(
     assert "gsm" in said
     assert "question" in said
     if part == "sources" and on_bad_row == "error":
-        with pytest.raises(UserError) as refused:
-            run(loads(yaml.safe_dump(raw)), "a")
         # training reads the rows in another order
-        assert re.sub(r":\d+ ", " ", str(refused.value)) == re.sub(r":\d+ ", " ", said.strip())
+        assert re.sub(r":\d+ ", " ", refusal(raw)) == re.sub(r":\d+ ", " ", said.strip())
 
 
 def test_one_bad_row_that_is_skipped_passes(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
@@ -229,8 +227,7 @@ def test_a_warm_up_that_is_longer_than_the_epochs_is_refused(raw: dict[str, Any]
     status, said = check(raw)
     assert status == 2
     assert rule in said
-    with pytest.raises(UserError, match=rule):
-        run(loads(yaml.safe_dump(raw)), "a")
+    assert rule in refusal(raw)
     raw["train"]["warmup_steps"] = 0.1
     assert check(raw)[0] == 0
 
@@ -248,16 +245,14 @@ def test_a_weight_that_the_standard_deviation_divides_out_is_told(
 def test_a_run_without_a_step_takes_another_config(raw: dict[str, Any], tmp_path: Path) -> None:
     good = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "2"}\n')
-    with pytest.raises(UserError, match="question"):
-        run(loads(yaml.safe_dump(raw)), "a")
+    assert "question" in refusal(raw)
     write_jsonl(tmp_path / "other.jsonl", [json.loads(line) for line in good.splitlines()])
     raw["data"]["sources"] = {"sums": {"path": str(tmp_path / "other.jsonl")}}
     raw["seed"] = 5
     raw["train"] |= {"steps": 1, "validate_every": 0}
     run(loads(yaml.safe_dump(raw)), "a")
     raw["seed"] = 6
-    with pytest.raises(UserError, match=r"seed: 5 → 6"):  # the control
-        run(loads(yaml.safe_dump(raw)), "a")
+    assert "seed: 5 → 6" in refusal(raw)  # the control
 
 
 def test_plan_takes_the_workers_of_the_config(
