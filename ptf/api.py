@@ -46,8 +46,11 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     root = parse(dump(job)).root
     if faults := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(faults)
+    from ptf.compute.device_defaults import settled
     from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
 
+    said = list[str]()
+    job = settled(job, tell=said.append)
     raise_if_vllm_is_wrong(job)
     if job.publish.metric is not None:
         from ptf.evaluation_check import check_evaluation
@@ -60,9 +63,10 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     from ptf.inspection.glance import glance
 
     try:
-        return glance(job)
+        said.append(glance(job))
     except UserError as error:  # of the data: the config is right
-        return f"passes and steps are not known: {error}"
+        said.append(f"passes and steps are not known: {error}")
+    return "\n".join(said)
 
 
 def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":

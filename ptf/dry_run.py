@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ptf import storage
+from ptf.compute.device_defaults import settled
 from ptf.compute.world import World
 from ptf.config import Job, resolve
 from ptf.config.section import Plugin
@@ -73,7 +74,7 @@ KEPT_ANYWAY = (
 def rehearse(job: Job, tell: Callable[[str], None]) -> None:
     """Run the job small; `tell` is called with what is done. Raise UserError at the first thing that would fail."""
     began = time.monotonic()
-    job = resolved(job)
+    job = settled(resolved(job))
     places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
     for key, place in places.items():
         if place:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ptf import scratch
+from ptf.compute.device_defaults import settled
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined
 from ptf.config import Job
@@ -46,7 +47,7 @@ def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str
             "rollout.reward_model: ptf try does not load reward models; "
             "--set rollout.reward_model=null plays what else the job has"
         )
-    chosen = policy_of(job, policy)
+    chosen = policy_of(settled(job), policy)
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
         rewards = training_rewards(chosen.job)
         try:

@@ -273,7 +273,8 @@ def test_one_fault_is_one_problem(write):
         ("train.fp8=true", "unknown key in train; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
         (
             "train.precision=fp8",
-            "expected one of fp32, bf16, got the text 'fp8'; ptf has no training in fewer bits than bf16 (FP8, FP4)",
+            "expected one of auto, fp32, bf16, got the text 'fp8'; "
+            "ptf has no training in fewer bits than bf16 (FP8, FP4)",
         ),
         ("data.images=x", "unknown key in data; ptf has no multimodal training; only text is trained"),
     ],

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ptf import progress
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -221,7 +222,7 @@ class NativeEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         stopped = np.zeros(n, bool)
         live = np.arange(n)  # the request that each row of the cache belongs to
-        for turn in range(int(limits.max())):
+        for turn in progress.counted(range(int(limits.max())), f"generate {n} responses", "tokens each"):
             rows = torch.from_numpy(live).to(self.device)
             left = allowed.restrict(logits, live)
             tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.by_kernels)
