@@ -88,7 +88,7 @@ def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "
     """
     from ptf.episode_preview.preview_job import preview_job
 
-    return preview_job(job, episodes, policy, lambda line: print(line, flush=True))
+    return preview_job(job, episodes, policy)
 
 
 def train(job: Job, run_name: str | None = None) -> "Run":

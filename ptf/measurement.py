@@ -301,8 +301,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         {"start/": starting.with_weights()} if evaluate_config.measure_starting_model else {}
     )
     gpu = pick_device(job.compute.device).type == "cuda"
-    samples = evaluate_config.samples_per_prompt or SAMPLES
-    prompts, samples = affordable(prompts, job, run / "model", samples, len(models), gpu)
+    prompts, job = affordable(prompts, job, run / "model", len(models), gpu)
     metrics: dict[str, float] = {}
     length = (
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
@@ -331,7 +330,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
                         file = run / gate.RESPONSES / f"{prefix}{name}.jsonl"
-                        found = measure_responses_to(job, name, source_prompts, group, rewards, file, samples)
+                        found = measure_responses_to(job, name, source_prompts, group, rewards, file)
                         metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in found.items()}
     finally:
         if rewards:
@@ -340,13 +339,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
 
 
 def measure_responses_to(
-    job: Job,
-    source: str,
-    prompts: Sequence[Prompt],
-    rollout: RoleGroup,
-    rewards: Rewards | None,
-    file: Path,
-    samples: int,
+    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
 ) -> dict[str, float]:
     """Return the pass rates of a model's responses to the prompts of a source, and `evaluate.metrics` of its greedy
     responses, which are written to `file`."""
@@ -357,7 +350,7 @@ def measure_responses_to(
         prompts,
         0,
         f"evaluate {source}",
-        samples=samples,
+        samples=evaluate_config.samples_per_prompt or SAMPLES,
         temperature=evaluate_config.temperature,
         max_new_tokens=evaluate_config.max_new_tokens,
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,

@@ -41,13 +41,10 @@ def peak_flops(device: torch.device, precision: str, product: Product = F.linear
     the model computes (best of 5)."""
     if device.type == "cuda" and (key := known_gpu(torch.cuda.get_device_name(device))):
         return PEAKS[key][precision == "fp32"] * 1e12
-    return max(_measured_flops(device, dtype, product) for dtype in _dtypes(device, precision))
-
-
-def _dtypes(device: torch.device, precision: str) -> list[torch.dtype]:
-    """Return what the fastest products of a precision may be in: a CPU without units for bf16 is faster in fp32."""
-    of_bf16 = [torch.bfloat16, torch.float32] if device.type == "cpu" else [torch.bfloat16]
-    return of_bf16 if precision == "bf16" else [torch.float32]
+    dtypes = [torch.float32] if precision == "fp32" else [torch.bfloat16]
+    if device.type == "cpu" and precision == "bf16":  # faster in fp32 without units for bf16
+        dtypes.append(torch.float32)
+    return max(_measured_flops(device, dtype, product) for dtype in dtypes)
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype, product: Product) -> float:

@@ -158,8 +158,7 @@ class Controller:
             if self.saves.due(self.step) or leaving:
                 self.save()
             if leaving or self.step == self.steps:
-                with progress.phase("last checkpoint"):
-                    self.saver.wait()
+                self.saver.wait()
             if leaving and self.step < self.steps:
                 raise Stopped(self.step, self.steps, self.saves.path(self.step))
 

@@ -180,7 +180,7 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path
     held_out: dict[str, list[Prompt]] = {}
     if job.train.validate_every:
         held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit or PROMPTS)
-        held_out, _ = affordable(held_out, job, directory, 1, 1, computes_on_gpu(job.compute))
+        held_out, _ = affordable(held_out, job, directory, 1, computes_on_gpu(job.compute), samples=1)
     if trie is not None:
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
         raise_if_cut_responses(trie, job, max(lengths, default=0))

@@ -10,6 +10,7 @@ import torch
 from ptf import progress
 from ptf.compute.meter import peak_flops
 from ptf.config import Job
+from ptf.config.sections.evaluate import SAMPLES
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
@@ -25,17 +26,18 @@ Prompts = dict[str, list[Prompt]]
 
 
 def affordable(
-    prompts: Prompts, job: Job, directory: Path, samples: int, models: int, gpu: bool
-) -> tuple[Prompts, int]:
-    """Return the prompts of each source to measure, and how many samples of each; print how many tokens and how much
-    time that is.
+    prompts: Prompts, job: Job, directory: Path, models: int, gpu: bool, samples: int = 0
+) -> tuple[Prompts, Job]:
+    """Return the prompts of each source to measure, and the job with the number of samples of each; print how many
+    tokens and how much time that is.
 
     Without `gpu`, what `evaluate.limit` and `evaluate.samples_per_prompt` leave open is lowered until `models` of the
-    size of the one in the directory need no more than `CPU_FLOPS`.
+    size of the one in the directory need no more than `CPU_FLOPS`. `samples`: in place of the job's.
     """
     config = job.evaluate
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     flops = 2 * weights / bridge.export_dtype(directory).itemsize  # of a token
+    samples = samples or config.samples_per_prompt or SAMPLES
 
     def tokens() -> int:
         lengths = [len(prompt.tokens) for of_source in prompts.values() for prompt in of_source]
@@ -54,7 +56,7 @@ def affordable(
         time = f", {max(1, round(flops * tokens() / rate / 60))} min at most"
     what = f"{sum(map(len, prompts.values()))} prompts, greedy" + f" and {samples} samples of each" * (samples > 1)
     print(f"evaluate: {what}, of {models} models: at most {tokens():,} tokens{time}", flush=True)
-    return prompts, samples
+    return prompts, job.model_copy(update={"evaluate": config.model_copy(update={"samples_per_prompt": samples})})
 
 
 def pass_rates(

@@ -55,22 +55,18 @@ def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
     request before its end, and LeaseLost if a different process has taken over the run.
     """
     with progress.stage("train") if world.leads else nullcontext():
-        _train(job, world, run, lease)
-
-
-def _train(job: Job, world: World, run: Path, lease: Lease) -> None:
-    try:
-        with world.clock.phase("loading"):
-            attempt = OfflineAttempt(job, world, run, lease)
         try:
-            with on_sigterm(attempt.stop_signal.set):
-                attempt.train()
-        finally:
-            attempt.close()
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(job, error) from error
-    with world.clock.phase("export"):
-        attempt.export()
+            with world.clock.phase("loading"):
+                attempt = OfflineAttempt(job, world, run, lease)
+            try:
+                with on_sigterm(attempt.stop_signal.set):
+                    attempt.train()
+            finally:
+                attempt.close()
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(job, error) from error
+        with world.clock.phase("export"):
+            attempt.export()
 
 
 class OfflineAttempt:
