@@ -37,7 +37,7 @@ def affordable(
     config = job.evaluate
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     flops = 2 * weights / bridge.export_dtype(directory).itemsize  # of a token
-    samples = samples or config.samples_per_prompt or SAMPLES
+    samples, read = samples or config.samples_per_prompt or SAMPLES, sum(map(len, prompts.values()))
 
     def tokens() -> int:
         lengths = [len(prompt.tokens) for of_source in prompts.values() for prompt in of_source]
@@ -53,9 +53,9 @@ def affordable(
     time = ""
     if not gpu:
         rate = SHARE * peak_flops(torch.device("cpu"), job.train.precision, matrix_product.linear)
-        time = f", {max(1, round(flops * tokens() / rate / 60))} min at most"
-    what = f"{sum(map(len, prompts.values()))} prompts, greedy" + f" and {samples} samples of each" * (samples > 1)
-    print(f"evaluate: {what}, of {models} models: at most {tokens():,} tokens{time}", flush=True)
+        time = f", about {max(1, round(flops * tokens() / rate / 60))} min"
+    what = f"{sum(map(len, prompts.values()))} of {read} prompts, greedy" + f" and {samples} samples" * (samples > 1)
+    print(f"evaluate: {what}, by {models} models: at most {tokens():,} tokens{time}", flush=True)
     return prompts, job.model_copy(update={"evaluate": config.model_copy(update={"samples_per_prompt": samples})})
 
 
