@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from ptf import api, doctor
@@ -10,6 +11,7 @@ from ptf.compute import device_defaults
 from ptf.compute.device_defaults import multiplies_bf16, settled
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, loads
+from ptf.rl.engines import native
 from ptf.run import read_job_file, run
 from tests.tiny import arithmetic
 
@@ -100,3 +102,14 @@ def test_check_and_doctor_say_so(raw: dict, monkeypatch: pytest.MonkeyPatch) -> 
     assert "train.precision: auto is fp32 here" in api.check(job_of(raw))
     cpu = {finding.name: finding.problem for finding in doctor._devices()}["CPU"]
     assert cpu == "no bf16 in hardware: train.precision: auto is fp32"
+
+
+def test_a_model_is_served_in_fp32_where_bf16_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "bfloat16"}')
+    for there, on_cpu in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(native, "multiplies_bf16", lambda there=there: there)
+        assert (native.served_dtype(tmp_path, cpu), native.served_dtype(tmp_path, gpu)) == (on_cpu, torch.bfloat16)
+    assert capsys.readouterr().out == "this CPU has no units for bf16: the model computes in fp32\n"
