@@ -45,6 +45,10 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     root = parse(dump(job)).root
     if faults := [*problems(root), *(missing(root) if paths else ())]:
         raise Problems(faults)
+    from ptf.compute.device_defaults import settled
+
+    said = list[str]()
+    job = settled(job, tell=said.append)
     if job.publish.metric is not None:
         from ptf.evaluation_check import check_evaluation
 
@@ -57,7 +61,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
         from ptf.dry_run import rehearse
 
         rehearse(job, lambda line: print(line, flush=True))
-    return "\n".join(found)
+    return "\n".join([*said, *found])
 
 
 def inspect(job: Job, *, rows: int | None = None, samples: int = 1) -> "Report":
@@ -79,7 +83,7 @@ def try_episodes(job: Job, episodes: int = 8, *, policy: str | None = None) -> "
     """
     from ptf.episode_preview.preview_job import preview_job
 
-    return preview_job(job, episodes, policy, lambda line: print(line, flush=True))
+    return preview_job(job, episodes, policy)
 
 
 def train(job: Job, run_name: str | None = None) -> "Run":

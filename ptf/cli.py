@@ -179,12 +179,13 @@ def plan(options: argparse.Namespace) -> int:
 
 def _planned_job(options: argparse.Namespace, setting: "Setting") -> "Job":
     """Load the job of `ptf plan` on the GPUs and with the keys of a setting."""
+    from ptf.compute.device_defaults import settled
     from ptf.config import load
     from ptf.run import resolved
 
     keys = [f"{key}={value}" for key, value in setting.keys.items()]
     where = [f"compute.workers={setting.gpus}", "compute.launcher=ray"]
-    return resolved(load(*options.config, overrides=[*options.set, *keys, *where]))
+    return settled(resolved(load(*options.config, overrides=[*options.set, *keys, *where])), gpu=True)
 
 
 def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | OnlineBudget, Roofline | None]":

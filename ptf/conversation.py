@@ -9,9 +9,8 @@ import torch
 from ptf.data.context import raise_if_unseen
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.served_directory import ServedDirectory
-from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.protocol import Request, Sampling
 
 LONGEST = 256  # tokens of a response, where no other number is given
@@ -46,7 +45,7 @@ class Chat:
         self.engine = NativeEngine(
             str(found.base),
             device=device,
-            dtype=bridge.export_dtype(found.base),
+            dtype=served_dtype(found.base, device),
             version=0,
             factory=found.factory(),
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from ptf.compute.device_defaults import multiplies_bf16
 from ptf.model import hub
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "fsspec", "pydantic")
@@ -88,7 +89,8 @@ def _devices() -> Iterator[Finding]:
     yield Finding("attention", "FlexAttention" if seen else f"{on_cpu} (no GPU)")
     if not seen:
         amx = torch.backends.cpu.get_cpu_capability()
-        yield Finding("CPU", f"{amx}, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
+        slow = "" if multiplies_bf16() else "no bf16 in hardware: train.precision: auto is fp32"
+        yield Finding("CPU", f"{amx}, {torch.get_num_threads()} threads of {os.cpu_count()} cores", slow)
     from torch import distributed
 
     backends = [

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ptf import storage
+from ptf.compute.device_defaults import settled
 from ptf.compute.world import World
 from ptf.config import Job, resolve
 from ptf.config.section import Plugin
@@ -70,6 +71,7 @@ KEPT_ANYWAY = (
 def rehearse(job: Job, tell: Callable[[str], None]) -> None:
     """Run a resolved job small; `tell` is called with what is done. Raise UserError at the first thing that fails."""
     began = time.monotonic()
+    job = settled(job)
     places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
     for key, place in places.items():
         if place:

@@ -7,7 +7,8 @@ retries, prints a table, and records the metrics in the run's directory, where p
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ptf import disk, gate, published_versions, scratch
+from ptf import disk, gate, progress, published_versions, scratch
+from ptf.compute.device_defaults import settled
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
@@ -15,6 +16,7 @@ from ptf.errors import Retryable, UserError, full_text, is_transient
 from ptf.evaluation_check import check_evaluation, with_current_names
 from ptf.measurement import measure_model, measure_run
 from ptf.model import bridge
+from ptf.run import settled_as_begun
 from ptf.training_run import record_evaluation
 
 TRIES = 3
@@ -27,8 +29,8 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     is repeated if a process was lost, Ray did not start or a port was taken. Raises RunInUse if another process
     works in the run.
     """
-    there = published_versions.manifest(job.versions)
-    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease:
+    job, there = settled_as_begun(job, run), published_versions.manifest(job.versions)
+    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("evaluate"):
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
@@ -51,6 +53,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     `model`: a directory, a directory of versions, a URI or a Hugging Face id. Raises UserError if the job measures
     nothing, or if the model is an adapter.
     """
+    job = settled(job)
     section = job.model.model_copy(
         update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
         | {"lora": None, "trainable": None}
@@ -62,7 +65,8 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
         (place / "model").symlink_to(directory.resolve())
-        metrics = retry(lambda: measure_model(job, place))
+        with progress.stage("evaluate"):
+            metrics = retry(lambda: measure_model(job, place))
     if not metrics:
         raise UserError("the job measures nothing: it has no evaluate.sources with a reward, and no data.validation")
     print_table({"measured": metrics}, list(metrics))

@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ptf import scratch, storage
+from ptf import progress, scratch, storage
 from ptf.storage import MANIFEST, Corrupt
 
 FRESH_NS = 100_000_000  # a later write to a file that changed less than this ago may leave its times the same
@@ -139,9 +139,10 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
                 flush=True,
             )
             return
-        for name, entry in sorted(unknown.items()):
-            if _sha256(f"{base}/{name}") != entry["sha256"]:
-                raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the one that was written")
+        with progress.phase(f"verify {base}", size / 2**20, "MiB") as phase:
+            for name, entry in sorted(unknown.items()):
+                if _sha256(f"{base}/{name}", phase) != entry["sha256"]:
+                    raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the one that was written")
         if unknown:
             after = storage.file_identities(base)
             now = time.time_ns()
@@ -161,11 +162,12 @@ def _settled(mark: str, now: int) -> bool:
     return now - changed > (FRESH_NS if changed % 1_000_000_000 else COARSE_NS)
 
 
-def _sha256(uri: str) -> str:
+def _sha256(uri: str, phase: progress.Phase) -> str:
     digest = hashlib.sha256()
     with storage.open_read(uri, 8 << 20) as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
+            phase.advance(len(block) / 2**20)
     return digest.hexdigest()
 
 

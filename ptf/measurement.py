@@ -16,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ptf import gate, storage
+from ptf import gate, progress, storage
 from ptf.compute.launch import default_threads, needs_ray, on_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind
 from ptf.config.section import Plugin
+from ptf.config.sections.evaluate import PROMPTS, SAMPLES
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -36,7 +37,7 @@ from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
 from ptf.rl.rewards.by_source import Rewards
 from ptf.rl.rollout_role import evaluation_engine, evaluation_rewards, sampler_spec, trie_of
-from ptf.rl.validate import pass_rates
+from ptf.rl.validate import affordable, pass_rates
 from ptf.train.batch_sharding import deal
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.dataloading import held_out_sequences
@@ -239,7 +240,7 @@ def score_answers(
 ) -> np.ndarray:
     """Return scores, labels and lengths of all responses, on every rank: [3, responses]."""
     judgements = []
-    for batch in deal(sequences, world, micro_batch_sequences, seq_len):
+    for batch in progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches"):
         batch = batch.to(world.device)
         judgements.append(recipe.judgements(model, batch).cpu().numpy())
     mine = np.concatenate(judgements, axis=1)
@@ -293,12 +294,14 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     starting = StartingModel.of(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
     prompts, trie = (
-        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit),
+        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit or PROMPTS),
         trie_of(job.rollout, tokenizer),
     )
     models = {"": run / "model"} | (
         {"start/": starting.with_weights()} if evaluate_config.measure_starting_model else {}
     )
+    gpu = pick_device(job.compute.device).type == "cuda"
+    prompts, job = affordable(prompts, job, run / "model", len(models), gpu)
     metrics: dict[str, float] = {}
     length = (
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
@@ -347,7 +350,7 @@ def measure_responses_to(
         prompts,
         0,
         f"evaluate {source}",
-        samples=evaluate_config.samples_per_prompt,
+        samples=evaluate_config.samples_per_prompt or SAMPLES,
         temperature=evaluate_config.temperature,
         max_new_tokens=evaluate_config.max_new_tokens,
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf import disk, gate, published_versions, storage
+from ptf import disk, gate, progress, published_versions, storage
 from ptf.artifact import Artifact
 from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
@@ -16,6 +16,7 @@ from ptf.evaluation_check import with_current_names
 from ptf.export_comparison import adapter_difference, model_difference
 from ptf.measurement import raise_if_regression
 from ptf.model_card import card
+from ptf.run import settled_as_begun
 from ptf.train.export import raise_if_damaged
 
 ATTEMPTS = 10
@@ -39,9 +40,11 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     Worse if the model is worse than the one that training started from or than the published one; RunInUse if a
     different process is writing to the run.
     """
-    artifact = artifact.with_changes(metrics=with_current_names(job, artifact.metrics))
     assert artifact.run is not None
-    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, Path(artifact.run)) as lease:
+    run = Path(artifact.run)
+    job = settled_as_begun(job, run)
+    artifact = artifact.with_changes(metrics=with_current_names(job, artifact.metrics))
+    with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("publish"):
         return _publish(job, artifact, lease)
 
 

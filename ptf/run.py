@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from ptf import entry  # imported first: it records the parent process
 
 # isort: split
-from ptf import disk, published_versions, scratch, storage
+from ptf import disk, progress, published_versions, scratch, storage
 from ptf.compute import launch, shutdown
+from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import (
     Job,
@@ -90,9 +91,10 @@ def prepared_directory(job: Job) -> str | None:
     """Run `data.prepare` unless its output exists, and return the output's directory; None if the job has none."""
     if job.data.prepare is None:
         return None
-    return prepare(
-        plugin.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes
-    )
+    with progress.stage("prepare"):
+        return prepare(
+            plugin.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes
+        )
 
 
 def published_models(job: Job) -> dict[str, str]:
@@ -186,7 +188,8 @@ def run(job: Job, run_name: str) -> Path:
     RunInUse if a different process is training the run.
     """
     check_run_name(run_name)
-    directory, job = Path(job.output) / run_name, shown(job)
+    directory = Path(job.output) / run_name
+    job = settled_as_begun(shown(job), directory)
     with disk.disk_errors_as_user_errors(
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
     ):
@@ -259,6 +262,13 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
         refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
         message = f"the job ended as {ended.status}: {ended.message.strip() or 'see its output above'}"
         raise UserError(message) if refused else Retryable(message)
+
+
+def settled_as_begun(job: Job, directory: Path) -> Job:
+    """Return the job with the values that `auto` had when the run in the directory began, or has for a new one
+    (ptf.compute.device_defaults)."""
+    text = read_job_file(directory)
+    return settled(job, None if text is None else loads(text))
 
 
 def write_job_file(job: Job, directory: Path) -> None:
@@ -380,6 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
             # an empty name was refused before
             run_name = str(world.broadcast_object(given.run_name or new_run_name(job)))
             directory = Path(job.output) / run_name
+            job = loads(str(together(world, lambda: dump(settled_as_begun(job, directory)) if world.leads else "")))
             if world.leads:
                 print(f"run name {run_name}", flush=True)
             with contextlib.ExitStack() as held:

@@ -193,13 +193,13 @@ def test_a_second_look_reads_nothing(tmp_path: Path, kind: Callable, monkeypatch
     place, open_it = kind(tmp_path)
     open_it()
     with monkeypatch.context() as patch:
-        patch.setattr(file_verification, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
+        patch.setattr(file_verification, "_sha256", lambda uri, phase: pytest.fail(f"{uri} was read again"))
         open_it()
     file = largest(place)
     file.write_bytes(file.read_bytes())  # the same again: other times
     read = file_verification._sha256
     seen: list[str] = []
-    monkeypatch.setattr(file_verification, "_sha256", lambda uri: seen.append(uri) or read(uri))
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri, phase: seen.append(uri) or read(uri, phase))
     open_it()
     assert seen == [str(file)]
 
@@ -212,7 +212,7 @@ def test_a_file_that_may_still_be_written_to_under_the_same_times_is_not_remembe
     _, open_it = kind(tmp_path)
     open_it()
     seen: list[str] = []
-    monkeypatch.setattr(file_verification, "_sha256", lambda uri: seen.append(uri) or "")
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri, phase: seen.append(uri) or "")
     with pytest.raises(Corrupt):
         open_it()
     assert seen
@@ -238,7 +238,7 @@ def test_objects_are_known_by_their_entity_tags(
         published_versions.point(root, name, published_versions.pointer(root))
     published_versions.roll_back(root)
     with monkeypatch.context() as patch:
-        patch.setattr(file_verification, "_sha256", lambda uri: pytest.fail(f"{uri} was read again"))
+        patch.setattr(file_verification, "_sha256", lambda uri, phase: pytest.fail(f"{uri} was read again"))
         published_versions.roll_back(root, "one")
     config = storage.read_text(f"{root}/one/config.json")
     storage.write_text(f"{root}/one/config.json", config.replace("2", "3", 1))

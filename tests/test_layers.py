@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "entry", "scratch", "credentials", "disk", "varlen"}  # what everybody may import
+BASE = {"errors", "entry", "scratch", "credentials", "disk", "varlen", "progress"}  # what everybody may import
 DATA = BASE | {"config", "storage", "data", "model"}
 TRAIN = DATA | {"file_verification", "compute", "recipes"}
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
@@ -22,6 +22,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "errors": set(),
     "entry": set(),
     "scratch": set(),
+    "progress": set(),
     "varlen": set(),
     "credentials": {"errors"},
     "disk": {"errors"},
@@ -44,19 +45,20 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "dry_run": TRAIN | {"train", "rl", "run"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
     "replay": TRAIN | {"rl", "run", "training_run"},
-    "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "training_run"},
+    "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "run", "training_run"},
     "export_comparison": TRAIN | {"train"},
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN
     | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "export_comparison"}
-    | {"model_card"},
+    | {"model_card", "run"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
-    "doctor": {"model"},
-    "inspection": DATA | {"recipes", "train", "rl", "run"},
+    "doctor": {"compute", "model"},
+    "inspection": DATA | {"compute", "recipes", "train", "rl", "run"},
     "episode_preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
     | {
+        "compute",
         "config",
         "evaluation_check",
         "dry_run",

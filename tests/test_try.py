@@ -12,11 +12,12 @@ import yaml
 from rich.console import Console
 
 import ptf
+from ptf import progress
 from ptf.cli import main
 from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-from ptf.episode_preview import player, policies, scripts, terminal
+from ptf.episode_preview import policies, scripts, terminal
 from ptf.episode_preview.clock import EpisodeTimes, start_seconds, turns_of
 from ptf.episode_preview.repeats import differences
 from ptf.episode_preview.report import Piece, Preview, PreviewEpisode
@@ -110,7 +111,7 @@ def test_the_own_model_answers_where_it_has_weights(tmp_path: Path, capfd: pytes
 def test_an_environment_repeats_if_its_randomness_is_from_the_seed(
     tmp_path: Path, seeded: bool, calls: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(player, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
     environment = {"use": "tests.tried:Dice", "args": {"seeded": seeded}}
     trial = ptf.try_episodes(ptf.load(config(tmp_path, environment=environment)), 3, policy="echo")
     assert trial.repeatable is seeded
@@ -118,7 +119,7 @@ def test_an_environment_repeats_if_its_randomness_is_from_the_seed(
     assert all("what the policy reads at call 2" in line for line in trial.differences)
     assert trial.rewards == [0.25] * 3
     assert len(trial.warnings) == 2, "it pays any answer, so also the empty one"
-    assert re.search(r"of 3: episodes ended: \d, responses given: \d", capsys.readouterr().out)
+    assert re.search(r"progress: try, .* \d of 3 episodes, \d+ s", capsys.readouterr().out)
 
 
 def test_a_harness_repeats_if_what_it_asks_is_a_function_of_its_seed(tmp_path: Path) -> None:

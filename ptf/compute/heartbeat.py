@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from ptf import progress
+
 ADDRESS = "PTF_HEARTBEAT"  # host:port of the launcher's store, in a rank's environment
 BEAT_S = 1.0
 SILENT_S = 7.0  # with a heartbeat and a check once a second, a stopped rank is reported within 10 s
@@ -48,7 +50,8 @@ class Clock:
         for the outer."""
         outer = self._enter(name)
         try:
-            yield
+            with progress.phase(name):
+                yield
         finally:
             self._enter(outer)
 

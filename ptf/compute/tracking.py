@@ -4,6 +4,7 @@ A row belongs to a step, so a resume drops the rows of steps that will be repeat
 run had never stopped. `is_clock` identifies fields that measure time or memory; all others repeat bit for bit.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ptf import progress
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
@@ -171,6 +173,8 @@ class Tracker:
         self.path = directory / "metrics.jsonl"
         self.lines = StepLines(self.path, resumed, lease, expected)
         self.steps, self.print_every = steps, track_config.print_every
+        self._stack = contextlib.ExitStack()
+        self.progress = self._stack.enter_context(progress.phase("steps", steps, "steps", resumed))
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
@@ -179,10 +183,12 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, online of a rollout and its optimizer steps; `step` counts from 1."""
         self.lines.add({"step": step, **metrics, "time": time.time()})
+        self.progress.done, self.progress.total = step, self.steps
         for sink in self.sinks:
             sink.log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
             print(self.line(step, metrics), flush=True)
+            progress.said()
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the console line of a step."""
@@ -198,6 +204,7 @@ class Tracker:
 
     def close(self) -> None:
         """Close the file and the sinks."""
+        self._stack.close()
         self.lines.close()
         for sink in self.sinks:
             sink.close()

@@ -25,6 +25,7 @@ class LogprobLimits(NamedTuple):
 # In bf16 no bound on the largest difference works: it grows with the number of tokens, by rounding alone.
 # Measured by benchmarks/logprob_guard.py (benchmarks/results/logprob_guard.md).
 LOGPROB_LIMITS = {"fp32": LogprobLimits(1e-4, LOGPROB_TOLERANCE["fp32"], 0.0), "bf16": LogprobLimits(0.2, 0.5, 0.05)}
+LOGPROB_LIMITS["auto"] = LOGPROB_LIMITS["bf16"]  # of a job that is looked at before its precision is settled
 
 # In fp32 rounding changes the experts of one token in a million. It moves that token by up to 1 and, through attention,
 # those that follow by 1e-3 to 1e-1: no fault, though a step of a few thousand tokens may have a mean of 1e-3 then. In

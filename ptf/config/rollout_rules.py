@@ -34,9 +34,10 @@ def rollout_errors(job: Job) -> list[str]:
         )
     if rollout_config.lora_sync == "adapter" and job.model.lora is None:
         errors.append("rollout.lora_sync: adapter needs model.lora")
-    if rollout_config.lora_sync == "adapter" and rollout_config.engine not in ("native", "vllm"):
+    if rollout_config.lora_sync == "adapter" and rollout_config.engine not in ("auto", "native", "vllm"):
         errors.append("rollout.lora_sync: adapter is for the engines native and vllm; give merged")
-    if rollout_config.tensor_parallel_size > 1 and (rollout_config.engine != "vllm" or job.compute.launcher != "ray"):
+    divisible = rollout_config.engine in ("auto", "vllm") and job.compute.launcher == "ray"
+    if rollout_config.tensor_parallel_size > 1 and not divisible:
         errors.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
     errors += transport_errors(job)
     if job.compute.launcher == "local" and rollout_config.replicas > 1:

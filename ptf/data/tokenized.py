@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import re
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf import file_verification, scratch, storage
+from ptf import file_verification, progress, scratch, storage
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, counts_of
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
@@ -33,7 +32,6 @@ from ptf.errors import UserError
 
 ROWS_AT_ONCE = 256  # rows that a process receives at a time
 FEW_BYTES = 8 << 20  # a smaller source is encoded in one process
-PROGRESS_S = 10.0  # seconds between lines of progress
 BAD_ROWS = "bad_rows.jsonl"
 
 Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow]]  # columns by row, counts, rows set aside
@@ -96,7 +94,7 @@ def write(
 ) -> Mapping[str, Any]:
     """Encode every row of a source into a local directory, and return its manifest.
 
-    A large source is encoded in `processes`, and progress is printed every few seconds. With `max_bad_rows_share`, that
+    A large source is encoded in `processes`. With `max_bad_rows_share`, that
     share of the rows may be bad; they are listed in `bad_rows.jsonl`. The manifest is written last; where one exists
     already, from the same tokenizer and config, nothing is done.
     """
@@ -131,14 +129,14 @@ def write(
 
 def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
     """Yield what `work` makes of every row, in groups of the parquet file, in order."""
-    progress = Progress("tokenize", work.name, reader)
     if processes == 1 or sum(reader.sizes) < FEW_BYTES:
         encoded: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
     else:
         encoded = _in_processes(work, _pieces(reader, limit), processes)
-    for group in _grouped(encoded):
-        progress(group[1])
-        yield group
+    with progress.phase(work.name, 100, "% of the files") as phase:
+        for group in _grouped(encoded):
+            phase.done = 100 * reader.share
+            yield group
 
 
 def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[Block, str, int]]:
@@ -205,31 +203,6 @@ def _grouped(encoded: Iterable[Encoded]) -> Iterator[Encoded]:
             columns, counts, bad = {}, Counter(), []
     if columns:
         yield columns, counts, bad
-
-
-class Progress:
-    """Prints a line of progress every few seconds."""
-
-    def __init__(self, stage: str, name: str, reader: Reader) -> None:
-        """Start the clock for one source."""
-        self._name, self._reader = f"{stage}: {name}", reader
-        self._began = self._printed = time.monotonic()
-        self._rows = self._tokens = 0
-
-    def __call__(self, counts: Mapping[str, int]) -> None:
-        """Add the counts of more rows, and print a line if the last one is old enough."""
-        now = time.monotonic()
-        self._rows += counts["rows"]
-        self._tokens += counts["tokens"]
-        if now - self._printed < PROGRESS_S:
-            return
-        self._printed, spent, share = now, now - self._began, self._reader.share
-        print(
-            f"{self._name}: {self._rows:,} rows, {share:.0%}, {self._rows / spent:,.0f} rows/s, "
-            f"{self._tokens / spent:,.0f} tokens/s, "
-            f"{spent * (1 - share) / max(share, 1e-9):,.0f} s to go",
-            flush=True,
-        )
 
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:

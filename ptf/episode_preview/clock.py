@@ -71,11 +71,6 @@ class Clock:
         episode, call = self.calls[seed]
         self.episodes[episode].answered[call] = time.monotonic()
 
-    @property
-    def answers(self) -> int:
-        """Return the number of responses so far, over all episodes."""
-        return sum(len(times.answered) for times in self.episodes)
-
 
 def start_seconds(times: EpisodeTimes) -> float:
     """Return the seconds until the policy was asked first; of an episode that never asked, all of its seconds."""

@@ -1,11 +1,11 @@
 """Plays the episodes of a preview, as a rollout role of the run would."""
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ptf import progress
 from ptf.config import Job
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.episode_preview.clock import Clock, EpisodeTimes, TimedEngine
@@ -19,7 +19,6 @@ from ptf.rl.rewards.by_source import Rewards, mark_without_result, score_groups
 from ptf.rl.sampler import Sampler, seed_of
 
 KEY = "try"  # of the seeds, so that they are those of no step
-TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,9 @@ class Played:
 class Player:
     """Plays episodes with the parts of a job: rollout functions, the engine of a sampler, processes of a reward."""
 
-    def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None) -> None:
         assert job.rollout is not None
-        self.job, self.sampler, self.rewards, self.tell = job, sampler, rewards, tell
+        self.job, self.sampler, self.rewards = job, sampler, rewards
         self.rollout = job.rollout
         self.together = job.rollout.prompts_per_step * job.rollout.group_size  # the most episodes at once
         self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
@@ -81,9 +80,7 @@ class Player:
         began, found = time.monotonic(), list[Trajectory]()
         for first in range(0, episodes, self.together):
             numbers = range(first, min(first + self.together, episodes))
-            found += run_coroutine(
-                self._play_together(clock, engine, limits, prompts, numbers, f"{what} of {episodes}")
-            )
+            found += run_coroutine(self._play_together(clock, engine, limits, prompts, numbers, what))
         ended = time.monotonic()
         groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
         scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]
@@ -114,17 +111,10 @@ class Player:
                 prompt, limits, sampler.tokenizer, seeds, sampler.rollout_functions.of(prompt.source), self.timeout_s
             )
 
-        async def report() -> None:
-            while True:
-                await asyncio.sleep(TELL_EVERY_S)
-                self.tell(f"{what}: episodes ended: {first + len(found)}, responses given: {clock.answers}")
-
-        reporting = asyncio.create_task(report())
-        try:
+        with progress.phase(what, numbers[-1] + 1, "episodes", first) as phase:
             async for ended in run_episodes(TimedEngine(engine, clock), [episode(n) for n in numbers]):
                 for number, trajectory in ended:
                     clock.end(first + number)
                     found[number] = trajectory
-        finally:
-            reporting.cancel()
+                    phase.advance()
         return [found[i] for i in range(len(numbers))]

@@ -7,12 +7,13 @@ first, so that the start of worker processes is not counted in the times.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ptf import scratch
+from ptf import progress, scratch
+from ptf.compute.device_defaults import settled
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined
 from ptf.config import Job
@@ -33,9 +34,8 @@ from ptf.train.starting_model import StartingModel
 MOST_PROBED = 8  # episodes that each scripted probe plays
 
 
-def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str], None]) -> Preview:
-    """Play episodes of an online job; `tell` is called with lines about the progress of long plays. `policy` is as in
-    `policy_of`.
+def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
+    """Play episodes of an online job. `policy` is as in `policy_of`.
 
     Raises UserError for a job that has no rollouts, has a reward model, or has data that cannot be read.
     """
@@ -46,11 +46,12 @@ def preview_job(job: Job, episodes: int, policy: str | None, tell: Callable[[str
             "rollout.reward_model: ptf try does not load reward models; "
             "--set rollout.reward_model=null plays what else the job has"
         )
-    chosen = policy_of(job, policy)
+    chosen = policy_of(settled(job), policy)
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
         rewards = training_rewards(chosen.job)
         try:
-            return _tried(chosen, Player(chosen.job, sampler, rewards, tell), episodes, policy)
+            with progress.stage("try"):
+                return _tried(chosen, Player(chosen.job, sampler, rewards), episodes, policy)
         finally:
             if rewards is not None:
                 rewards.close()

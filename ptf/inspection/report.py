@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ptf.compute.device_defaults import settled
 from ptf.config import Job
 from ptf.config.load import Problems
 from ptf.data.added import tokenizer_of
@@ -62,7 +63,8 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     If `rows` is None, all rows are read if the sources together have at most `ALL_ROWS`, otherwise the first `FEW_ROWS`
     of each. Runs `data.prepare` if its output does not exist. Raises UserError for data that cannot be read.
     """
-    recipe, job = registry.build(job), resolved(job)
+    job = settled(resolved(job))
+    recipe = registry.build(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
     tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
 

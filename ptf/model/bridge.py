@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import file_verification, published_versions, storage
+from ptf import file_verification, progress, published_versions, storage
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.checkpoint_mapping import PaddedRows, Rename, Slices, TensorMapping
@@ -363,7 +363,7 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
         def read(name, part):
             return files.read(family.prefix + name, part)
 
-        for mapping in mappings:
+        for mapping in progress.counted(mappings, f"read {directory}", "tensors"):
             for i, ours in enumerate(mapping.ours):
                 fill_weight(ours, partial(mapping.read, i, read=read, experts=experts))
     for name in own:

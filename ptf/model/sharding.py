@@ -132,6 +132,7 @@ def parallelize(
     ValueError for bf16 without a mesh, because FSDP keeps the master weights; UserError for a model that cannot be
     sharded.
     """
+    assert precision in ("bf16", "fp32"), precision
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
     check_mesh(model.config, mesh)

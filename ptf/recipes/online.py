@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-DEFAULT_TIS_CAP = {"fp32": None, "bf16": 2.0}  # `tis_cap: auto`, by precision; 2 as in Yao et al. 2025
+# `tis_cap: auto`, by precision; 2 as in Yao et al. 2025. A precision that is not settled counts as bf16
+DEFAULT_TIS_CAP = {"fp32": None, "bf16": 2.0, "auto": 2.0}
 DEFAULT_TIS_CAP_ASYNC = 2.0  # `tis_cap: auto` with `rollout.max_staleness`, in any precision
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
+from ptf import progress
 from ptf.compute.world import World
 from ptf.errors import UserError
 
@@ -240,7 +241,8 @@ class PoolSchedule:
                 group.call("onload")
             self.loaded[pool.name] = group
         try:
-            yield
+            with progress.phase(name):
+                yield
         finally:
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -355,7 +357,8 @@ class LocalCluster(PoolSchedule):
         """See Cluster.start."""
         pool = self.pool(spec.name)
         self.free(pool)
-        group = LocalRoleGroup(spec, self.world)
+        with progress.phase(f"start {spec.name}"):
+            group = LocalRoleGroup(spec, self.world)
         self.role_groups.append(group)
         self.loaded[pool.name] = group
         return group

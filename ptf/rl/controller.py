@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ptf import progress
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -187,11 +188,18 @@ class Controller:
             with GroupScoring(self.rewards) as scoring:
                 with self.cluster.phase(self.rollout, "rollout"):
                     arguments = ("rollout", prompts, self.step, f"step {self.step}", *sampling_arguments)
-                    groups = self.rollout.call(*arguments, on_result=scoring.add)
+                    with progress.phase("responses", len(prompts) * rollout_config.group_size, "responses") as phase:
+
+                        def add(number: int, group: Group, phase: progress.Phase = phase) -> None:
+                            scoring.add(number, group)
+                            phase.advance(len(group))
+
+                        groups = self.rollout.call(*arguments, on_result=add)
                     if number == rounds - 1:  # now: a reward model's phase may offload the engine
                         self.rollout.call("expect_weights")
                 began = time.perf_counter()
-                groups = scoring.finish(groups)
+                with progress.phase("rewards"):
+                    groups = scoring.finish(groups)
                 reward_s += time.perf_counter() - began
             if self.reward_model:
                 with self.cluster.phase(self.reward_model.role, "reward_model"):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptf import progress
 from ptf.compute.world import World, alone
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
@@ -47,7 +48,7 @@ def packed_batches(
         else shard_sequences_singly(sequences, alone(world))[0]
     )
     idle = deal([], alone(world), each, seq_len)[0]  # on a GPU with the shape of the others
-    for i in range(int(world.max(len(batches)))):
+    for i in progress.counted(range(int(world.max(len(batches)))), "log-probs", "batches"):
         yield sequences[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ptf import progress
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
+from ptf.compute.device_defaults import computes_on_gpu
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
 from ptf.config import Job, Plugin
 from ptf.config.logprob_limits import logprob_limits
+from ptf.config.sections.evaluate import PROMPTS
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.credentials import redacted
@@ -43,6 +46,7 @@ from ptf.rl.rollout_role import (
     trie_of,
     with_logits_processing,
 )
+from ptf.rl.validate import affordable
 from ptf.rl.weights.transports import advice, with_lora_sync
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
@@ -72,7 +76,8 @@ def train_online(job: Job, run: Path, lease: Lease) -> None:
     failed_at, failures, last_error = -1, 0, ""
     while True:
         try:
-            return attempt(job, run, lease)
+            with progress.stage("train"):
+                return attempt(job, run, lease)
         except (UserError, SyncError, TimeoutError):
             raise
         except Exception as error:
@@ -108,8 +113,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         Catalogue.load(job.evaluate.ranking.catalogue).raise_if_different(tokenizer, "the model's")
     trie = trie_of(rollout_config, tokenizer)
     recipe, processing = with_logits_processing(recipe, rollout_config, trie)
-    held_out = _held_out(job, tokenizer, trie)
     start = Start(starting.section, starting.with_weights(), starting.tokenizer_path)
+    held_out = _held_out(job, tokenizer, trie, start.directory)
     plans = role_specs(job, run, recipe, start, processing, trie)
     pools = pools_of(job.compute.pools, plans)
     made_with = _made_with(job, tokenizer, trie)
@@ -170,14 +175,15 @@ def _print_engine(config: RolloutConfig, rollout: RoleGroup) -> None:
     )
 
 
-def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, list[Prompt]]:
+def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path) -> dict[str, list[Prompt]]:
     """Return the held-out prompts for validation during training.
 
     Raises UserError if an allowed response does not fit after one of them.
     """
     held_out: dict[str, list[Prompt]] = {}
     if job.train.validate_every:
-        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit)
+        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit or PROMPTS)
+        held_out, _ = affordable(held_out, job, directory, 1, computes_on_gpu(job.compute), samples=1)
     if trie is not None:
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
         raise_if_cut_responses(trie, job, max(lengths, default=0))

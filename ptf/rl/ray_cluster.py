@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ptf import progress
 from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
@@ -115,7 +116,9 @@ class VerlCluster(PoolSchedule):
                 f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
             )
         self.free(pool)
-        group = self._start_role_group(spec, pool) if spec.cls.uses_process_group else self._start_replicas(spec, pool)
+        start = self._start_role_group if spec.cls.uses_process_group else self._start_replicas
+        with progress.phase(f"start {spec.name}"):
+            group = start(spec, pool)
         self.role_groups.append(group)
         self.loaded[pool.name] = group
         return group

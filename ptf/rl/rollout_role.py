@@ -58,6 +58,7 @@ def sampler_spec(
     get the policy's by a sync; others keep the directory's. Raises UserError if the model has fewer positions than
     `length`, or if its heads cannot be divided among the processes, or if vLLM does not serve the model rightly.
     """
+    assert engine != "auto", "the job is not settled"
     if engine == "vllm":
         key = "rollout.engine" if for_training else "evaluate.engine"
         raise_if_wrong(key, config_of(directory), job.train.precision, synced=for_training and not adapter)

@@ -1,15 +1,62 @@
 """Greedy pass rates and pass@k on held-out prompts, while training and in the evaluate stage."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from ptf import progress
+from ptf.compute.meter import peak_flops
+from ptf.config import Job
+from ptf.config.sections.evaluate import SAMPLES
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
+from ptf.model import bridge, matrix_product
 from ptf.rl.cluster import RoleGroup
 from ptf.rl.rewards.by_source import Rewards, score_groups
+
+CPU_FLOPS = 1e13  # of an evaluation by default: four minutes at 40 GFLOP/s, which two cores with AVX2 reach
+LEAST = 16  # prompts of each source, however long they take
+SHARE = 0.4  # of the peak of a CPU's products, which the native engine reaches with 64 responses or more
+
+Prompts = dict[str, list[Prompt]]
+
+
+def affordable(
+    prompts: Prompts, job: Job, directory: Path, models: int, gpu: bool, samples: int = 0
+) -> tuple[Prompts, Job]:
+    """Return the prompts of each source to measure, and the job with the number of samples of each; print how many
+    tokens and how much time that is.
+
+    Without `gpu`, what `evaluate.limit` and `evaluate.samples_per_prompt` leave open is lowered until `models` of the
+    size of the one in the directory need no more than `CPU_FLOPS`. `samples`: in place of the job's.
+    """
+    config = job.evaluate
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    flops = 2 * weights / bridge.export_dtype(directory).itemsize  # of a token
+    samples, read = samples or config.samples_per_prompt or SAMPLES, sum(map(len, prompts.values()))
+
+    def tokens() -> int:
+        lengths = [len(prompt.tokens) for of_source in prompts.values() for prompt in of_source]
+        passes, responses = (2, 1 + samples) if samples > 1 else (1, 1)  # each pass reads the prompts
+        return models * (passes * sum(lengths) + responses * len(lengths) * config.max_new_tokens)
+
+    if not gpu and flops * tokens() > CPU_FLOPS:
+        if config.samples_per_prompt is None and not (job.publish.metric or "").startswith("pass@"):
+            samples = 1
+        share = CPU_FLOPS / (flops * tokens())
+        if config.limit is None and share < 1:
+            prompts = {name: some[: max(LEAST, int(share * len(some)))] for name, some in prompts.items()}
+    time = ""
+    if not gpu:
+        rate = SHARE * peak_flops(torch.device("cpu"), job.train.precision, matrix_product.linear)
+        time = f", about {max(1, round(flops * tokens() / rate / 60))} min"
+    what = f"{sum(map(len, prompts.values()))} of {read} prompts, greedy" + f" and {samples} samples" * (samples > 1)
+    print(f"evaluate: {what}, by {models} models: at most {tokens():,} tokens{time}", flush=True)
+    return prompts, job.model_copy(update={"evaluate": config.model_copy(update={"samples_per_prompt": samples})})
 
 
 def pass_rates(
@@ -33,7 +80,9 @@ def pass_rates(
     """
 
     def answer(n: int, temperature: float, name: str) -> list[tuple[Trajectory, ...]]:
-        groups = rollout.call("rollout", list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature)
+        with progress.phase(f"{key} {name}", n * len(prompts), "responses") as phase:
+            arguments = (list(prompts), version, f"{key} {name}", n, max_new_tokens, temperature)
+            groups = rollout.call("rollout", *arguments, on_result=lambda _, group: phase.advance(len(group)))
         return score_groups(rewards, groups)
 
     greedy = [group[0] for group in answer(1, 0.0, "greedy")]

@@ -21,7 +21,7 @@ from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.served_directory import ServedDirectory
-from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.serving.options import BEAM, LONGEST, ServingOptions
 from ptf.serving.ranking import RankService
@@ -135,7 +135,7 @@ class ServedModel:
         engine = NativeEngine(
             str(directory.base),
             device=device,
-            dtype=torch.float32 if self._catalogue(options) else bridge.export_dtype(directory.base),
+            dtype=torch.float32 if self._catalogue(options) else served_dtype(directory.base, device),
             version=0,
             factory=factory,
             continuous=True,
@@ -148,7 +148,7 @@ class ServedModel:
         """Start vLLM in this process."""
         from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
-        dtype = "float32" if bridge.export_dtype(directory.base) == torch.float32 else "bfloat16"
+        dtype = "float32" if served_dtype(directory.base, pick_device("auto")) == torch.float32 else "bfloat16"
         precision = "fp32" if dtype == "float32" else "bf16"
         raise_if_wrong("--engine", config_of(directory.base), precision, synced=False)
         os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
@@ -178,4 +178,4 @@ def load_decoder(
     missing = bridge.load_hf(model, directory.base, family, 0)
     if missing:
         raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
-    return model.to(bridge.export_dtype(directory.base)).requires_grad_(False).eval()
+    return model.to(served_dtype(directory.base, device)).requires_grad_(False).eval()

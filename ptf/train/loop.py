@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from ptf import progress
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -53,18 +55,19 @@ def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
     Writes `run/model`, a Hugging Face directory, and with LoRA `run/adapter`. Raises Stopped if the run was stopped on
     request before its end, and LeaseLost if a different process has taken over the run.
     """
-    try:
-        with world.clock.phase("loading"):
-            attempt = OfflineAttempt(job, world, run, lease)
+    with progress.stage("train") if world.leads else nullcontext():
         try:
-            with on_sigterm(attempt.stop_signal.set):
-                attempt.train()
-        finally:
-            attempt.close()
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(job, error) from error
-    with world.clock.phase("export"):
-        attempt.export()
+            with world.clock.phase("loading"):
+                attempt = OfflineAttempt(job, world, run, lease)
+            try:
+                with on_sigterm(attempt.stop_signal.set):
+                    attempt.train()
+            finally:
+                attempt.close()
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(job, error) from error
+        with world.clock.phase("export"):
+            attempt.export()
 
 
 class OfflineAttempt:
@@ -95,7 +98,7 @@ class OfflineAttempt:
             world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
-        self.peak = peak_flops(world.device, job.train.precision) * world.size
+        self.peak = self.measured_peak()
         self.clock = world.clock
         self._begin(partitions)
 
@@ -266,8 +269,19 @@ class OfflineAttempt:
         if world.leads and not self.warned and (text := self.model.config.beyond(int(longest))):
             self.warned = True
             print(f"train: a document of {text}", flush=True)
-        metrics |= {"tokens_per_s": tokens / spent, "mfu": work / spent / self.peak, "peak_memory_gib": peak_memory}
+        metrics |= {"tokens_per_s": tokens / spent, **self.mfu(work / spent), "peak_memory_gib": peak_memory}
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
+
+    def measured_peak(self) -> float:
+        """Return the FLOP/s that all ranks reach at most."""
+        return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
+
+    def mfu(self, rate: float) -> dict[str, float]:
+        """Return the share of the peak that so many FLOP/s are; none if it is above 1. The peak was then measured too
+        low, as on a CPU that others used meanwhile, and is measured again."""
+        if rate > self.peak:
+            self.peak = max(self.peak, self.measured_peak())
+        return {"mfu": rate / self.peak} if rate <= self.peak else {}
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf import scratch, storage
+from ptf import progress, scratch, storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
 from ptf.config import Job, resolve
@@ -156,8 +156,8 @@ class _Precomputing:
         leads, root = self.world.leads, Path(directory)
         with scratch.directory(root) if leads else contextlib.nullcontext() as part:
             reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
-            report = tokenized.Progress("precompute", name, reader) if leads else None
-            with contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext() as file:
+            rows_file = contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext()
+            with rows_file as file, progress.phase(f"precompute {name}", 100, "% of the files") as phase:
                 group: list[dict[str, Any]] = []  # columns of each row
                 for rows, ends in self._rounds(reader, source.limit):
                     computed_rows = self.compute(rows)
@@ -166,8 +166,7 @@ class _Precomputing:
                         if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
                             file.write(side_by_side(group))
                             group = []
-                    if report:
-                        report({"rows": len(rows), "tokens": sum(length(unit) for row in rows for unit in row)})
+                    phase.done = 100 * reader.share
             if part:
                 made_by = tokenized.made_by(self.tokenizer)
                 storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})

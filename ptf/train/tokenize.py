@@ -3,6 +3,7 @@
 import hashlib
 import time
 
+from ptf import progress
 from ptf.config import Job, fingerprint
 from ptf.data import tokenized
 from ptf.data.encode import FORM
@@ -45,18 +46,19 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
         directories[name] = f"{job.output}/tokenized/{name}-{key}"
         began = time.perf_counter()
-        counts = tokenized.write(
-            directories[name],
-            specs({name: source}, None, job.verify_bytes)[name],
-            name,
-            encode=lambda row, source: recipe.encode(row, tokenizer, source),
-            seq_len=data.seq_len,
-            too_long=data.too_long,
-            tokenizer=tokenizer,
-            config_fingerprint=key,
-            max_bad_rows_share=data.max_bad_rows_share if data.on_bad_row == "skip" else None,
-            processes=processes,
-        )
+        with progress.stage("tokenize"):
+            counts = tokenized.write(
+                directories[name],
+                specs({name: source}, None, job.verify_bytes)[name],
+                name,
+                encode=lambda row, source: recipe.encode(row, tokenizer, source),
+                seq_len=data.seq_len,
+                too_long=data.too_long,
+                tokenizer=tokenizer,
+                config_fingerprint=key,
+                max_bad_rows_share=data.max_bad_rows_share if data.on_bad_row == "skip" else None,
+                processes=processes,
+            )
         spent = time.perf_counter() - began
         for line in unread_columns(specs({name: source})):
             print(f"tokenize: {line}", flush=True)

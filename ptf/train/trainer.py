@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ptf import progress
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
@@ -314,7 +315,8 @@ class Trainer:
         if not denominator:
             return {}, denominator
         totals: dict[str, torch.Tensor] = {}
-        for i, batch in enumerate(on_device(micro, world.device)):
+        numbers = progress.counted(range(len(micro)), "passes", "micro-batches")
+        for i, batch in zip(numbers, on_device(micro, world.device), strict=True):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_all_reduce(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)

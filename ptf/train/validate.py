@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ptf import progress
 from ptf.compute.world import World
 from ptf.data.sample import PackUnit
 from ptf.errors import UserError
@@ -32,7 +33,7 @@ def held_out_metrics(
     results: dict[str, float] = {}
     for name, sequences in sets.items():
         denominator, totals = torch.zeros((), dtype=torch.float64), dict[str, torch.Tensor]()
-        for batch in deal(sequences, world, micro_batch_sequences, seq_len):
+        for batch in progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), name, "batches"):
             batch = batch.to(world.device)
             _, metrics = recipe.loss(model, batch, frozen_models)
             denominator += recipe.denominator(batch).cpu()
@@ -65,7 +66,7 @@ def held_out_sequence_losses(
     if len(sequences) < FEW_SEQUENCES:
         sequences = [[unit] for sequence in sequences for unit in sequence]
     own = []
-    for batch in deal(sequences, world, 1, seq_len):
+    for batch in progress.counted(deal(sequences, world, 1, seq_len), "losses for the gate", "sequences"):
         batch = batch.to(world.device)
         _, metrics = recipe.loss(model, batch, frozen_models)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]

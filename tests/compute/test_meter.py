@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from ptf.compute import meter
 from ptf.compute.meter import PEAKS, known_gpu, peak_flops
+from ptf.train.loop import OfflineAttempt
 
 GPUS = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -62,3 +65,28 @@ def test_on_a_cpu_the_peak_is_of_memory_that_has_been_freed_since() -> None:
     """In a process of its own, since a rank keeps what it frees (ptf/compute/heap.py)."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_peak_of_a_cpu_is_that_of_the_product_which_computes(monkeypatch) -> None:
+    """The fastest of those that a precision may be computed with: without units, bf16 is computed in fp32, too."""
+    asked: list[torch.dtype] = []
+    speeds = {torch.float32: 3.0, torch.bfloat16: 1.0}
+    monkeypatch.setattr(meter, "_measured_flops", lambda device, dtype, product: product(asked.append(dtype), dtype))
+
+    def product(_: Any, dtype: Any) -> Any:
+        return speeds[dtype]
+
+    cpu = torch.device("cpu")
+    assert peak_flops(cpu, "bf16", product) == peak_flops(cpu, "fp32", product) == 3.0
+    assert asked == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_an_mfu_above_1_is_never_reported(monkeypatch) -> None:
+    """The peak is measured again; if that is not enough, there is no MFU."""
+    measured = iter([2.0, 1.0])
+    monkeypatch.setattr(OfflineAttempt, "measured_peak", lambda self: next(measured))
+    attempt = OfflineAttempt.__new__(OfflineAttempt)
+    attempt.peak = 1.0
+    assert attempt.mfu(0.5) == {"mfu": 0.5}
+    assert attempt.mfu(1.5) == {"mfu": 0.75}
+    assert attempt.mfu(3.0) == {}

@@ -273,7 +273,8 @@ def test_one_fault_is_one_problem(write):
         ("train.fp8=true", "unknown key in train; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
         (
             "train.precision=fp8",
-            "expected one of fp32, bf16, got the text 'fp8'; ptf has no training in fewer bits than bf16 (FP8, FP4)",
+            "expected one of auto, fp32, bf16, got the text 'fp8'; "
+            "ptf has no training in fewer bits than bf16 (FP8, FP4)",
         ),
         ("data.images=x", "unknown key in data; ptf has no multimodal training; only text is trained"),
     ],
@@ -335,7 +336,7 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
         (
             "rollout.engine=vlm",
             (
-                "rollout.engine  expected one of vllm, native, or `use: module:name` for your own, "
+                "rollout.engine  expected one of auto, vllm, native, or `use: module:name` for your own, "
                 "got the text 'vlm'  (did you mean vllm?)"
             ),
         ),
@@ -361,16 +362,19 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
             "rollout.max_new_tokens=4000",
             "rollout.max_new_tokens  (4000) leaves no room for a prompt in data.seq_len (2048)",
         ),
-        (
-            "compute.launcher=local",
-            "rollout.engine  vllm needs a process of its own, which compute.launcher: local does not give; use native",
-        ),
     ],
 )
 def test_what_rollouts_need_is_said_before_they_start(write, override, what):
     write(a=GRPO)
     load("a.yaml")
     assert [problem.partition("  ")[2] for problem in problems("a.yaml", overrides=(override,))] == [what]
+
+
+def test_vllm_is_refused_in_this_process_and_auto_is_not(write):
+    write(a=GRPO)
+    load("a.yaml", overrides=["compute.launcher=local"])
+    (line,) = problems("a.yaml", overrides=("compute.launcher=local", "rollout.engine=vllm"))
+    assert "vllm needs a process of its own, which compute.launcher: local does not give; use native" in line
 
 
 def test_a_cache_on_a_cpu_is_refused_on_a_gpu(write):

@@ -33,6 +33,7 @@ def job(path: Path, *, recipe: str = "grpo", algo: dict | None = None, model: di
         "train": TRAIN,
         "rollout": {
             "reward": {"use": "ptf.rl.rewards:exact"},
+            "engine": "vllm",
             "replicas": 4,
             "prompts_per_step": 64,
             "group_size": 8,

@@ -55,7 +55,14 @@ def job(
         "output": str(path / "runs"),
         "model": {"path": str(path), **(model or {})},
         "data": {"sources": {"a": {"path": "a.jsonl"}}, "seq_len": 2048, "partitions": 512},
-        "train": {"steps": 1, "lr": 1e-5, "global_batch_sequences": 512, "micro_batch_sequences": 4, **train},
+        "train": {
+            "steps": 1,
+            "lr": 1e-5,
+            "global_batch_sequences": 512,
+            "micro_batch_sequences": 4,
+            "precision": "bf16",
+            **train,
+        },
         "compute": {"workers": workers, "mesh": {"tensor_parallel_size": tensor, "replicate": replicate}},
     }
     return yaml.safe_dump(raw)

@@ -22,6 +22,9 @@ class RankingConfig(Section):
     """Width of the beam search for ids of several tokens: number of partial ids that are kept on each level."""
 
 
+PROMPTS, SAMPLES = 512, 8  # of each source, and of each prompt, by default
+
+
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
@@ -42,11 +45,13 @@ class EvaluateConfig(Section):
     measure_starting_model: bool = changeable(True)
     """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
     compares with them: with `false`, versions are published without that comparison."""
-    limit: Positive = changeable(512)
-    """Largest number of prompts of each source; the first prompts are used."""
-    samples_per_prompt: Positive = changeable(8)
+    limit: Positive | None = changeable(None)
+    """Largest number of prompts of each source; the first prompts are used. Default: 512; on a CPU, fewer (16 at least)
+    where that many would take it longer than ten minutes."""
+    samples_per_prompt: Positive | None = changeable(None)
     """k of pass@k, the share of prompts for which any of k sampled responses passes; `greedy_pass_rate` is the share
-    for which the one greedy response passes."""
+    for which the one greedy response passes. Default: 8; on a CPU that would sample for longer than ten minutes, 1: no
+    pass@k, unless `publish.metric` is one."""
     temperature: Temperature = changeable(1.0)
     """Sampling temperature of pass@k."""
     max_new_tokens: Positive = changeable(256)

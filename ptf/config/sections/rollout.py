@@ -147,10 +147,12 @@ class RolloutConfig(Section):
     """With `max_staleness`: the slices that an environment has for a reply, while the other responses go on. The reply
     is used after exactly this many slices, even if it is there earlier, and the engines wait if it is not there by
     then. 0: it is used in the next slice, and the engines wait for each reply."""
-    engine: Literal["vllm", "native"] | Plugin = "vllm"
-    """`vllm`; `native`, which is ptf's own decoder, or with `model.backend: hf` transformers' model (slower; where its
-    cache cannot be used, each token costs a whole forward pass), and needs no further package; or `use: pkg.mod:Engine`
-    (ptf.rl.engines.protocol), which `ptf check-engine` tests."""
+    engine: Literal["auto", "vllm", "native"] | Plugin = "auto"
+    """`auto`: vllm on GPUs, native on a CPU, where it is faster, or the other one if the first does not support the
+    job's keys; a run keeps what it began with. `vllm`; `native`, which is ptf's own decoder, or with
+    `model.backend: hf` transformers' model (slower; where its cache cannot be used, each token costs a whole forward
+    pass), and needs no further package; or `use: pkg.mod:Engine` (ptf.rl.engines.protocol), which `ptf check-engine`
+    tests."""
     prompts_per_step: Positive = 64
     """Number of prompts that are answered in each step."""
     group_size: Positive = 8

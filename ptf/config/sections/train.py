@@ -67,11 +67,12 @@ class TrainConfig(Section):
     run). The documents of the step are written to `RUN/nonfinite/`."""
     early_stopping: EarlyStoppingConfig | None = None
     """Offline recipes: end the run when a held-out metric no longer improves."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """`bf16` computes in bfloat16; master weights, optimizer state and reductions are fp32. Frozen models, such as
-    a reference or a teacher, are then held in bfloat16. Frozen weights of the trained model (`model.lora`,
-    `model.trainable`) are held in bfloat16 only if its checkpoint is stored in bfloat16, otherwise in fp32, so that the
-    export loses nothing."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: bf16, but fp32 on a CPU without units for bf16 (AVX512-BF16, AMX, or ARM's), where bf16 takes several
+    times as long; a run keeps what it began with. `bf16` computes in bfloat16; master weights, optimizer state and
+    reductions are fp32. Frozen models, such as a reference or a teacher, are then held in bfloat16. Frozen weights of
+    the trained model (`model.lora`, `model.trainable`) are held in bfloat16 only if its checkpoint is stored in
+    bfloat16, otherwise in fp32, so that the export loses nothing."""
     activation_checkpointing: Literal["none", "block", "offload", "selective"] = changeable("none")
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer; the
     layer's input is kept. `offload`: the same, with the inputs in host memory, for long sequences. `selective`: only

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ptf import progress
+from ptf.compute.device_defaults import multiplies_bf16
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -221,7 +223,7 @@ class NativeEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         stopped = np.zeros(n, bool)
         live = np.arange(n)  # the request that each row of the cache belongs to
-        for turn in range(int(limits.max())):
+        for turn in progress.counted(range(int(limits.max())), f"generate {n} responses", "tokens each"):
             rows = torch.from_numpy(live).to(self.device)
             left = allowed.restrict(logits, live)
             tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.by_kernels)
@@ -392,6 +394,15 @@ class NativeEngine:
     def wake(self) -> None:
         """See RolloutEngine."""
         self.offloaded.restore()
+
+
+def served_dtype(directory: Path, device: torch.device) -> torch.dtype:
+    """Return the dtype that a model is served in: that of its files, but fp32 on a CPU without units for bf16."""
+    stored = bridge.export_dtype(directory)
+    if stored == torch.float32 or device.type != "cpu" or multiplies_bf16():
+        return stored
+    print("this CPU has no units for bf16: the model computes in fp32", flush=True)
+    return torch.float32
 
 
 def raise_if_other_values(held: Iterable[tuple[str, Tensor]], sent: Mapping[str, Tensor], version: int) -> None:

@@ -53,7 +53,7 @@ def streaming_errors(job: "Job") -> Iterator[str]:
     assert job.rollout is not None
     if job.compute.launcher != "ray":
         yield "policy and rollout need processes of their own: compute.launcher: ray"
-    if job.rollout.engine not in ("native", "vllm"):
+    if job.rollout.engine not in ("auto", "native", "vllm"):
         yield "rollout.engine must be native or vllm"
     if job.rollout.lora_sync == "adapter":
         yield (
