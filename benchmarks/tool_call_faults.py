@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.tool_call_repairs import one_word, repaired
+from benchmarks.tool_call_repairs import HIDDEN, one_word, repaired
 
 Tools = list[dict[str, Any]] | None
 TEXT_FORMATS = ("qwen3_coder", "qwen3_xml", "glm45", "glm47")
@@ -51,6 +51,7 @@ class Reading:
         masks = THOUGHTS if "thoughts" in self.undone else {}
         result = self.run(self.name, exchanged(self.text, masks), self.tools, **options)
         back = {mask: mark for mark, mask in masks.items()} | {mask[0]: mark[:-1] for mark, mask in masks.items()}
+        back[HIDDEN] = "<"
         escaped = {json.dumps(mask)[1:-1]: mark for mask, mark in back.items()}  # in arguments
         self.result = Result(
             exchanged(result.content, back),
@@ -282,6 +283,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 CUT = "a call that the end of the text cuts inside a name or an argument is given as a whole call, without what is cut"
 LOST = "where no call is found, the marks and the text between them are lost, and the text after them comes first"
+INSIDE = "a tag inside a value ends the value or the call, also one that nothing of the form follows"
 DIGITS = "an integer of a parameter with the type `number` loses digits beyond 2⁵³"
 NAN = "NaN and infinities are given as arguments, which are then not JSON"
 FAULTS = (
@@ -334,6 +336,27 @@ FAULTS = (
         "a key without a value takes in the next key",
         _repair,
         "<tool_call>f<arg_key>x</arg_key><arg_key>y</arg_key><arg_value>2</arg_value></tool_call>",
+    ),
+    Fault(
+        "inside",
+        QWEN,
+        INSIDE,
+        _repair,
+        "<function=f><parameter=x>End with </parameter>.</parameter></function>",
+    ),
+    Fault(
+        "inside",
+        GLM,
+        INSIDE,
+        _repair,
+        "<tool_call>f<arg_key>x</arg_key><arg_value>End with </tool_call>.</arg_value></tool_call>",
+    ),
+    Fault(
+        "inside",
+        ("hermes",),
+        INSIDE,
+        _repair,
+        '<tool_call>{"name": "f", "arguments": {"x": "End with </tool_call>."}}</tool_call>',
     ),
     Fault(
         "digits",
@@ -453,7 +476,7 @@ FAULTS = (
         [tool("f", x={"type": "string"}, y={})],
     ),
 )
-REPAIRED = ("cut", "open", "swallowed", "nameless", "spanning")
+REPAIRED = ("cut", "open", "swallowed", "nameless", "spanning", "inside")
 
 
 def undo_all(name: str, text: str, tools: Tools, run: Run) -> tuple[Result, list[str]]:
