@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.tool_call_repairs import HIDDEN, one_word, repaired
+from benchmarks.tool_call_repairs import ESCAPED, HIDDEN, escaped_marks, one_word, repaired
 
 Tools = list[dict[str, Any]] | None
 TEXT_FORMATS = ("qwen3_coder", "qwen3_xml", "glm45", "glm47")
@@ -86,6 +86,24 @@ def is_json(text: str) -> bool:
 def _repair(reading: Reading) -> None:
     kinds = {key for key in (*reading.undone, "cut") if key in REPAIRED}
     reading.text = repaired(reading.name, reading.original, kinds)
+    reading.again()
+
+
+def _inside(reading: Reading) -> None:
+    """Write the marks inside arguments in another way, which means the same."""
+    if reading.name == "mistral":
+        reading.text = reading.original = escaped_marks(reading.original)
+    else:
+        start, end = "<|python_start|>", "<|python_end|>"
+        body = reading.text.removeprefix(start).rstrip().removesuffix(end)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse(body.lstrip())  # what is no text in it would be no Python
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return
+        if reading.text.startswith(start):
+            reading.text = start + body.replace(end, "\\x3c|python_end|>")
     reading.again()
 
 
@@ -397,6 +415,20 @@ FAULTS = (
         'Sure. {"name": "f", "parameters": {}}',
     ),
     Fault(
+        "inside",
+        ("llama4_pythonic",),
+        "an end mark inside an argument is removed",
+        _inside,
+        '<|python_start|>[f(x="End with <|python_end|>")]<|python_end|>',
+    ),
+    Fault(
+        "inside",
+        ("mistral",),
+        INSIDE,
+        _inside,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": "Begin with [TOOL_CALLS]"}}]',
+    ),
+    Fault(
         "expression",
         ("llama4_pythonic",),
         "a list of calls that a regular expression does not cover is text: a dotted name first, a space or a comma at "
@@ -490,4 +522,4 @@ def undo_all(name: str, text: str, tools: Tools, run: Run) -> tuple[Result, list
             fault.undo(reading)
             if reading.result != before:
                 found.append(fault.key)
-    return reading.result, found
+    return reading.result._replace(content=reading.result.content.replace(ESCAPED, "[TOOL_CALLS]")), found

@@ -1,5 +1,6 @@
 """Texts of the formats with tags in which missing tags are filled in and cut calls left out, for vLLM's parsers."""
 
+import contextlib
 import json
 import re
 from collections.abc import Set
@@ -15,6 +16,7 @@ KEY = re.compile(r"<arg_key>|</?tool_call>")
 PAIR = re.compile(r"<arg_key>(?:(?!<arg_key>|</tool_call>).)*?</arg_key>\s*<arg_value>", re.DOTALL)
 VALUE_CLOSE, GLM_END = re.compile("</arg_value>"), re.compile("</tool_call>")
 GLM_AFTER, GLM_AFTER_CALL = re.compile(r"\s*(<arg_key>|</?tool_call>|\Z)"), re.compile(r"\s*(<tool_call>|\Z)")
+ESCAPED = "\\u005bTOOL_CALLS]"  # a mark as it can stand in JSON
 HIDDEN = "\ue002"  # in place of the first character of a tag in a value
 
 
@@ -128,13 +130,22 @@ def _hidden(value: str, kinds: Set[str]) -> str:
 
 def _json_objects(text: str) -> str:
     """Return a text whose tags inside whole JSON objects are written in another way."""
+    return _rewritten(text, re.compile(r"<tool_call>\s*"), "<", "\\u003c")
+
+
+def escaped_marks(text: str) -> str:
+    """Return a text of Mistral's whose marks inside whole JSON values are written in another way."""
+    mark = re.compile(r"\[TOOL_CALLS\](?:[^\[{]*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\]|(?=\{)))?\s*")
+    return _rewritten(text, mark, "[TOOL_CALLS]", ESCAPED)
+
+
+def _rewritten(text: str, mark: re.Pattern[str], old: str, new: str) -> str:
+    """Return a text in which `old` is `new` in the JSON value after each mark."""
     made, position, decoder = "", 0, json.JSONDecoder()
-    while (start := text.find("<tool_call>", position)) >= 0:
-        begin = re.compile(r"\s*").match(text, start + len("<tool_call>")).end()  # pyright: ignore
-        try:
+    while found := mark.search(text, position):
+        begin = end = found.end()
+        with contextlib.suppress(ValueError, RecursionError):
             end = decoder.raw_decode(text, begin)[1]
-        except (ValueError, RecursionError):
-            end = begin
-        made += text[position:begin] + text[begin:end].replace("<", "\\u003c")
+        made += text[position:begin] + text[begin:end].replace(old, new)
         position = end
     return made + text[position:]

@@ -34,7 +34,7 @@ def read_first(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def after(text: str, start: int) -> int:
-    """Return the position after the JSON value at `start`, which white space may precede; `start` where no value is whole."""
+    """Return the position after the JSON value at `start` or after white space; `start` where none is whole."""
     try:
         begin = _VISIBLE.search(text, start)
         return read_first(text, begin.start() if begin else start)[1]
