@@ -69,7 +69,7 @@ def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
     from ptf import api
     from ptf.config import dump
-    from ptf.config.plugin_checks import load_checked
+    from ptf.config.plugin_checks import load_checked, warnings
     from ptf.inspection.places import missing
     from ptf.inspection.vllm_models import raise_if_vllm_is_wrong
 
@@ -89,7 +89,8 @@ def check(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(text)
     line = api.check(job, paths=not options.skip_paths)
-    print(f"check: {redacted(line)}", file=sys.stderr)
+    for told in [*warnings(job), line]:
+        print(f"check: {redacted(told)}", file=sys.stderr)
     return 0
 
 
