@@ -221,6 +221,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
     assert facts[0] == facts[1]
 
 
+@pytest.mark.long
 def test_steps_without_a_response_to_train_on_are_skipped_and_too_many_end_the_run(raw, monkeypatch):
     monkeypatch.setattr("ptf.rl.controller.MOST_SKIPPED", 4)
     monkeypatch.setattr("ptf.recipes.grpo.recipe.GRPO.is_trained", lambda self, _: not self.overlong_filter)
