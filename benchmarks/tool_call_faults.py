@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.tool_call_repairs import one_word, repaired
+from benchmarks.tool_call_repairs import ESCAPED, HIDDEN, escaped_marks, one_word, repaired
 
 Tools = list[dict[str, Any]] | None
 TEXT_FORMATS = ("qwen3_coder", "qwen3_xml", "glm45", "glm47")
@@ -51,6 +51,7 @@ class Reading:
         masks = THOUGHTS if "thoughts" in self.undone else {}
         result = self.run(self.name, exchanged(self.text, masks), self.tools, **options)
         back = {mask: mark for mark, mask in masks.items()} | {mask[0]: mark[:-1] for mark, mask in masks.items()}
+        back[HIDDEN] = "<"
         escaped = {json.dumps(mask)[1:-1]: mark for mask, mark in back.items()}  # in arguments
         self.result = Result(
             exchanged(result.content, back),
@@ -85,6 +86,24 @@ def is_json(text: str) -> bool:
 def _repair(reading: Reading) -> None:
     kinds = {key for key in (*reading.undone, "cut") if key in REPAIRED}
     reading.text = repaired(reading.name, reading.original, kinds)
+    reading.again()
+
+
+def _inside(reading: Reading) -> None:
+    """Write the marks inside arguments in another way, which means the same."""
+    if reading.name == "mistral":
+        reading.text = reading.original = escaped_marks(reading.original)
+    else:
+        start, end = "<|python_start|>", "<|python_end|>"
+        body = reading.text.removeprefix(start).rstrip().removesuffix(end)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse(body.lstrip())  # what is no text in it would be no Python
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return
+        if reading.text.startswith(start):
+            reading.text = start + body.replace(end, "\\x3c|python_end|>")
     reading.again()
 
 
@@ -282,6 +301,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 CUT = "a call that the end of the text cuts inside a name or an argument is given as a whole call, without what is cut"
 LOST = "where no call is found, the marks and the text between them are lost, and the text after them comes first"
+INSIDE = "a tag inside a value ends the value or the call, also one that nothing of the form follows"
 DIGITS = "an integer of a parameter with the type `number` loses digits beyond 2⁵³"
 NAN = "NaN and infinities are given as arguments, which are then not JSON"
 FAULTS = (
@@ -336,6 +356,27 @@ FAULTS = (
         "<tool_call>f<arg_key>x</arg_key><arg_key>y</arg_key><arg_value>2</arg_value></tool_call>",
     ),
     Fault(
+        "inside",
+        QWEN,
+        INSIDE,
+        _repair,
+        "<function=f><parameter=x>End with </parameter>.</parameter></function>",
+    ),
+    Fault(
+        "inside",
+        GLM,
+        INSIDE,
+        _repair,
+        "<tool_call>f<arg_key>x</arg_key><arg_value>End with </tool_call>.</arg_value></tool_call>",
+    ),
+    Fault(
+        "inside",
+        ("hermes",),
+        INSIDE,
+        _repair,
+        '<tool_call>{"name": "f", "arguments": {"x": "End with </tool_call>."}}</tool_call>',
+    ),
+    Fault(
         "digits",
         TEXT_FORMATS,
         DIGITS,
@@ -372,6 +413,20 @@ FAULTS = (
         "the text before a call is lost",
         _text_before,
         'Sure. {"name": "f", "parameters": {}}',
+    ),
+    Fault(
+        "inside",
+        ("llama4_pythonic",),
+        "an end mark inside an argument is removed",
+        _inside,
+        '<|python_start|>[f(x="End with <|python_end|>")]<|python_end|>',
+    ),
+    Fault(
+        "inside",
+        ("mistral",),
+        INSIDE,
+        _inside,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": "Begin with [TOOL_CALLS]"}}]',
     ),
     Fault(
         "expression",
@@ -453,7 +508,7 @@ FAULTS = (
         [tool("f", x={"type": "string"}, y={})],
     ),
 )
-REPAIRED = ("cut", "open", "swallowed", "nameless", "spanning")
+REPAIRED = ("cut", "open", "swallowed", "nameless", "spanning", "inside")
 
 
 def undo_all(name: str, text: str, tools: Tools, run: Run) -> tuple[Result, list[str]]:
@@ -467,4 +522,4 @@ def undo_all(name: str, text: str, tools: Tools, run: Run) -> tuple[Result, list
             fault.undo(reading)
             if reading.result != before:
                 found.append(fault.key)
-    return reading.result, found
+    return reading.result._replace(content=reading.result.content.replace(ESCAPED, "[TOOL_CALLS]")), found

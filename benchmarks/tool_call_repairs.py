@@ -1,15 +1,23 @@
 """Texts of the formats with tags in which missing tags are filled in and cut calls left out, for vLLM's parsers."""
 
+import contextlib
+import json
 import re
 from collections.abc import Set
 
 FUNCTION = re.compile(r"<function=([^<>]*)(>|</function>)")
-OPEN = re.compile(r"<\s*parameter\s*=\s*[^>]*>")
+OPEN = re.compile(r"<\s*parameter\s*=\s*(?:(?!</function>)[^>])*>")
 CLOSE = re.compile(r"<\s*/\s*parameter\s*>")
-END = re.compile(r"</function>")
-BORDER = re.compile(r"<tool_call>|</tool_call>|<function=")
-KEY = re.compile(r"<arg_key>|<tool_call>")
-PAIR = re.compile(r"<arg_key>(?:(?!<arg_key>).)*?</arg_key>\s*<arg_value>", re.DOTALL)
+AFTER = re.compile(r"\s*(<\s*parameter\s*=|</function>|</?tool_call>|<function=|\Z)")  # the end tag of a value
+AFTER_CALL = re.compile(r"\s*(</?tool_call>|<function=|\Z)")  # the end tag of a function
+CALL_END = re.compile(r"</function>|</tool_call>")
+BORDER = re.compile(r"</function>|<tool_call>|</tool_call>|<function=")
+KEY = re.compile(r"<arg_key>|</?tool_call>")
+PAIR = re.compile(r"<arg_key>(?:(?!<arg_key>|</tool_call>).)*?</arg_key>\s*<arg_value>", re.DOTALL)
+VALUE_CLOSE, GLM_END = re.compile("</arg_value>"), re.compile("</tool_call>")
+GLM_AFTER, GLM_AFTER_CALL = re.compile(r"\s*(<arg_key>|</?tool_call>|\Z)"), re.compile(r"\s*(<tool_call>|\Z)")
+ESCAPED = "\\u005bTOOL_CALLS]"  # a mark as it can stand in JSON
+HIDDEN = "\ue002"  # in place of the first character of a tag in a value
 
 
 def one_word(name: str) -> bool:
@@ -19,6 +27,8 @@ def one_word(name: str) -> bool:
 
 def repaired(name: str, text: str, kinds: Set[str]) -> str:
     """Return a text in which the faults of those kinds cannot show, as far as tags go."""
+    if name == "hermes":
+        return _json_objects(text)
     step = _function if name.startswith("qwen") else _call
     mark = "<function=" if name.startswith("qwen") else "<tool_call>"
     made, position = "", 0
@@ -44,60 +54,98 @@ def _function(text: str, start: int, kinds: Set[str]) -> tuple[str, int]:
     nameless = not head.group(1).strip() and "nameless" in kinds
     if head.group(2) != ">":
         return ("" if nameless else head.group()), head.end()
-    limit = _start(END, text, head.end(), len(text))
-    closed = limit < len(text)
     made, position = head.group(), head.end()
     while True:
-        border = _start(BORDER, text, position, limit)
-        opened = OPEN.search(text, position, limit)
-        if not opened or opened.start() > border:
+        border = _start(BORDER, text, position, len(text))
+        opened = re.search(r"<\s*parameter\s*=", text[position:border])
+        whole = OPEN.match(text, position + opened.start()) if opened else None
+        if not whole:
             break
-        following = _start(OPEN, text, opened.end(), limit)
-        close = CLOSE.search(text, opened.end(), following)
-        border = _start(BORDER, text, opened.end(), following)
-        if close or (border == following < limit):
-            end = close.end() if close else following
-            made, position = made + text[position:end], end
-            continue
-        if border == limit and not closed:
+        inside = whole.end()
+        lines = text.startswith("\n", inside)
+        following = next((m for m in OPEN.finditer(text, inside) if not lines or text[m.start() - 1] == "\n"), None)
+        limit = following.start() if following else len(text)
+        close, end = _ends(text, inside, limit, CLOSE, AFTER), _ends(text, inside, limit, CALL_END, AFTER_CALL)
+        if not (close or end or following):
             return ("", len(text)) if "cut" in kinds else (made + text[position:], len(text))
-        value_end = "</parameter>" if "open" in kinds else ""
-        made, position = made + text[position:border] + value_end, border
-    if border == limit and not closed and text[position:].strip():
+        if not close or (end and end.start() < close.start()):
+            limit = end.start() if end else limit
+            close = CLOSE.search(text, inside, limit)
+        value_end = close.start() if close else _start(BORDER, text, inside, limit)
+        tag = close.group() if close else "</parameter>" if "open" in kinds else ""
+        made += text[position:inside] + _hidden(text[inside:value_end], kinds) + tag
+        position = close.end() if close else value_end
+    if border == len(text) and text[position:].strip():
         return ("", len(text)) if "cut" in kinds else (made + text[position:], len(text))
-    ended = border < limit and "swallowed" in kinds
-    made += text[position:border] + ("</function>" if ended or border == limit else "")
-    end = border + len("</function>") * (border == limit and closed)
-    return ("" if nameless else made), end
+    end = text.startswith("</function>", border)
+    made += text[position:border] + ("</function>" if end or border == len(text) or "swallowed" in kinds else "")
+    return ("" if nameless else made), border + len("</function>") * end
 
 
 def _call(text: str, start: int, kinds: Set[str]) -> tuple[str, int]:
     """Return the repaired call at `start`, and where the text goes on."""
     inside = start + len("<tool_call>")
-    limit = text.find("</tool_call>", inside)
-    closed = limit >= 0
-    limit = limit if closed else len(text)
-    name_end = _start(KEY, text, inside, limit)
-    if text.startswith("<tool_call>", name_end):
-        return ("" if "swallowed" in kinds else text[start:name_end]), name_end
-    if name_end == limit and not closed:
-        return ("", limit) if "cut" in kinds else (text[start:], limit)
-    made, position, read = text[start:name_end], name_end, name_end
-    while text.startswith("<arg_key>", key := _start(KEY, text, position, limit)):
-        pair = PAIR.match(text, key, limit)
+    position = read = _start(KEY, text, inside, len(text))
+    name = text[inside:position].strip()
+    if text.startswith("<tool_call>", position):
+        return ("" if "swallowed" in kinds else text[start:position]), position
+    if position == len(text):
+        return ("", position) if "cut" in kinds else (text[start:], position)
+    made, shown = text[start:position], position
+    while text.startswith("<arg_key>", position):
+        pair = PAIR.match(text, position)
         if not pair:
-            following = _start(KEY, text, key + len("<arg_key>"), limit)
-            made += text[position : key if "spanning" in kinds else following]
-            position = following
+            following = _start(KEY, text, position + len("<arg_key>"), len(text))
+            made += text[shown : position if "spanning" in kinds else following]
+            position = shown = following
             continue
-        end = text.find("</arg_value>", pair.end(), limit)
-        if end < 0 and not closed:
-            return ("", limit) if "cut" in kinds else (made + text[position:], limit)
-        value_end = "</arg_value>" if end >= 0 or "open" in kinds else ""
-        made += text[position : end if end >= 0 else limit] + value_end
-        position = read = end + len("</arg_value>") if end >= 0 else limit
-    if key == limit and not closed and text[read:].strip():
-        return ("", limit) if "cut" in kinds else (made + text[position:], limit)
-    made += text[position:key] + ("</tool_call>" if key == limit or "swallowed" in kinds else "")
-    nameless = not text[inside:name_end].strip() and "nameless" in kinds
-    return ("" if nameless else made), key + len("</tool_call>") * (key == limit and closed)
+        close = _ends(text, pair.end(), len(text), VALUE_CLOSE, GLM_AFTER)
+        end = _ends(text, pair.end(), len(text), GLM_END, GLM_AFTER_CALL)
+        if not (close or end):
+            return ("", len(text)) if "cut" in kinds else (made + text[shown:], len(text))
+        if not close or (end and end.start() < close.start()):
+            close, value_end = None, text.index("</tool_call>", pair.end())
+        else:
+            value_end = close.start()
+        tag = "</arg_value>" if close or "open" in kinds else ""
+        made += text[shown : pair.end()] + _hidden(text[pair.end() : value_end], kinds) + tag
+        read = shown = close.end() if close else value_end
+        position = _start(KEY, text, read, len(text))
+    if position == len(text) and text[read:].strip():
+        return ("", position) if "cut" in kinds else (made + text[shown:], position)
+    closed = text.startswith("</tool_call>", position)
+    made += text[shown:position] + ("</tool_call>" if closed or position == len(text) or "swallowed" in kinds else "")
+    return ("" if not name and "nameless" in kinds else made), position + len("</tool_call>") * closed
+
+
+def _ends(text: str, start: int, end: int, tag: re.Pattern[str], after: re.Pattern[str]) -> re.Match[str] | None:
+    """Return the first such tag that something of the form, or the text's end, follows."""
+    return next((found for found in tag.finditer(text, start, end) if after.match(text, found.end())), None)
+
+
+def _hidden(value: str, kinds: Set[str]) -> str:
+    """Return a value whose tags vLLM's parser does not see."""
+    return value.replace("<", HIDDEN) if "inside" in kinds else value
+
+
+def _json_objects(text: str) -> str:
+    """Return a text whose tags inside whole JSON objects are written in another way."""
+    return _rewritten(text, re.compile(r"<tool_call>\s*"), "<", "\\u003c")
+
+
+def escaped_marks(text: str) -> str:
+    """Return a text of Mistral's whose marks inside whole JSON values are written in another way."""
+    mark = re.compile(r"\[TOOL_CALLS\](?:[^\[{]*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\]|(?=\{)))?\s*")
+    return _rewritten(text, mark, "[TOOL_CALLS]", ESCAPED)
+
+
+def _rewritten(text: str, mark: re.Pattern[str], old: str, new: str) -> str:
+    """Return a text in which `old` is `new` in the JSON value after each mark."""
+    made, position, decoder = "", 0, json.JSONDecoder()
+    while found := mark.search(text, position):
+        begin = end = found.end()
+        with contextlib.suppress(ValueError, RecursionError):
+            end = decoder.raw_decode(text, begin)[1]
+        made += text[position:begin] + text[begin:end].replace(old, new)
+        position = end
+    return made + text[position:]

@@ -71,6 +71,13 @@ def problems(root: Node) -> Iterator[Problem]:
             yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
 
 
+def warnings(job: Job) -> Iterator[str]:
+    """Yield what plugins say of arguments that can be used: the lines of their `check_warnings(**args)`."""
+    for where, use, args in plugins(job.model_dump(), ()):
+        for line in getattr(plugin.resolve(use), "check_warnings", lambda **_: ())(**args):
+            yield f"{'.'.join(map(str, where))}.args.{line}"
+
+
 def plugins(value: Any, where: Keys) -> Iterator[tuple[Keys, str, dict[str, Any]]]:
     """Every plugin at and below a value: its place, what it names, and its arguments."""
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import AlgoConfig, Count, Positive, PositiveFloat
+from ptf.config.section import AlgoConfig, Count, Positive, PositiveFloat, changeable
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -90,7 +90,7 @@ class RewardedConfig(OnlineConfig):
     overlong_buffer_tokens: Count = 0
     """Length penalty (DAPO), which is subtracted from the reward: it rises linearly from 0, this many tokens before
     `rollout.max_new_tokens`, to 1 at it. 0: no penalty."""
-    overlong_filter: bool = False
+    overlong_filter: bool = changeable(False)
     """Do not train on responses and episodes that were truncated at a limit (DAPO's overlong filtering). GRPO still
     counts their rewards in the baseline of their group."""
     credit_level: Literal["episode", "turn"] = "episode"

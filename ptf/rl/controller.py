@@ -53,6 +53,7 @@ from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import raise_if_fixed_keys_changed
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
+MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends
 SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: files)
 
 
@@ -114,6 +115,7 @@ class Controller:
             if functions
             else None
         )
+        self.skipped = 0  # steps in a row without a response to train on
         self.step, manifest = self._restore()
         self.track = Tracker(
             run, job.track, resumed=self.step, steps=self.steps, lease=lease, expected=manifest.get("rows")
@@ -217,7 +219,7 @@ class Controller:
                     self.rollout.call("expect_weights")
                 break
         metrics = self.outcome_metrics(sampled) | {"rewards_retried": self.take_retries()}
-        if not usable:
+        if not usable and "reward" in metrics:
             self._report_equal_rewards(len(sampled), metrics["reward"])
         return usable or groups, metrics, reward_s
 
@@ -252,7 +254,7 @@ class Controller:
                 f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result; {first_reason}",
                 flush=True,
             )
-        if len(reasons) > self.rollout_config.max_no_result_share * len(trajectories) or not len(values):
+        if len(reasons) > self.rollout_config.max_no_result_share * len(trajectories):
             raise UserError(
                 f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result "
                 f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}. Fix "
@@ -262,13 +264,13 @@ class Controller:
         if not versions:
             raise UserError(f"step {self.step + 1}: policy.trajectory(calls=[…]) selected no response to train on")
         return {
-            "reward": float(values.mean()),
-            "reward_std": float(values.std()),
+            **({"reward": float(values.mean()), "reward_std": float(values.std())} if len(values) else {}),
             **self.reward_by_source(trajectories),
             "staleness": float((self.step - np.concatenate(versions)).mean()),
             "no_result_share": len(reasons) / len(trajectories),
             "response_length": float(np.mean([t.num_sampled_tokens for t in trajectories])),
-            "truncated_share": float(np.mean([not t.complete for t in trajectories if isinstance(t.outcome, Reward)])),
+            "truncated_share": sum(not t.complete for t in trajectories if isinstance(t.outcome, Reward))
+            / max(len(values), 1),
             "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
             **(
                 {"turns": float(np.mean([len(t.generations) for t in trajectories]))}
@@ -370,7 +372,12 @@ class Controller:
         return extended, difference
 
     def update(self, units: Sequence[PackUnit]) -> dict[str, float]:
-        """Train the critic, and after its warm-up the policy."""
+        """Train the critic, and after its warm-up the policy; without a response to train on, nothing. Raises UserError
+        in the tenth step in a row that trains nothing."""
+        self.skipped = 0 if units else self.skipped + 1
+        if not units:
+            self._report_skipped()
+            return {"skipped": 1.0}
         metrics: dict[str, float] = {}
         minibatches = self.minibatches(units)
         if self.critic:
@@ -384,16 +391,22 @@ class Controller:
             metrics |= results
         return metrics
 
+    def _report_skipped(self) -> None:
+        """Print that a step trains nothing. Raises UserError if it is one of too many in a row."""
+        reason = (
+            f"step {self.step + 1}: no group has as many responses with a reward as the recipe needs, or "
+            "algo.overlong_filter leaves out all, because they were truncated at a limit (truncated_share)"
+        )
+        if self.skipped == MOST_SKIPPED:
+            raise UserError(
+                f"{reason}, in {MOST_SKIPPED} steps in a row: mend the cause of missing rewards (lines above), or "
+                "raise rollout.max_new_tokens or turn off algo.overlong_filter, which may change on resume"
+            )
+        print(f"{reason}: nothing is trained", flush=True)
+
     def minibatches(self, units: Sequence[PackUnit]) -> list[list[PackUnit]]:
         """Return the data of each optimizer step: `update_epochs` passes in `num_minibatches` parts, shuffled by (seed,
         step, epoch)."""
-        if not units:
-            raise UserError(
-                f"step {self.step + 1}: no group has as many responses with a reward as the recipe needs; "
-                "there is nothing to train on. The lines above say why rewards are missing; or raise "
-                "rollout.group_size. (With algo.overlong_filter, responses that were truncated at a limit are not "
-                "trained on either: see truncated_share, and raise rollout.max_new_tokens or rollout.max_turns)"
-            )
         out = []
         for epoch in range(self.recipe.update_epochs):
             order = np.random.default_rng([self.job.seed, self.step, epoch]).permutation(len(units))
@@ -490,6 +503,7 @@ class Controller:
     def save(self) -> None:
         """Begin to write a checkpoint of the finished step."""
         state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": list(self.tokenizer.stop_ids)}
+        state["skipped"] = self.skipped
         if self.asynchronous:
             state["in_flight"] = self.asynchronous.state()
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
@@ -516,6 +530,7 @@ class Controller:
         self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
+        self.skipped = state.get("skipped", 0)
         if self.asynchronous:
             self.asynchronous.restore(state["in_flight"])
         self.saves.prune(step)

@@ -20,7 +20,7 @@ from ptf.rl.endpoint import responses
 from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
-from ptf.rl.endpoint.request_exchange import Choice, Exchange
+from ptf.rl.endpoint.request_exchange import Choice, Exchange, raise_if_not_one_by_one
 from ptf.rl.engines import generation_checks
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
@@ -101,6 +101,7 @@ class ResponseService:
             raise HttpError(429, f"{MOST_PENDING} requests are pending", "too_many_pending")
         if not self.tokenizer.hf.chat_template:
             raise HttpError(400, "this model has no chat template, so it cannot answer conversations", "messages")
+        raise_if_not_one_by_one(chat, self.form)
         sampling, seed = self._sampling(chat), _seed(chat)
         of_episode = secrets.randbits(62)  # ids of tool calls differ between requests of one seed
         limits = Limits(sampling, self.max_length)
@@ -115,7 +116,7 @@ class ResponseService:
         )
         try:
             context = await asyncio.get_running_loop().run_in_executor(
-                self.renderer, policy.context, chat.messages, chat.tools
+                self.renderer, policy.context, chat.messages, chat.tools, chat.template_arguments
             )
         except NoRoom as error:
             raise HttpError(

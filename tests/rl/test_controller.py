@@ -222,6 +222,33 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 
 
 @pytest.mark.long
+def test_steps_without_a_response_to_train_on_are_skipped_and_too_many_end_the_run(raw, monkeypatch):
+    monkeypatch.setattr("ptf.rl.controller.MOST_SKIPPED", 4)
+    monkeypatch.setattr("ptf.recipes.grpo.recipe.GRPO.is_trained", lambda self, _: not self.overlong_filter)
+    raw["algo"]["overlong_filter"] = True  # as if every response were truncated
+    for _ in range(2):  # the second time from the checkpoint of step 2, which knows how many were skipped
+        with pytest.raises(UserError, match=r"step 4: .*, in 4 steps in a row: .* may change on resume"):
+            train(raw)
+    raw["algo"]["overlong_filter"], raw["rollout"]["max_new_tokens"] = False, 5
+    directory = train(raw)
+    rows = {row["step"]: row for row in read_metrics(directory / "metrics.jsonl")}
+    assert [rows[step].get("skipped", 0.0) for step in range(1, 7)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert "loss" not in rows[2]
+    assert "grad_norm" in rows[3]
+    assert {"overlong_filter: false", "max_new_tokens: 5"} <= set(
+        map(str.strip, (directory / "job.yaml").read_text().splitlines())
+    )
+
+
+def test_a_step_without_any_result_is_skipped_where_the_share_allows_it(raw):
+    raw["rollout"] |= {"reward": {"use": "tests.rl.plugs:crashes"}, "max_no_result_share": 1.0}
+    raw["train"]["steps"], raw["train"]["validate_every"] = 2, 0
+    rows = read_metrics(train(raw) / "metrics.jsonl")
+    assert [(row["skipped"], row["no_result_share"]) for row in rows] == [(1.0, 1.0)] * 2
+    assert all("reward" not in row for row in rows)
+
+
+@pytest.mark.long
 def test_what_recipes_draw_from_torch_is_drawn_again(raw, monkeypatch):
     noisy = {
         **raw,

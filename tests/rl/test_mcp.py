@@ -124,7 +124,11 @@ def test_wrong_calls_are_answered_and_are_no_fault(shop) -> None:
     assert (played.reward, shop.take_retries()) == (1.0, 0)
 
 
-def test_a_server_over_http(url) -> None:
+def test_a_server_over_http(url, monkeypatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which this machine's own servers need not
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+
     async def played():
         environment = Mcp(ROW, 0, **{**SHOP, "command": [], "url": url, "timeout_s": 60.0})
         await environment.reset()

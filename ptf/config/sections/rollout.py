@@ -157,7 +157,7 @@ class RolloutConfig(Section):
     """Number of prompts that are answered in each step."""
     group_size: Positive = 8
     """Responses sampled for each prompt. GRPO compares them, so it needs at least two."""
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = changeable(256)
     """Maximum length of a response in tokens, with its end-of-turn token."""
     zero_variance_groups: Literal["keep", "replace"] = "keep"
     """What to do with groups whose responses all have the same reward, before length penalties and a KL reward; GRPO

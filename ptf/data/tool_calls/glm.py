@@ -6,8 +6,9 @@
     </tool_call>
 
 4.5 writes a line break after the name and between the tags, 4.7 does not; both are read. A value is kept as it is and
-gets its type from the tool's schema. The end tag may be missing before the next call, and at the text's end after a
-complete pair; a value without an end tag ends with the call.
+gets its type from the tool's schema. A closing tag is part of a value unless a tag or the text's end follows it. The
+end tag may be missing before the next call, and at the text's end after a complete pair; a value without an end tag
+ends with the call.
 """
 
 import re
@@ -18,9 +19,14 @@ from ptf.data.tool_calls import openers
 from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
 from ptf.data.tool_calls.schema_types import text_arguments
 
-START, END, KEY, VALUE_END = "<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>"
+START, END, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
+MARKS = (KEY, START, END)
 NAME = re.compile(r"""[^\s<>{}"]+""")  # one word; a call in a different format is none here
-PAIR = re.compile(r"<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>", re.DOTALL)
+PAIR = re.compile(r"<arg_key>((?:(?!<arg_key>|</tool_call>).)*?)</arg_key>\s*<arg_value>", re.DOTALL)
+VALUE_END = re.compile(
+    r"</arg_value>(?=\s*(?:<arg_key>|</?tool_call>|\Z))"
+    r"|(?=</tool_call>\s*(?:<tool_call>|\Z))"  # of a value without an end tag
+)
 
 
 class _Body(NamedTuple):
@@ -33,26 +39,24 @@ class _Body(NamedTuple):
 
 def _body(text: str, start: int) -> _Body:
     """Read the call whose tag ends at `start`."""
-    limit = text.find(END, start)
-    closed = limit >= 0
-    limit = limit if closed else len(text)
-    name_end = openers.first(text, (KEY, START), start, limit)
-    if text.startswith(START, name_end) or (name_end == limit and not closed):
-        return _Body("", {}, name_end)
-    name, values = text[start:name_end].strip(), {}
-    start = read = name_end  # `read`: the end of the last complete pair
-    while text.startswith(KEY, key := openers.first(text, (KEY, START), start, limit)):
-        pair = PAIR.match(text, key, limit)
+    position = read = openers.first(text, MARKS, start)  # `read`: the end of the last complete pair
+    if not text.startswith((KEY, END), position):
+        return _Body("", {}, position)
+    name, values = text[start:position].strip(), {}
+    while text.startswith(KEY, position):
+        pair = PAIR.match(text, position)
         if pair is None:
-            start = key + len(KEY)
+            position = openers.first(text, MARKS, position + len(KEY))
             continue
-        end = text.find(VALUE_END, pair.end(), limit)
-        if end < 0 and not closed:
-            return _Body("", {}, limit)
-        values[pair.group(1).strip()] = text[pair.end() : end if end >= 0 else limit]
-        start = read = end + len(VALUE_END) if end >= 0 else limit
-    cut = not closed and key == limit and text[read:limit].strip()
-    return _Body("" if cut or not NAME.fullmatch(name) else name, values, key)
+        end = VALUE_END.search(text, pair.end())
+        if end is None:
+            return _Body("", {}, len(text))
+        value_end = end.start() if end.group() else text.index(END, pair.end())
+        values[pair.group(1).strip()] = text[pair.end() : value_end]
+        read = value_end + len(end.group())
+        position = openers.first(text, MARKS, read)
+    cut = position == len(text) and text[read:].strip()
+    return _Body("" if cut or not NAME.fullmatch(name) else name, values, position)
 
 
 class Glm:

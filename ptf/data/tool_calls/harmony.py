@@ -53,13 +53,9 @@ def messages(text: str) -> Iterator[HarmonyMessage]:
         header = text[position:body]
         channel, recipient = NAMED.search(header), RECIPIENT.search(header)
         body += len(MESSAGE)
-        end = openers.first(text, (*ENDS, START), body)
-        yield HarmonyMessage(
-            channel[1] if channel else "final",
-            recipient[1] if recipient and recipient[1] != ASSISTANT else None,
-            text[body:end],
-            end < len(text),
-        )
+        called = recipient[1] if recipient and recipient[1] != ASSISTANT else None
+        end = openers.first(text, (*ENDS, START), json_text.after(text, body) if called else body)
+        yield HarmonyMessage(channel[1] if channel else "final", called, text[body:end], end < len(text))
         mark = next((mark for mark in ENDS if text.startswith(mark, end)), "")
         position = end + len(mark)
         if position < len(text) and not text.startswith(START, position):  # after the end of a message

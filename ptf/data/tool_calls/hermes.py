@@ -1,7 +1,7 @@
 """Hermes, also of Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
 All calls of a response are read, or none: one that is not JSON makes the whole text content. The last may lack its end
-tag if its JSON is complete.
+tag if its JSON is complete. A tag inside the JSON is part of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +18,9 @@ def _bodies(text: str) -> Iterator[str]:
     """Yield what stands between the tags, or between the last tag and the text's end."""
     position = text.find(START)
     while position >= 0:
-        end = text.find(END, position)
-        yield text[position + len(START) : end if end >= 0 else len(text)]
+        start = position + len(START)
+        end = text.find(END, json_text.after(text, start))
+        yield text[start : end if end >= 0 else len(text)]
         position = text.find(START, end) if end >= 0 else -1
 
 

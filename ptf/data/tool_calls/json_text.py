@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 MALFORMED = (ValueError, RecursionError)  # what reading and writing raise: bad text, too many digits, too deep
@@ -18,6 +19,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
+_VISIBLE = re.compile(r"\S")
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
@@ -29,6 +31,15 @@ def read(text: str) -> Any:
 def read_first(text: str, start: int = 0) -> tuple[Any, int]:
     """Return the JSON value that begins at `start`, and the position after it. Raises one of MALFORMED."""
     return _DECODER.raw_decode(text, start)
+
+
+def after(text: str, start: int) -> int:
+    """Return the position after the JSON value at `start` or after white space; `start` where none is whole."""
+    try:
+        begin = _VISIBLE.search(text, start)
+        return read_first(text, begin.start() if begin else start)[1]
+    except MALFORMED:
+        return start
 
 
 def write(value: Any) -> str:

@@ -1,10 +1,11 @@
 """Llama 4: a list of Python calls, `[get_weather(city="Oslo", days=3), now()]`, and nothing before it.
 
-`<|python_start|>` may stand before the list; then it and every `<|python_end|>` are removed, from content too. The text
-is read by Python's parser and never run: arguments are literals, given by keyword.
+`<|python_start|>` may stand before the list; then it and every `<|python_end|>` are removed, from content too, but not
+from arguments. The text is read by Python's parser and never run: arguments are literals, given by keyword.
 """
 
 import ast
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,13 +68,14 @@ class Llama4Pythonic:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
         """Split a response; it has content or calls, never both."""
+        whole = text
         if text.startswith(START):
+            whole = text.removeprefix(START).rstrip().removesuffix(END)
             text = text.removeprefix(START).replace(END, "")
-        try:
-            calls = _calls(text) if text.lstrip().startswith("[") else []
-        except MALFORMED:
-            calls = []
-        return answer(text, "", calls)
+        for candidate in (whole, text) if text.lstrip().startswith("[") else ():
+            with contextlib.suppress(*MALFORMED):
+                return answer(text, "", _calls(candidate))
+        return answer(text, "", ())
 
     def certain(self, text: str) -> str:
         """Return the text if it cannot begin with a list any more."""

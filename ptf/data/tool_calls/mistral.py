@@ -10,7 +10,7 @@ type are converted by the tool's schema, as in `schema_types`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.data.tool_calls import json_text, openers
@@ -20,6 +20,16 @@ from ptf.data.tool_calls.schema_types import json_arguments
 
 MARK = "[TOOL_CALLS]"
 NAMED = re.compile(r"([^\[{]*+)(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\]|(?=\{))")  # a name, up to its arguments
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yield what follows each mark, up to the next one outside its JSON."""
+    mark = text.find(MARK)
+    while mark >= 0:
+        start = mark + len(MARK)
+        head = NAMED.match(text, start)
+        mark = text.find(MARK, json_text.after(text, head.end() if head else start))
+        yield text[start : mark if mark >= 0 else len(text)].strip()
 
 
 def _array(part: str) -> list[ToolCall]:
@@ -47,9 +57,8 @@ class Mistral:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
         """Split a response; content is stripped before a name, and before an array only where it is white space."""
-        content, *parts = text.split(MARK)
-        calls: list[ToolCall] = []
-        for part in map(str.strip, parts):
+        content, calls = text.partition(MARK)[0], list[ToolCall]()
+        for part in _parts(text):
             head = NAMED.match(part)
             try:
                 found = [_named(part, head, tools)] if head else _array(part)

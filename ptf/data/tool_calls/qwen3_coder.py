@@ -9,7 +9,9 @@
     </tool_call>
 
 The tags around the function do not matter. A value loses one line break at each end and gets its type from the tool's
-schema. A value without an end tag ends at the next parameter, at the function's end, or where the next call begins.
+schema. A closing tag is part of a value unless a tag or the text's end follows it; so is an opening tag inside a line
+of a value that begins on a line of its own. A value without an end tag ends at the next parameter, at the function's
+end, or where the next call begins.
 """
 
 import re
@@ -22,11 +24,17 @@ from ptf.data.tool_calls.schema_types import text_arguments
 
 MARKS = ("<tool_call>", "<function=")
 FUNCTION, FUNCTION_END = "<function=", "</function>"
-BORDERS = ("</tool_call>", *MARKS)  # outside a value, the end of a call whose function has no end tag
+BORDERS = (FUNCTION_END, "</tool_call>", *MARKS)  # outside a value, the end of a function
 NAME = re.compile(r"([^<>]*)(>|</function>)")
 BEGIN = re.compile(r"<\s*parameter\s*=")
-OPEN = re.compile(r"<\s*parameter\s*=\s*([^>]*)>")
+OPEN = re.compile(r"<\s*parameter\s*=\s*((?:(?!</function>)[^>])*)>")
 CLOSE = re.compile(r"<\s*/\s*parameter\s*>")
+VALUE_END = (
+    rf"{CLOSE.pattern}(?=\s*(?:{BEGIN.pattern}|</function>|</?tool_call>|<function=|\Z))"
+    r"|(?=</(?:function|tool_call)>\s*(?:</?tool_call>|<function=|\Z))"  # of a value without an end tag
+)
+ENDS = re.compile(rf"{VALUE_END}|(?={OPEN.pattern})")
+ENDS_OF_LINES = re.compile(rf"{VALUE_END}|(?<=\n)(?={OPEN.pattern})")  # where the value is on lines of its own
 
 
 class _Body(NamedTuple):
@@ -43,29 +51,21 @@ def _trim(value: str) -> str:
 
 def _body(text: str, start: int) -> _Body:
     """Read the parameters of the function whose body begins at `start`."""
-    limit = text.find(FUNCTION_END, start)
-    closed = limit >= 0
-    limit = limit if closed else len(text)
     values: dict[str, str] = {}
     while True:
-        border = openers.first(text, BORDERS, start, limit)
+        border = openers.first(text, BORDERS, start)
         begun = BEGIN.search(text, start, border)
-        opened = begun and OPEN.match(text, begun.start(), limit)
+        opened = begun and OPEN.match(text, begun.start())
         if not opened:
-            return _Body(values, border, cut=not closed and border == limit and bool(text[start:limit].strip()))
+            return _Body(values, border, cut=border == len(text) and bool(text[start:].strip()))
         inside = opened.end()
-        following = OPEN.search(text, inside, limit)
-        close = CLOSE.search(text, inside, following.start() if following else limit)
-        if close:
-            values[opened.group(1)] = _trim(text[inside : close.start()])
-            start = close.end()
-            continue
-        end = following.start() if following else limit
-        border = openers.first(text, BORDERS, inside, end)
-        if border == end and not following and not closed:
-            return _Body(values, end, cut=True)
-        values[opened.group(1)] = _trim(text[inside:border])
-        start = border
+        end = (ENDS_OF_LINES if text.startswith("\n", inside) else ENDS).search(text, inside)
+        if end is None:
+            return _Body(values, len(text), cut=True)
+        close = end if end.group() else CLOSE.search(text, inside, end.start())
+        value_end = close.start() if close else openers.first(text, BORDERS, inside, end.start())
+        values[opened.group(1)] = _trim(text[inside:value_end])
+        start = close.end() if close else value_end
 
 
 class Qwen3Coder:

@@ -37,7 +37,8 @@ class AnswerStream:
     """Splits a response into its parts, token by token.
 
     `form` is the format of tool calls; without tools it is None. `opened`: the context ends inside of thinking.
-    `divide` separates the thinking of a format that has channels instead of `<think>`.
+    `divide` separates the thinking of a format that has channels instead of `<think>`. With `one_call` the token that
+    completes the first tool call is the last.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class AnswerStream:
         stops: Sequence[str],
         opened: bool,
         divide: Divide | None = None,
+        one_call: bool = False,
     ) -> None:
         self.tokenizer, self.form, self.tools, self.stops, self.opened = tokenizer, form, tools, stops, opened
-        self.divide = divide
+        self.divide, self.one_call = divide, one_call
         self.backend = tokenizer.hf.backend_tokenizer
         self.pieces = DecodeStream(skip_special_tokens=False)
         self.text = ""  # of the tokens so far, but for bytes of an incomplete character
@@ -78,10 +80,18 @@ class AnswerStream:
         self.held.clear()
         self.stopped = self._completes_a_stop(piece)
         self.text += piece
+        self.stopped = self.stopped or (self.one_call and self._completes_a_call(piece))
 
     def _completes_a_stop(self, piece: str) -> bool:
         recent = self.text[-max(map(len, self.stops), default=1) :] + piece
         return any(stop in recent for stop in self.stops)
+
+    def _completes_a_call(self, piece: str) -> bool:
+        """Return whether the text has a tool call that nothing after it can change."""
+        if self.form is None or not any(end in piece for end in ">}"):
+            return False
+        body = (self.divide(self.text, ended=True) if self.divide else self._split(self.text))[1]
+        return body is not None and bool(self.form.parse(f"{body}\n.", self.tools).tool_calls)
 
     def new_parts(self) -> tuple[str, str]:
         """Return the thinking and the content that are certain now, and were not returned before."""

@@ -3,25 +3,60 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from ptf.rl.endpoint.answer_stream import AnswerParts
 from ptf.rl.endpoint.http_message import HttpError
 
-REFUSED = {  # what would change the distribution that is trained, and the values that do not
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "top_logprobs": (None, 0),
-    "tool_choice": (None, "auto", "none"),
-    "functions": (None, []),
-    "function_call": (None, "auto", "none"),
-    "audio": (None,),
-    "prediction": (None,),
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # what would change the tokens, and the values that do not
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "documents": ([],),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
 }
+WITHOUT_EFFECT = (  # on tokens
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "request_id",
+    "priority",
+    "cache_salt",
+)
+READ = ("model", "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # the job's own values win
+READ = (*READ, "logprobs", "chat_template_kwargs", "parallel_tool_calls", *SAMPLING)
+RENDERING = (
+    "messages",
+    "tools",
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
 MAX_MESSAGES, MAX_CHOICES, MAX_STOPS = 4096, 128, 16
 
 
@@ -39,15 +74,27 @@ class ChatRequest:
     usage_in_stream: bool
     logprobs: bool
     sampling: Mapping[str, Any]  # what the client asked for of SAMPLING
+    template_arguments: Mapping[str, Any]
+    one_call: bool  # sampling ends with the first tool call
+
+
+def raise_if_unsupported(given: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Raise HttpError (400) for the first field that would change what is sampled, or that nobody knows."""
+    for name, value in given.items():
+        if name in read or name in WITHOUT_EFFECT or value is None or value in NEUTRAL.get(name, ()):
+            continue
+        near = get_close_matches(name, (*read, *NEUTRAL, *WITHOUT_EFFECT), 1) if name not in NEUTRAL else ()
+        hint = f"; did you mean {near[0]}?" if near else ": responses are sampled from the policy's own distribution"
+        raise HttpError(400, f"{name[:80]} is not supported here{hint}", name[:80], name[:80])
 
 
 def parse(given: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
-    for name, harmless in REFUSED.items():
-        if name in given and given[name] not in harmless:
-            raise HttpError(
-                400, f"{name} is not supported here: responses are sampled from the policy's own distribution", name
-            )
+    raise_if_unsupported(given, READ)
+    arguments = given.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict) or any(name in RENDERING for name in arguments):
+        reason = f"chat_template_kwargs must be an object without {', '.join(RENDERING)}"
+        raise HttpError(400, reason, "chat_template_kwargs", "chat_template_kwargs")
     messages = given.get("messages")
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         raise HttpError(400, f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
@@ -71,6 +118,8 @@ def parse(given: Mapping[str, Any]) -> ChatRequest:
         bool(isinstance(options, dict) and options.get("include_usage")),
         bool(given.get("logprobs")),
         {name: given[name] for name in SAMPLING if given.get(name) is not None},
+        arguments,
+        given.get("parallel_tool_calls") is False and bool(tools),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptf.rl.endpoint import confined_command
+from ptf.rl.loopback import unproxied
 
 ALWAYS = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")  # environment variables that every program gets
 CONFINED = str(Path(confined_command.__file__))
@@ -27,6 +28,7 @@ def confined(command: Sequence[str], place: str) -> list[str]:
 
 
 def variables(names: Sequence[str], place: str) -> dict[str, str]:
-    """Return the environment variables of a program: those of `ALWAYS` and `names`, and its directory as HOME and
-    TMPDIR."""
-    return {n: os.environ[n] for n in (*ALWAYS, *names) if n in os.environ} | {"HOME": place, "TMPDIR": place}
+    """Return the environment variables of a program: those of `ALWAYS` and `names`, its directory as HOME and TMPDIR,
+    and those with which it reaches the endpoint without a proxy."""
+    given = {n: os.environ[n] for n in (*ALWAYS, *names) if n in os.environ}
+    return {**given, **unproxied(os.environ), "HOME": place, "TMPDIR": place}

@@ -8,6 +8,7 @@ started for each episode (`agent_command`). One that fails, or never asks, has n
 import asyncio
 import contextlib
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ptf.rl.endpoint.agent_program import checked, said
 from ptf.rl.endpoint.confined import HarnessFault, ProcessEnded
 from ptf.rl.endpoint.endpoint import Endpoint
 from ptf.rl.endpoint.session import Bounds, Session
+from ptf.rl.loopback import unproxied
 from ptf.rl.policy.policy import Policy
 
 
@@ -49,6 +51,7 @@ class HarnessRollout:
         return cls(config, form, AgentProcesses(config) if config.python else None)
 
     async def __aenter__(self) -> "HarnessRollout":
+        os.environ.update(unproxied(os.environ))  # for an agent in this process
         self.endpoint = Endpoint()
         await self.endpoint.start()
         return self

@@ -59,14 +59,14 @@ class HttpResponse:
 class HttpError(Exception):
     """A request that is refused, with the status and the reason that the client gets."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
     def response(self) -> HttpResponse:
         """Return the answer, in the form of OpenAI's errors."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return HttpResponse(self.status, json.dumps({"error": error}).encode())
 
 

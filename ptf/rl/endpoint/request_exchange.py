@@ -10,12 +10,21 @@ import numpy as np
 
 from ptf.data.tool_calls import Format
 from ptf.data.tool_calls.harmony import Harmony
+from ptf.data.tool_calls.llama4_pythonic import Llama4Pythonic
+from ptf.data.tool_calls.mistral import Mistral
 from ptf.data.trajectory import Generation
 from ptf.rl.endpoint.answer_stream import AnswerStream
 from ptf.rl.endpoint.chat import DONE, ChatRequest, call_of, delta_of, event, message_of
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 from ptf.rl.policy.calls import Call, Context
 from ptf.rl.policy.policy import Policy
+
+
+def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
+    """Raise HttpError (400) if sampling is to end with the first tool call, and the format writes a list of them."""
+    if chat.one_call and isinstance(form, Mistral | Llama4Pythonic):
+        name = "parallel_tool_calls"
+        raise HttpError(400, f"{name}: this model writes its tool calls as a list; leave it out", name, name)
 
 
 class Choice:
@@ -41,6 +50,7 @@ class Choice:
             chat.stops,
             opened,
             form.divide if isinstance(form, Harmony) else None,
+            chat.one_call,
         )
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.finish_reason, self.call = "length", None

@@ -33,7 +33,6 @@ def response(request: ResponsesRequest, exchange: Exchange, done: bool = True) -
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": exchange.chat.model,
         "output": output(exchange) if done else [],
-        "parallel_tool_calls": True,
         "store": request.store,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

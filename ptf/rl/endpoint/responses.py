@@ -23,14 +23,24 @@ REFUSED = {  # parameters that are not supported, and the values that ask for no
     "context_management": (None, []),
     "conversation": (None,),
     "max_tool_calls": (None,),
-    "parallel_tool_calls": (None, True),
     "prompt": (None,),
     "reasoning": (None, {}, {"effort": None}, {"effort": None, "summary": None}, {"summary": None}),
     "text": (None, {}, {"format": {"type": "text"}}, {"format": None}),
     "truncation": (None, "disabled"),
 }
 INCLUDED = ("reasoning.encrypted_content",)  # reasoning is returned as text, which makes it superfluous
-SAME = ("model", "stream", "tool_choice", "top_logprobs", *chat_completions.SAMPLING)  # as in chat completions
+SAME = ("model", "stream", "tool_choice", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs")
+SAME = (*SAME, *chat_completions.SAMPLING)  # as in chat completions
+READ = (
+    *SAME,
+    "input",
+    "instructions",
+    "previous_response_id",
+    "tools",
+    "max_output_tokens",
+    "include",
+    "stream_options",
+)
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -49,7 +59,8 @@ def parse(given: Mapping[str, Any], earlier: Earlier) -> ResponsesRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
     for name, harmless in REFUSED.items():
         if name in given and given[name] not in harmless:
-            raise HttpError(400, f"{name} is not supported here; leave it out, or give {_shown(harmless)}", name)
+            raise HttpError(400, f"{name} is not supported here; leave it out, or give {_shown(harmless)}", name, name)
+    chat_completions.raise_if_unsupported(given, (*READ, *REFUSED))
     for name in given.get("include") or ():
         if name not in INCLUDED:
             raise HttpError(400, f"include: {str(name)[:80]} is not supported here", "include")
@@ -69,6 +80,7 @@ def parse(given: Mapping[str, Any], earlier: Earlier) -> ResponsesRequest:
         "instructions": instructions,
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": given.get("metadata") or {},
+        "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
         "previous_response_id": previous,
         "tool_choice": given.get("tool_choice") or "auto",
         "tools": given.get("tools") or [],

@@ -12,7 +12,7 @@ from ptf.data.tool_calls import Format
 from ptf.errors import UserError
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
-from ptf.rl.endpoint.request_exchange import Choice, Exchange
+from ptf.rl.endpoint.request_exchange import Choice, Exchange, raise_if_not_one_by_one
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 
@@ -97,6 +97,7 @@ class Session:
             raise HttpError(404, reason, "model_not_found")
         if chat.tools and self.form is None:
             raise HttpError(400, "no format of tool calls is known; set rollout.harness.tool_format", "tools")
+        raise_if_not_one_by_one(chat, self.form)
         if sum(not exchange.task.done() for exchange in self.all) >= self.bounds.pending:
             raise HttpError(429, f"{self.bounds.pending} requests of this session are pending", "too_many_pending")
         if self.counts["generations"] + chat.n > self.bounds.generations:
@@ -109,7 +110,7 @@ class Session:
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         overridden = any(own.get(name) != value for name, value in chat.sampling.items())
         try:
-            context = self.policy.context(chat.messages, chat.tools)
+            context = self.policy.context(chat.messages, chat.tools, chat.template_arguments)
         except NoRoom:
             context = None
         except UserError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ptf.errors import UserError
 from ptf.rl.environments import bound_command
+from ptf.rl.loopback import mounts
 
 Tool = Mapping[str, Any]  # as in chat completions
 
@@ -35,7 +36,7 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    client = httpx2.AsyncClient(headers=dict(headers), timeout=None)  # callers have a limit
+    client = httpx2.AsyncClient(headers=dict(headers), timeout=None, mounts=mounts(url))  # callers have a limit
     async with client, streamable_http_client(url, http_client=client) as streams:
         yield streams
 

@@ -149,17 +149,20 @@ class CallHistory:
             one.received = True
             self.calls.append(one)
 
-    def context(self, messages: Sequence[Message], tools: Any = None) -> Context:
-        """Return the context of the next response to a conversation.
+    def context(
+        self, messages: Sequence[Message], tools: Any = None, arguments: Mapping[str, Any] | None = None
+    ) -> Context:
+        """Return the context of the next response to a conversation; `arguments` are the template's beside its own.
 
         Raises NoRoom if it is far too long, UserError if the template refuses the messages, or omits one of them.
         """
-        text = self._render(messages, tools)
+        arguments = {**self.arguments, **(arguments or {})}
+        text = self._render(messages, tools, arguments)
         known = self._known(messages, tools)
         call = self.longest(text)
         last = known[max(known)] if known else None
         if last is not None and not _is_same(call, last):  # the last known response is shown in another form
-            other = self._spliced(messages, tools, known)
+            other = self._spliced(messages, tools, arguments, known)
             continued = self.longest(other) if other is not None else None
             if other is not None and _is_same(continued, last):
                 text, call = other, continued
@@ -168,7 +171,7 @@ class CallHistory:
                 self.history_reencoded += 1
         seen = call.context.messages if call is not None else ()
         since = len(seen) if list(messages[: len(seen)]) == list(seen) else 0
-        raise_if_unseen(messages, text, self.tokenizer, tools, self.arguments, since=since)
+        raise_if_unseen(messages, text, self.tokenizer, tools, arguments, since=since)
         context = Context(self._ids(text, call), text, messages, tools)
         if call is not None and sum(_is_same(other, call) for other in self.calls) == 1:
             call.continued = True
@@ -186,8 +189,8 @@ class CallHistory:
         ids = self.tokenizer.encode(rest)
         return np.array(ids if call is None else [*call.context.tokens, *call.generation.sampled_ids, *ids], np.int32)
 
-    def _render(self, messages: Sequence[Message], tools: Any) -> str:
-        return self.tokenizer.render_text(list(messages), True, tools, self.arguments)
+    def _render(self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any]) -> str:
+        return self.tokenizer.render_text(list(messages), True, tools, arguments)
 
     def _known(self, messages: Sequence[Message], tools: Any) -> dict[int, Call]:
         """Return the calls that gave the responses of a conversation, by the responses' places."""
@@ -204,25 +207,29 @@ class CallHistory:
                 known[i] = max(received, key=lambda call: call.number)
         return known
 
-    def _spliced(self, messages: Sequence[Message], tools: Any, known: Mapping[int, Call]) -> str | None:
+    def _spliced(
+        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any], known: Mapping[int, Call]
+    ) -> str | None:
         """Return the conversation's text with the known responses as they were sampled; None if the template would not
         show them so: it drops their thinking, changes what stands around them, or refuses them."""
         try:
-            return self._shown_as_sampled(messages, tools, known)
+            return self._shown_as_sampled(messages, tools, arguments, known)
         except UserError:  # harmony's template refuses channels in a message's content
             return None
 
-    def _shown_as_sampled(self, messages: Sequence[Message], tools: Any, known: Mapping[int, Call]) -> str | None:
+    def _shown_as_sampled(
+        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any], known: Mapping[int, Call]
+    ) -> str | None:
         texts = {i: shown(call, self.tokenizer) for i, call in known.items()}
         whole = [{"role": "assistant", "content": texts[i]} if i in texts else m for i, m in enumerate(messages)]
-        text = self._render(whole, tools)
+        text = self._render(whole, tools, arguments)
         if _is_same(self.longest(text), known[max(known)]):
             return text
         if any(THINKING_ENDS in text for text in texts.values()):  # which templates drop on purpose
             return None
         marks = {i: SENTINEL.format(i) for i in texts}
         marked = [{"role": "assistant", "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
-        text = self._render(marked, tools)
+        text = self._render(marked, tools, arguments)
         for i, mark in marks.items():
             if text.count(mark) != 1:
                 return None

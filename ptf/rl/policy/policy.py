@@ -82,11 +82,14 @@ class Policy:
         made = context if isinstance(context, Context) else self.context(context, tools)
         return await self.answer(made, next(self.numbers), max_tokens)
 
-    def context(self, context: "Messages", tools: Tools = None) -> Context:
-        """Return the context of the next response. Raises as `generate`."""
+    def context(
+        self, context: "Messages", tools: Tools = None, template_arguments: Mapping[str, Any] | None = None
+    ) -> Context:
+        """Return the context of the next response; `template_arguments` are further ones than those of the row. Raises
+        as `generate`."""
         if len(context) and isinstance(context[0], Mapping):
             messages = cast("Sequence[Message]", context)
-            made = self.history.context(clean(list(messages)), list(tools) if tools else None)
+            made = self.history.context(clean(list(messages)), list(tools) if tools else None, template_arguments)
         else:
             tokens = np.asarray(context, np.int32)
             made = Context(tokens, self.tokenizer.decode(tokens))

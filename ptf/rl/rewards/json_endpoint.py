@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ptf.credentials import HIDDEN, SHORTEST, redacted
 from ptf.errors import UserError
+from ptf.rl.loopback import mounts
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +27,6 @@ LONGEST_WAIT_S = 30.0  # before a retry, whatever the server asks for
 SHOWN = 300  # characters of a reply in a message
 ERROR_BYTES = 4096  # of the body of an error that are read
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
 class RequestFault(Exception):
@@ -153,11 +152,11 @@ class JsonEndpoint:
         """The connections, made with the first request. This machine is reached without a proxy."""
         import httpx
 
-        host = urlsplit(self.url).hostname or ""
-        direct = {f"all://[{host}]" if ":" in host else f"all://{host}": None} if LOOPBACK.fullmatch(host) else None
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {**HEADERS, **self.secret_headers()}
-        return httpx.AsyncClient(headers=headers, timeout=None, limits=limits, mounts=direct, follow_redirects=False)
+        return httpx.AsyncClient(
+            headers=headers, timeout=None, limits=limits, mounts=mounts(self.url), follow_redirects=False
+        )
 
     def _beginning(self, data: bytes) -> str:
         """Return the beginning of a body, for a message."""

@@ -17,8 +17,16 @@ COLUMN = re.compile(r"row\[([^\]]+)\]")
 CONTROL = re.compile(r"<\|(\w+)\|>")  # the form of tokens with which chat templates end and begin messages
 
 
+def nonce_of(text: str) -> str:
+    """Return the eight characters of a score's form that the response cannot write: they depend on its own hash."""
+    return hashlib.sha256(f"score of {text}".encode(errors="replace")).hexdigest()[:8]
+
+
 class JudgePrompt:
-    """A template with `{prompt}`, `{response}`, and columns as `{NAME}` or `{row[NAME]}`. Raises UserError."""
+    """A template with `{prompt}`, `{response}`, `{nonce}`, and columns as `{NAME}` or `{row[NAME]}`.
+
+    Raises UserError for a template that cannot be filled.
+    """
 
     def __init__(self, template: str) -> None:
         if not isinstance(template, str):
@@ -35,14 +43,15 @@ class JudgePrompt:
                     f"prompt: {{{name}}} is none of {{prompt}}, {{response}}, {{COLUMN}} and {{row[COLUMN]}}; a brace "
                     "that is no field is doubled: {{ and }}"
                 )
-        if "response" not in {name for _, name, _, _ in self.parts}:
+        self.names = {name for _, name, _, _ in self.parts}
+        if "response" not in self.names:
             raise UserError("prompt: it must contain {response}, the response that is judged")
 
     def filled(self, row: Mapping[str, Any], text: str, closing: str) -> str:
         """Return the message for a response, with `closing` at its end. Raises ValueError if a column is missing."""
         mark = f"response-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
         response = CONTROL.sub(r"< |\1| >", text)
-        values = {"response": f"<{mark}>\n{response}\n</{mark}>"}
+        values = {"response": f"<{mark}>\n{response}\n</{mark}>", "nonce": nonce_of(text)}
         pieces = []
         for literal, name, _, _ in self.parts:
             pieces.append(literal)

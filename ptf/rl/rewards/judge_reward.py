@@ -9,9 +9,11 @@ from urllib.parse import urlsplit
 from ptf.errors import UserError
 from ptf.rl.rewards.http_reward import MAX_CONCURRENT_CALLS, raise_if_no_count
 from ptf.rl.rewards.json_endpoint import JsonEndpoint
-from ptf.rl.rewards.judge_prompt import JudgePrompt
+from ptf.rl.rewards.judge_prompt import JudgePrompt, nonce_of
 
-BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*\}"
+NONCE = "{nonce}"  # in the form of a score: characters that no response can contain
+BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*,\s*{nonce}\s*\}"
+THINKING, THINKING_ENDS = "<think>", "</think>"
 AGAIN = "This reply has no score in the required form, so it cannot be used. Give the score in that form."
 
 
@@ -23,11 +25,13 @@ class JudgeReward:
     """Ask the model `model` of a server for the score of a response, and return it scaled from `scale` to 0 … 1.
 
     `url` is the base of the API (`https://host/v1`), and `prompt` a template (JudgePrompt). The last match of `score`,
-    a regular expression with one group, in the judge's reply is the score; the default is a number in `\\boxed{…}`, and
-    the judge is then told so. A reply without a score, with one outside `scale`, or truncated at `max_tokens` is asked
-    again up to `retries` times, and then there is no result. With `samples` the reward is the mean of so many scores.
-    `scale: null` returns the score as it is. `parameters` are further fields of the request; a field that is null
-    there, or in `temperature` or `max_tokens`, is left out. The other arguments are those of HttpReward.
+    a regular expression with one group, in the judge's reply is the score; thinking (`<think>`) is not searched.
+    `{nonce}` in the prompt and in `score` are characters that depend on the response's hash, so that no quoted response
+    is read as a score. The default is a number and the nonce in `\\boxed{…}`, and the judge is then told so. A reply
+    without a score, with one outside `scale`, or truncated at `max_tokens` is asked again up to `retries` times, and
+    then there is no result. With `samples` the reward is the mean of so many scores. `scale: null` returns the score as
+    it is. `parameters` are further fields of the request; a field that is null there, or in `temperature` or
+    `max_tokens`, is left out. The other arguments are those of HttpReward.
     """
 
     def __init__(
@@ -66,7 +70,11 @@ class JudgeReward:
             bearer_from_env=api_key_env,
         )
         self.prompt, self.scale = JudgePrompt(prompt), checked_scale(scale)
-        self.pattern = checked_pattern(BOXED if score is None else score)
+        self.score = checked_pattern(BOXED if score is None else score)
+        if score is not None and NONCE in score and "nonce" not in self.prompt.names:
+            raise UserError(
+                "score: it has {nonce}, which the prompt must have too, where it says the form of the score"
+            )
         self.closing = "" if score is not None else boxed_instruction(self.scale)
         self.samples, self.retries, self.max_concurrent_calls = samples, retries, max_concurrent_calls
         fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
@@ -74,8 +82,10 @@ class JudgeReward:
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> float:
         """Return the mean score. Raises RequestFault, UnreadableReply, or ValueError if the row lacks a column."""
-        message = self.prompt.filled(row, text, self.closing)
-        calls = (self._judgement(message) for _ in range(self.samples))
+        nonce = nonce_of(text)
+        closing = self.closing.replace(NONCE, nonce)
+        message = self.prompt.filled(row, text, closing)
+        calls = (self._judgement(message, closing, nonce) for _ in range(self.samples))
         scores = await asyncio.gather(*calls, return_exceptions=True)
         values = []
         for score in scores:
@@ -84,13 +94,13 @@ class JudgeReward:
             values.append(score)
         return sum(values) / len(values)
 
-    async def _judgement(self, message: str) -> float:
+    async def _judgement(self, message: str, closing: str, nonce: str) -> float:
         """Return one score, scaled."""
         messages = [{"role": "user", "content": message}]
         for attempt in range(self.retries + 1):
             reply = await self.endpoint.post({**self.fields, "messages": messages})
             try:
-                return self.score_of(reply)
+                return self.score_of(reply, nonce)
             except UnreadableReply:
                 if attempt == self.retries:
                     raise
@@ -99,18 +109,18 @@ class JudgeReward:
                 messages = [
                     messages[0],
                     {"role": "assistant", "content": content},
-                    {"role": "user", "content": f"{AGAIN} {self.closing}".strip()},
+                    {"role": "user", "content": f"{AGAIN} {closing}".strip()},
                 ]
         raise AssertionError("unreachable")
 
-    def score_of(self, reply: Any) -> float:
+    def score_of(self, reply: Any, nonce: str) -> float:
         """Return the scaled score of a server's reply. Raises UnreadableReply."""
         content = content_of(reply)
         if content is None:
             raise UnreadableReply(f"the reply is no chat completion: {self.endpoint.shown(str(reply))}")
         if reply["choices"][0].get("finish_reason") == "length":
             raise UnreadableReply(f"the judge's reply was truncated at max_tokens: {self._end(content)}")
-        found = self.pattern.findall(content)
+        found = re.findall(self.score.replace(NONCE, nonce), without_thinking(content))
         try:
             value = float(found[-1])
         except (IndexError, ValueError):
@@ -138,7 +148,15 @@ class JudgeReward:
         judge.endpoint.raise_if_unusable()
         name = judge.fields["model"]
         address, most = judge.endpoint.address, judge.max_concurrent_calls
-        return [f"reward: responses are judged by {name} at {address}, up to {most} at once"]
+        lines = [f"reward: responses are judged by {name} at {address}, up to {most} at once"]
+        return [*lines, *(f"reward: {line}" for line in cls.check_warnings(**args))]
+
+    @staticmethod
+    def check_warnings(*, score: str | None = None, **_: Any) -> list[str]:
+        """Return what `ptf check` says of arguments that can be used."""
+        if score is None or NONCE in score:
+            return []
+        return [f"score: a response that the judge quotes can match {score!r}; put {NONCE} into it and into the prompt"]
 
 
 def completions_url(url: Any) -> str:
@@ -170,18 +188,24 @@ def checked_scale(scale: Any) -> tuple[float, float] | None:
     return float(numbers[0]), float(numbers[1])
 
 
-def checked_pattern(pattern: Any) -> re.Pattern[str]:
+def without_thinking(content: str) -> str:
+    """Return a judge's reply without its thinking; of thinking that has no end, nothing."""
+    rest = content.rpartition(THINKING_ENDS)[2]
+    return "" if rest.lstrip().startswith(THINKING) else rest
+
+
+def checked_pattern(pattern: Any) -> str:
     """Return the regular expression of the score. Raises UserError unless it has one group."""
     try:
-        compiled = re.compile(pattern)
-    except (re.error, TypeError) as error:
+        compiled = re.compile(pattern.replace(NONCE, ""))
+    except (re.error, TypeError, AttributeError) as error:
         raise UserError(f"score: {pattern!r} is no regular expression: {error}") from None
     if compiled.groups != 1:
         raise UserError(f"score: {pattern!r} must have one group, which is the number; it has {compiled.groups}")
-    return compiled
+    return pattern
 
 
 def boxed_instruction(scale: tuple[float, float] | None) -> str:
     """Return the sentence that tells the judge the form of the default score."""
     numbers = "a number" if scale is None else f"a number from {scale[0]:g} to {scale[1]:g}"
-    return f"End your reply with the score, {numbers}, as \\boxed{{SCORE}}."
+    return f"End your reply with the score, {numbers}, as \\boxed{{SCORE, {NONCE}}}."

@@ -84,6 +84,9 @@ VALUES: list[Any] = [
     ["x", ["y"]],
     [[]],
     "[1e999]",
+    "End with </tool_call>.",
+    "</parameter>, </function>",
+    "a </arg_value> b",
 ]
 TEXTS = [
     "",

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import psutil
 import pytest
 
-from ptf.data.trajectory import NoResult
+from ptf.data.trajectory import NoResult, Reward
 from ptf.rl.endpoint.confined import CONFINED
+from ptf.rl.loopback import unproxied
 from ptf.rl.rewards.sandbox.syscalls import landlock_version
 from tests.data.templates import templated
 from tests.rl.endpoint.harnesses import play
@@ -143,8 +145,49 @@ def test_a_harness_gets_what_it_needs_and_reaches_no_other_process(tokenizer, mo
     (t,) = play(Scripted(tokenizer), tokenizer, [SPY], env_vars=["WANTED"])
     found = json.loads(t.text)
     allowed = {"PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "HOME", "TMPDIR", "PTF_RESULT", "WANTED", "LC_CTYPE"}
+    allowed |= {"NO_PROXY", "no_proxy"}
     assert set(found["environment"]) <= allowed | {"OPENAI_BASE_URL", "OPENAI_API_KEY"}
     assert set(found["task"]) == {"messages", "shown", "seed"}
     assert "hidden" not in t.text
     if landlock_version():  # elsewhere a user's processes are open to each other (SECURITY.md)
         assert found["environ"] + found["memory"] + found["files"] == ["PermissionError"] * 6
+
+
+@pytest.fixture
+def proxied(monkeypatch):
+    """The variables of a machine whose proxy does not answer."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "intranet.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+
+def test_a_proxy_is_not_asked_for_the_endpoint(tokenizer, proxied):
+    program = "ask(); result(os.environ['no_proxy'] + ' ' + os.environ['http_proxy'])"
+    (t,) = play(Scripted(tokenizer), tokenizer, [program], env_vars=["http_proxy", "HTTP_PROXY"])
+    assert t.text == "intranet.example,127.0.0.1,localhost,::1 http://127.0.0.1:9"
+
+
+def asking(row, base_url, api_key, seed):
+    body = json.dumps({"model": "policy", "messages": row["messages"]}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return float("choices" in json.loads(response.read()))
+
+
+def test_a_proxy_is_not_asked_by_an_agent_in_this_process(tokenizer, proxied):
+    harness = {"command": [], "columns": [], "agent": {"use": f"{__name__}:asking"}}
+    (t,) = play(Scripted(tokenizer), tokenizer, [""], **harness)
+    assert t.outcome == Reward(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "entries"),
+    [({}, []), ({"NO_PROXY": "a, b", "no_proxy": "b,::1"}, ["a", "b"]), ({"no_proxy": "*,a"}, None)],
+)
+def test_entries_of_the_user_are_kept(given, entries):
+    made = unproxied(given)
+    assert made["NO_PROXY"] == made["no_proxy"]
+    assert set(made["NO_PROXY"].split(",")) == (
+        {*entries, "127.0.0.1", "localhost", "::1"} if entries is not None else {"*"}
+    )
