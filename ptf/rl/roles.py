@@ -339,12 +339,9 @@ class Learner:
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
+        exact = bridge.exact_names(self.model, self.family)
         for name, tensor in bridge.hf_tensors(self.model, self.family):
-            rounded = (
-                self.precision == "bf16"
-                and tensor.dtype == torch.float32
-                and not name.endswith(self.family.fp32_suffixes)
-            )
+            rounded = self.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast

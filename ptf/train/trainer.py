@@ -57,7 +57,7 @@ def load_model(
         )
     model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
     freeze(model, family, spec.trainable)
-    _hold(model, directory, precision, frozen=frozen)
+    _hold(model, family, directory, precision, frozen=frozen)
     parallelize(
         model,
         world.mesh,
@@ -105,11 +105,14 @@ def products(world: World, precision: str) -> dict[str, str]:
     return found
 
 
-def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) -> None:
-    """Set the dtypes of the parameters: fp32 for those that are trained, and `frozen_dtype` for the others."""
+def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:
+    """Set the dtypes of the parameters: fp32 for those that are trained or that an export must give back in fp32, and
+    `frozen_dtype` for the others."""
     if frozen:
         model.requires_grad_(False)
-    hold_frozen(model, frozen_dtype(directory, precision, exported=not frozen))
+    dtype = frozen_dtype(directory, precision, exported=not frozen)
+    rounds = dtype != torch.float32 and not frozen
+    hold_frozen(model, dtype, bridge.stored_in_fp32(model, family, directory) if rounds else ())
 
 
 def _load_foreign(
@@ -130,7 +133,7 @@ def _load_foreign(
     foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
     model = cast("Decoder", foreign)  # it has Decoder's interface
     freeze(model, family, spec.trainable)
-    _hold(model, directory, precision, frozen=frozen)
+    _hold(model, family, directory, precision, frozen=frozen)
     parallelize(model, world.mesh, precision, recomputed=recomputed)
     new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
     if world.leads and not frozen:
