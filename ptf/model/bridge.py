@@ -505,7 +505,8 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory: safetensors, config.json, and the other files of `source`.
 
-    Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces the source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
+    Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces the
+    source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
     components of the user's own go to files of their own (components.py); `manifest` is written with the SHA-256 of
     every file; `carried` is what is copied as it is, if that is not for the source's family to say. Every rank calls
     this function; the one that `writes` does. The directory appears only when it is complete.

@@ -80,11 +80,11 @@ def fill_from(
             bridge.fill(target, read)
         filled.add(id(target))
 
-    sources: dict[int, str] = {}  # of parameters
+    read_from: dict[int, str] = {}  # parameter → its tensor
     for name, source in renamed.items():
         if name in carried:
             continue
-        first = sources.setdefault(id(targets[name]), source)
+        first = read_from.setdefault(id(targets[name]), source)
         if converted and first != source and not equal(stored, first, source):
             problems.append(f"unlike: {source} is not {first}, to which the config ties it")
         fill(name, stored.shape(source), source, partial(stored.read, source))
