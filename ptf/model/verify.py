@@ -540,10 +540,15 @@ def export_difference(directory: Path, tokens: Sequence[int], logprobs: Sequence
 
     It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`.
     """
+    return float((reference_logprobs(directory, tokens) - torch.tensor(logprobs)).abs().max())
+
+
+@torch.no_grad()
+def reference_logprobs(directory: Path, tokens: Sequence[int]) -> Tensor:
+    """Return the log-probs of tokens 1…n−1 in transformers' model of a directory."""
     ids = torch.tensor([list(tokens)])
     logits = reference(directory)(input_ids=ids).logits[0, :-1].float()
-    theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-    return float((theirs - torch.tensor(logprobs)).abs().max())
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
+from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import computed_with, forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
@@ -284,6 +285,11 @@ class Learner:
         """Return the log-probs of tokens 1…n-1 of each context at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
         return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]
+
+    @broadcast
+    def compare_with_transformers(self, tokens: np.ndarray) -> None:
+        """See ptf.train.load_comparison."""
+        compare_with_transformers(self.model, self.source, self.spec, tokens.tolist(), self.world, self.precision)
 
     def _logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
         return sample_logprobs(

@@ -34,15 +34,26 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     if not isinstance(model, Decoder):  # hf_backend.py
         tokens = np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
-    batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
     if model.config.head != "lm":
+        batch = _batch(tokens, world)
         values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
+    return {"tokens": tokens.tolist(), "logprobs": logprobs_of(model, tokens, world).tolist()}
+
+
+def _batch(tokens: np.ndarray, world: World) -> Batch:
+    return Batch.of([[(Sample(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
+
+
+@torch.no_grad()
+def logprobs_of(model: Decoder, tokens: np.ndarray, world: World) -> torch.Tensor:
+    """Return the model's log-probs of tokens 1…n−1, on the CPU."""
+    batch = _batch(tokens, world)
     head_fn = partial(
         token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
     )
-    logprobs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen).logprobs
-    return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
+    found = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+    return found.logprobs[0, :-1].float().cpu()
 
 
 def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
