@@ -95,31 +95,24 @@ def local_directory(
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a directory, untied if its tensors are (`unties`). Raise UserError if it is not a JSON
     object."""
-    config = _as_written(directory)
-    if not unties(directory):
-        return config
-    untied = {"tie_word_embeddings": False}
-    text = {"text_config": {**config["text_config"], **untied}} if "text_config" in config else {}
-    return {**config, **text, **untied}
-
-
-def unties(directory: Path) -> bool:
-    """Return whether the tensors of a directory contradict a head that its config.json ties to the embedding, or by a
-    default. Such a head is not tied, as in transformers 5."""
-    config = _as_written(directory)
-    text = config.get("text_config") or {}
-    stated = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return stated is not False and has_own_head(directory)
-
-
-def _as_written(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / "config.json").read_text())
     except ValueError:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"model.path: {directory}/config.json is not a JSON object")
+    parts = [config, *([config["text_config"]] if config.get("text_config") else ())]
+    stated = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
+    if (not stated or stated[0] is not False) and has_own_head(directory):
+        for part in parts:
+            part["tie_word_embeddings"] = False
     return config
+
+
+def unties(directory: Path) -> bool:
+    """Return whether a directory stores a head unlike the embedding that its config.json ties it to, or a default does.
+    It is not tied, as in transformers 5."""
+    return read_config(directory) != json.loads((directory / "config.json").read_text())
 
 
 def _decoder_config(family: Family, hf: Mapping[str, Any], directory: Path) -> DecoderConfig:
@@ -423,7 +416,7 @@ def exact_names(model: Decoder, family: Family) -> set[str]:
     """Return the names, of those of `hf_tensors`, of tensors that the model computes with in fp32, whatever dtype the
     others have."""
     if not isinstance(model, Decoder):  # hf_backend.py
-        return model.exact_names()
+        return {name for name, _ in model.hf.named_buffers()}
     exact = (mapping for mapping in checkpoint_mappings(model, family) if isinstance(mapping, Bits))
     return {family.prefix + name for mapping in exact for name in mapping.theirs(model.config.experts)}
 
@@ -579,7 +572,7 @@ def _carried_tensors(source: Path) -> Iterator[Carried]:
     if has_weights(source):
         with TensorFiles(source, family.aliases) as files:
             for name in sorted(n for n in files.names if family.carries(n, config)):
-                tensor = files.whole(name)
+                tensor = files[name]
                 yield name, tensor, tensor.dtype
 
 

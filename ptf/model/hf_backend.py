@@ -232,10 +232,6 @@ class HFDecoder(nn.Module):
             found = renamings(self.hf, names, self._adapter_names())
         return {stored: name for name, stored in found.items() if name not in self.outside_names}
 
-    def exact_names(self) -> set[str]:
-        """Return the tensors that are no parameters: no precision rounds them."""
-        return {name for name, _ in self.hf.named_buffers()}
-
     @property
     def outside_names(self) -> Collection[str]:
         """The tensors outside the language model, by transformers' names."""
@@ -266,7 +262,7 @@ class HFDecoder(nn.Module):
             return
         with TensorFiles(source) as files:
             for name in sorted(self.carried_names(files.names)):
-                tensor = files.whole(name)
+                tensor = files[name]
                 yield name, tensor, tensor.dtype
 
     def _adapter_names(self) -> set[str]:

@@ -95,7 +95,7 @@ class TensorFiles:
         lazy = self._slice(f"{name}_scales" if name in self.packed else name)
         return torch.bfloat16 if name in self.packed else lazy[...].dtype if not lazy.get_shape() else lazy[0:0].dtype
 
-    def whole(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """Read a tensor, dequantised."""
         return self.read(name, tuple(slice(0, n) for n in self.shape(name)))
 

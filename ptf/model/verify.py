@@ -423,7 +423,7 @@ def stored_gradients(hf: "PreTrainedModel", family: Family, gradients: Sequence[
     with tempfile.TemporaryDirectory() as directory:
         hf.save_pretrained(directory)
         with TensorFiles(Path(directory), family.aliases) as files:
-            return {n: files.whole(n) for n in files.names}
+            return {n: files[n] for n in files.names}
 
 
 def gradient_error(gradients: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
@@ -448,7 +448,7 @@ def round_trip(ours: Decoder, family: Family, directory: Path) -> list[str]:
                 f"new: {n}" for n in sorted(after.names - before.names)
             ]
             for name in sorted(before.names & after.names):
-                if not torch.equal(before.whole(name), after.whole(name)):
+                if not torch.equal(before[name], after[name]):
                     problems.append(f"changed: {name}")
     return problems
 

@@ -6,12 +6,11 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
@@ -52,10 +51,10 @@ def compare_with_transformers(
 
 def _compared(directory: Path, spec: ModelConfig, tokens: np.ndarray, ours: float, precision: str) -> tuple[str, bool]:
     """Return what is said, and whether the losses are the same, as far as they were compared."""
+    with TensorFiles(directory) as files:
+        size = sum(math.prod(files.shape(name)) for name in files.names)
     of = "the whole model"
     try:
-        with TensorFiles(directory) as files:
-            size = sum(math.prod(files.shape(name)) for name in files.names)
         if _affordable(size):
             theirs = _their_loss(directory, tokens)
         elif spec.backend == "hf":
@@ -84,28 +83,17 @@ def _their_loss(directory: Path, tokens: np.ndarray) -> float:
 def _losses_of_first_layers(directory: Path, tokens: np.ndarray) -> tuple[float, float]:
     """Return the losses of ptf and of transformers with the first layers of a model, under its last norm and head."""
     with tempfile.TemporaryDirectory() as place:
-        first = Path(place)
         for file in directory.glob("*.safetensors*"):
-            (first / file.name).symlink_to(file.resolve())
+            (Path(place) / file.name).symlink_to(file.resolve())
         config = bridge.read_config(directory)
         text = config.get("text_config", config)
         text |= {k: v[:LAYERS] for k, v in text.items() if isinstance(v, list) and len(v) == text["num_hidden_layers"]}
         text |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}
-        (first / "config.json").write_text(json.dumps(config))
-        model, family = bridge.build(first, head="lm")
+        (Path(place) / "config.json").write_text(json.dumps(config))
+        model, family = bridge.build(Path(place), head="lm")
         if not _affordable(sum(p.numel() for p in model.parameters())):
             raise UserError(f"even its first {LAYERS} layers are too large to be loaded twice")
         bridge.materialize(model, torch.device("cpu"))
-        with TensorFiles(first, family.aliases) as files:
-            bridge.load_hf_tensors(model, _Whole(files), family)
-        return -float(logprobs_of(model.eval(), tokens, World()).mean()), _their_loss(first, tokens)
-
-
-class _Whole(dict[str, Tensor]):
-    """The tensors of files, read when they are asked for."""
-
-    def __init__(self, files: TensorFiles) -> None:
-        self.files = files
-
-    def __missing__(self, name: str) -> Tensor:
-        return self.files.whole(name)
+        with TensorFiles(directory, family.aliases) as files:
+            bridge.load_hf_tensors(model, cast("Any", files), family)
+        return -float(logprobs_of(model.eval(), tokens, World()).mean()), _their_loss(Path(place), tokens)

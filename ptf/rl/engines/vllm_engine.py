@@ -388,9 +388,9 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
     config = bridge.read_config(Path(path))
     overrides = hf_overrides(config)
     if bridge.unties(Path(path)):
-        overrides["tie_word_embeddings"] = False
-        if "text_config" in config:
-            overrides["text_config"] = {**overrides.get("text_config", {}), "tie_word_embeddings": False}
+        untied = {"tie_word_embeddings": False}
+        text = {"text_config": overrides.get("text_config", {}) | untied} if "text_config" in config else {}
+        overrides |= untied | text
     return {
         "model": path,
         "seed": seed,
