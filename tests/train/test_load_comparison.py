@@ -1,5 +1,6 @@
 """transformers' loss of a row beside ptf's, said before training; a model that ptf reads otherwise is refused."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from ptf.train import load_comparison
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
+from tests.model.test_stored_tensors import with_head
 from tests.tiny import arithmetic, checkpoint, sample
 
 ROW = sample(40, 0).tokens.tolist()
@@ -65,9 +67,14 @@ def test_a_job_compares_its_first_row(backend, tmp_path, capsys):
     raw["model"] = {"path": str(tmp_path / "model"), "backend": backend}
     made, vocab = tmp_path / "made", Tokenizer.load(str(tmp_path / "model")).vocab_size
     checkpoint(made, vocab_size=vocab) if backend == "ptf" else foreign(made, "olmo2", vocab)
+    with_head(made, 1.0 if backend == "ptf" else 0.0)
     for file in ("model.safetensors", "config.json"):
         (made / file).replace(tmp_path / "model" / file)
-    run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 2}})), "a")
-    assert capsys.readouterr().out.count("model: transformers' loss of") == 1
+    directory = run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 2}})), "a")
+    said = capsys.readouterr().out
+    assert said.count("model: transformers' loss of") == 1
+    assert ("stores an output projection unlike its embedding" in said) is (backend == "ptf")
+    exported = json.loads((directory / "model" / "config.json").read_text())
+    assert exported["tie_word_embeddings"] is (backend == "hf")
     run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 2}})), "a")
     assert "transformers' loss" not in capsys.readouterr().out  # resumed: the weights are others
