@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ptf import file_verification, progress, published_versions, storage
 from ptf.errors import UserError
 from ptf.model import hub
-from ptf.model.checkpoint_mapping import PaddedRows, Rename, Slices, TensorMapping
+from ptf.model.checkpoint_mapping import Bits, PaddedRows, Rename, Slices, TensorMapping
 from ptf.model.components import (
     OWN,
     constructor_values,
@@ -43,7 +43,7 @@ from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, Merged, adapter_names, initial_value, raise_if_unmatched_targets
 from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
-from ptf.model.tensor_files import TensorFiles, weight_map
+from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weight_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
@@ -93,14 +93,26 @@ def local_directory(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a directory. Raise UserError if it is not a JSON object."""
+    """Return the config.json of a directory, untied if its tensors are (`unties`). Raise UserError if it is not a JSON
+    object."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except ValueError:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"model.path: {directory}/config.json is not a JSON object")
+    parts = [config, *([config["text_config"]] if config.get("text_config") else ())]
+    stated = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
+    if (not stated or stated[0] is not False) and has_own_head(directory):
+        for part in parts:
+            part["tie_word_embeddings"] = False
     return config
+
+
+def unties(directory: Path) -> bool:
+    """Return whether a directory stores a head unlike the embedding that its config.json ties it to, or a default does.
+    It is not tied, as in transformers 5."""
+    return read_config(directory) != json.loads((directory / "config.json").read_text())
 
 
 def _decoder_config(family: Family, hf: Mapping[str, Any], directory: Path) -> DecoderConfig:
@@ -127,6 +139,15 @@ def export_dtype(directory: Path) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"model.path: {directory}/config.json stores weights as {name}; ptf trains {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:
+    """Return the dtypes of a checkpoint's tensors, by the names that ptf writes; {} where there are none."""
+    if not has_weights(directory):
+        return {}
+    kind = read_config(directory)["model_type"]
+    with TensorFiles(directory, family_of({"model_type": kind}).aliases if kind in MODULES else None) as files:
+        return {name: files.dtype(name) for name in files.names}
 
 
 def build(
@@ -165,7 +186,7 @@ def build(
 
 def _as_stored(family: Family, directory: Path) -> Family:
     """Return the family with the mappings for the form in which a checkpoint, if there are weights, stores experts."""
-    if family.per_expert and any((directory / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+    if family.per_expert and has_weights(directory):
         with TensorFiles(directory, family.aliases) as files:
             if any(".experts.0." in name for name in files.names):
                 return replace(family, mappings=family.per_expert)
@@ -338,7 +359,7 @@ def stored_mappings(
         usual = family.mappings_for(standard_shapes(model.config))
         ignorable |= {family.prefix + name for mapping in usual for name in mapping.theirs(experts)}
     problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
-    problems += [f"unexpected: {n}" for n in sorted(extra - ignorable) if not n.endswith("rotary_emb.inv_freq")]
+    problems += [f"unexpected: {n}" for n in sorted(extra - ignorable)]
     for name in sorted(set(shapes) & files.names):
         if files.shape(name) != shapes[name]:
             problems.append(f"wrong shape: {name} is {files.shape(name)}, the config says {shapes[name]}")
@@ -400,6 +421,28 @@ def hf_names(model: Decoder, family: Family) -> set[str]:
     experts = model.config.experts
     return {family.prefix + n for mapping in checkpoint_mappings(model, family) for n in mapping.theirs(experts)} | {
         OWN + n for n in own_tensors(model, family)
+    }
+
+
+def exact_names(model: Decoder, family: Family) -> set[str]:
+    """Return the names, of those of `hf_tensors`, of tensors that the model computes with in fp32, whatever dtype the
+    others have."""
+    if not isinstance(model, Decoder):  # hf_backend.py
+        return {name for name, _ in model.hf.named_buffers()}
+    exact = (mapping for mapping in checkpoint_mappings(model, family) if isinstance(mapping, Bits))
+    return {family.prefix + name for mapping in exact for name in mapping.theirs(model.config.experts)}
+
+
+def stored_in_fp32(model: Decoder, family: Family, directory: Path) -> set[str]:
+    """Return the model's parameters that a checkpoint stores in fp32, all of them or in part."""
+    wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
+    if not isinstance(model, Decoder):  # hf_backend.py
+        return {f"hf.{name}" for stored, name in model.renamed(wide).items()} if wide else set()
+    return {
+        ours
+        for mapping in checkpoint_mappings(model, family)
+        if not wide.isdisjoint(family.prefix + name for name in mapping.theirs(model.config.experts))
+        for ours in mapping.ours
     }
 
 
@@ -465,15 +508,15 @@ def save_hf(
     manifest: Mapping[str, Any] | None = None,
     carried: Iterator[Carried] | None = None,
 ) -> None:
-    """Write a Hugging Face directory: safetensors in the source's dtype, config.json, and the other files of `source`.
+    """Write a Hugging Face directory: safetensors, config.json, and the other files of `source`.
 
-    `config` replaces the source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
+    Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces the
+    source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
     components of the user's own go to files of their own (components.py); `manifest` is written with the SHA-256 of
     every file; `carried` is what is copied as it is, if that is not for the source's family to say. Every rank calls
     this function; the one that `writes` does. The directory appears only when it is complete.
     """
-    dtype, hf = export_dtype(source), read_config(source)
-    fp32_suffixes = family_of(hf).fp32_suffixes if hf["model_type"] in MODULES else ()  # or hf_backend.py
+    dtype, dtypes, hf = export_dtype(source), stored_dtypes(source), read_config(source)
     temporary = directory.with_name(directory.name + ".tmp")
     shards: list[dict[str, Tensor]] = [{}]
     if writes:
@@ -482,7 +525,7 @@ def save_hf(
     size = total = 0
     numbers: dict[str, int] = {}
     own: dict[str, dict[str, Tensor]] = {}
-    trained = ((name, t, torch.float32 if name.endswith(fp32_suffixes) else dtype) for name, t in tensors)
+    trained = ((name, t, dtypes.get(name, dtype)) for name, t in tensors)
     kept = _carried_tensors(source) if carried is None else carried
     for name, tensor, stored in itertools.chain(trained, kept if writes else ()):
         if not writes:
@@ -538,11 +581,10 @@ def _carried_tensors(source: Path) -> Iterator[Carried]:
     if (config := read_config(source))["model_type"] not in MODULES:  # hf_backend.py
         return
     family = family_of(config)
-    stored = any((source / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
-    if family.carried and stored:
+    if has_weights(source):
         with TensorFiles(source, family.aliases) as files:
             for name in sorted(n for n in files.names if family.carries(n, config)):
-                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                tensor = files[name]
                 yield name, tensor, tensor.dtype
 
 

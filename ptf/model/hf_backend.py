@@ -54,7 +54,7 @@ from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renami
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters
 from ptf.model.scalar import Scalar, is_scalar
-from ptf.model.tensor_files import TensorFiles
+from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
@@ -242,26 +242,27 @@ class HFDecoder(nn.Module):
         return self.outside.put_back() if self.outside else contextlib.nullcontext()
 
     def carried_names(self, names: set[str]) -> set[str]:
-        """Return which tensors of a checkpoint are outside the language model, of the `names` there."""
-        if self.outside is None:
-            return set()
+        """Return which tensors of a checkpoint are not trained but kept, of the `names` there: those outside the
+        language model, and those that transformers ignores, such as layers that predict further tokens."""
         with self.whole():
-            return names - stored_names(self.hf, names, self._adapter_names(), self.outside_names)
+            left = names - stored_names(self.hf, names, self._adapter_names(), self.outside_names)
+        other_heads = HEADS if self.config.head == "scalar" else f".{SCORE}.weight"
+        return {name for name in left if not f".{name}".endswith(other_heads)}
 
     def carried(self, source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """Yield (name, tensor, dtype) of the tensors of the checkpoint `source` that are outside the language model, as
-        they are there; of a random model, those that were drawn."""
+        """Yield (name, tensor, dtype) of the tensors of the checkpoint `source` that are not trained but kept, as they
+        are there; of a random multimodal model, those that were drawn."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        if self.outside is None:
-            return
-        if self.outside.drawn:
+        if self.outside is not None and self.outside.drawn:
             for name, tensor in revert_weight_conversion(self.hf, self.outside.drawn).items():
                 yield name, tensor, bridge.export_dtype(source)
             return
+        if not has_weights(source):
+            return
         with TensorFiles(source) as files:
             for name in sorted(self.carried_names(files.names)):
-                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                tensor = files[name]
                 yield name, tensor, tensor.dtype
 
     def _adapter_names(self) -> set[str]:
@@ -333,6 +334,8 @@ def configured(directory: Path) -> Any:
             f"model.backend: hf: transformers has no such architecture: {directory}: {first_line(error)}"
         ) from error
     text, multimodal = text_config(c), is_multimodal(c)
+    if bridge.unties(directory):
+        c.tie_word_embeddings = text.tie_word_embeddings = False
     methods = [(getattr(each, "quantization_config", None) or {}).get("quant_method", "") for each in (c, text)]
     encodes = any(getattr(each, "is_encoder_decoder", False) for each in (c, text))
     writes = type(c) in AutoModelForCausalLM._model_mapping
@@ -447,9 +450,7 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
 
 
 def carried_names(directory: Path) -> frozenset[str]:
-    """Return the tensors of a checkpoint that are outside the language model of a multimodal model."""
-    if not is_multimodal(configured(directory)):
-        return frozenset()
+    """Return the tensors of a checkpoint that are not trained but kept; see `HFDecoder.carried_names`."""
     with TensorFiles(directory) as files:
         return frozenset(build(directory, head="lm")[0].carried_names(files.names))
 

@@ -1,6 +1,7 @@
 """Checks of the assembled model (`model.backend: hf`) against transformers' own forward pass, before anything is
 trained."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest logit
 # of the largest hidden value: experts sum in another order when another token goes elsewhere
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PROBE = 8  # tokens
+# in messages of operators that do not take tensors of a dtype, or of two
+UNSUPPORTED = re.compile(r"not implemented for|dtype|type .*\bshould be the same|BFloat16|Half", re.IGNORECASE)
 # words of the names of sizes in config.json at which a model computes in another way, and the largest that is tried
 BOUNDARIES, LARGEST = ("chunk", "block_size", "window"), 1024
 # transformers' own code (without kernels) computes later chunks of these wrongly: 5.10, see benchmarks/hf_backend.py
@@ -67,7 +70,15 @@ def check(model: "HFDecoder") -> None:
     hooks += [layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i)) for i, layer in enumerate(model.layers)]
     before = [_version(p) for p in model.parameters()]
     positions = torch.arange(tokens.shape[1], device=device)[None]
-    moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
+    try:
+        moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
+    except RuntimeError as error:
+        if (mixed := _computed_in(model)) == torch.float32 or not UNSUPPORTED.search(str(error)):
+            raise
+        raise UserError(
+            f"model.backend: hf: transformers cannot compute {name} in {str(mixed).removeprefix('torch.')} on this "
+            f"{device.type} ({str(error).splitlines()[0]}); set train.precision: fp32"
+        ) from error
     for hook in hooks:
         hook.remove()
     if isinstance(model, FSDPModule):
@@ -90,6 +101,12 @@ def check(model: "HFDecoder") -> None:
             "ptf cannot train it"
         )
     _raise_if_idle_layers_train(model, [i for i in range(len(model.layers)) if i not in computed])
+
+
+def _computed_in(model: "HFDecoder") -> torch.dtype:
+    """Return the dtype that a model computes in."""
+    policy = model._get_fsdp_state()._mp_policy if isinstance(model, FSDPModule) else None
+    return (policy and policy.param_dtype) or next(model.parameters()).dtype
 
 
 def _raise_if_wrong_chunks(model: "HFDecoder", device: torch.device) -> None:

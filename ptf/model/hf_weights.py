@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Slices
+from ptf.model.tensor_files import equal
 
 
 class StoredTensors(Protocol):
@@ -79,9 +80,13 @@ def fill_from(
             bridge.fill(target, read)
         filled.add(id(target))
 
+    read_from: dict[int, str] = {}  # parameter → its tensor
     for name, source in renamed.items():
         if name in carried:
             continue
+        first = read_from.setdefault(id(targets[name]), source)
+        if converted and first != source and not equal(stored, first, source):
+            problems.append(f"unlike: {source} is not {first}, to which the config ties it")
         fill(name, stored.shape(source), source, partial(stored.read, source))
     for name, (converter, sources) in groups.items():
         if name in carried:
@@ -99,11 +104,24 @@ def fill_from(
             fill(made_name, tuple(tensor.shape), made_name, tensor.__getitem__)
     missing = [name for name, target in targets.items() if id(target) not in filled and name not in carried]
     own = {id(target) for name, target in targets.items() if name in lacks}
-    ignored = [re.compile(pattern) for pattern in hf._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [re.compile(pattern) for pattern in _ignored(hf)]
     surplus = [n for n in unexpected if not ignores(n) and not any(pattern.search(n) for pattern in ignored)]
     problems += [f"missing: {n}" for n in sorted(missing) if id(targets[n]) not in own]
-    problems += [f"unexpected: {n}" for n in sorted(surplus) if not n.endswith("rotary_emb.inv_freq")]
+    problems += [f"unexpected: {n}" for n in sorted(surplus)]
     return tuple(n for n in missing if id(targets[n]) in own), problems
+
+
+def _ignored(hf: Any) -> list[str]:
+    """Return patterns of the tensors that transformers ignores: layers that predict further tokens, and what older
+    checkpoints have beside the parameters."""
+    c = hf.config.get_text_config()
+    after = range(c.num_hidden_layers, c.num_hidden_layers + (getattr(c, "num_nextn_predict_layers", None) or 0))
+    return [
+        *(hf._keys_to_ignore_on_load_unexpected or ()),
+        *(rf"(^|\.)layers\.{layer}\." for layer in after),
+        r"(^|\.)mtp(_\w+)?\.",
+        r"rotary_emb\.inv_freq$",
+    ]
 
 
 def _all(shape: tuple[int, ...]) -> Slices:

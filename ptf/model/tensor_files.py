@@ -6,6 +6,7 @@ its scales as `NAME_scales` [.., out, in / 32].
 """
 
 import contextlib
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,11 @@ from torch import Tensor
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Slices
 from ptf.model.mxfp4 import BLOCK, dequantise
+
+ROWS = 4096  # that are compared at once
+# ends of the names of output projections, and of the embeddings that they may be tied to
+HEADS = (".lm_head.weight", ".embed_out.weight")
+EMBEDDINGS = tuple(f".{name}.weight" for name in ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"))
 
 
 class TensorFiles:
@@ -84,6 +90,15 @@ class TensorFiles:
             return (*outer, blocks * BLOCK, out)
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, dequantised."""
+        lazy = self._slice(f"{name}_scales" if name in self.packed else name)
+        return torch.bfloat16 if name in self.packed else lazy[...].dtype if not lazy.get_shape() else lazy[0:0].dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor, dequantised."""
+        return self.read(name, tuple(slice(0, n) for n in self.shape(name)))
+
     def read(self, name: str, part: Slices) -> Tensor:
         """Read a slice of a tensor, dequantised."""
         if name not in self.packed:
@@ -109,6 +124,39 @@ class Headers(TensorFiles):
     def read(self, name: str, part: Slices) -> Tensor:
         """Return a tensor of the slice's shape on the meta device."""
         return torch.empty([s.stop - s.start for s in part], device="meta")
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has tensors that TensorFiles reads."""
+    return any((directory / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
+
+
+def equal(files: Any, one: str, other: str) -> bool:
+    """Return whether two tensors of TensorFiles, or of what reads like them, have the same shape and values."""
+    shape = files.shape(one)
+    if shape != files.shape(other):
+        return False
+    rest = tuple(slice(0, n) for n in shape[1:])
+    parts = ((slice(at, min(at + ROWS, shape[0])), *rest) for at in range(0, shape[0], ROWS)) if shape else ((),)
+    return all(torch.equal(files.read(one, part).float(), files.read(other, part).float()) for part in parts)
+
+
+def has_own_head(directory: Path) -> bool:
+    """Return whether a directory stores an output projection unlike its embedding, of which none can be tied."""
+    if not has_weights(directory):
+        return False
+    files = sorted(directory.glob("*.safetensors"))
+    return _has_own_head(directory, tuple((f.stat().st_size, f.stat().st_mtime_ns) for f in files))
+
+
+@functools.lru_cache(maxsize=64)  # of files as they are now: equal tables are read whole
+def _has_own_head(directory: Path, identities: tuple[tuple[int, int], ...]) -> bool:
+    with TensorFiles(directory) as files:
+        # the shortest: layers that predict further tokens have such tables too
+        found = [
+            min((n for n in files.names if f".{n}".endswith(ends)), key=len, default="") for ends in (HEADS, EMBEDDINGS)
+        ]
+        return all(found) and not equal(files, *found)
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -423,7 +423,7 @@ def stored_gradients(hf: "PreTrainedModel", family: Family, gradients: Sequence[
     with tempfile.TemporaryDirectory() as directory:
         hf.save_pretrained(directory)
         with TensorFiles(Path(directory), family.aliases) as files:
-            return {n: files.read(n, tuple(slice(0, size) for size in files.shape(n))) for n in files.names}
+            return {n: files[n] for n in files.names}
 
 
 def gradient_error(gradients: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[float, str]:
@@ -448,8 +448,7 @@ def round_trip(ours: Decoder, family: Family, directory: Path) -> list[str]:
                 f"new: {n}" for n in sorted(after.names - before.names)
             ]
             for name in sorted(before.names & after.names):
-                part = tuple(slice(0, n) for n in before.shape(name))
-                if not torch.equal(before.read(name, part), after.read(name, part)):
+                if not torch.equal(before[name], after[name]):
                     problems.append(f"changed: {name}")
     return problems
 
@@ -541,10 +540,15 @@ def export_difference(directory: Path, tokens: Sequence[int], logprobs: Sequence
 
     It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`.
     """
+    return float((reference_logprobs(directory, tokens) - torch.tensor(logprobs)).abs().max())
+
+
+@torch.no_grad()
+def reference_logprobs(directory: Path, tokens: Sequence[int]) -> Tensor:
+    """Return the log-probs of tokens 1…n−1 in transformers' model of a directory."""
     ids = torch.tensor([list(tokens)])
     logits = reference(directory)(input_ids=ids).logits[0, :-1].float()
-    theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-    return float((theirs - torch.tensor(logprobs)).abs().max())
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
 
 
 @torch.no_grad()

@@ -121,7 +121,7 @@ def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator
     copies = {name for name, which in tables.items() if which == "head" and family.config(config).tied}
     with TensorFiles(source, family.aliases) as files:
         for name in sorted(n for n in files.names - copies if not family.carries(n, config)):
-            tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+            tensor = files[name]
             yield name, table(tensor, tables[name], new, vocab) if name in tables else tensor
     for file in (source / name for name in FILES.values()):
         if file.is_file():
@@ -150,7 +150,7 @@ def _foreign_tensors(
         with TensorFiles(source) as files:
             renamed = model.renamed(files.names)
             for name in sorted(files.names - model.carried_names(files.names)):
-                tensor = files.read(name, tuple(slice(0, n) for n in files.shape(name)))
+                tensor = files[name]
                 which = tables.get(renamed.get(name, ""))
                 yield name, tensor if which is None else table(tensor, which, new, vocab)
 

@@ -423,7 +423,9 @@ class Controller:
         """
         transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
-            self.canary = self.canary or [p.tokens for p in self.canary_prompts()]
+            if not self.canary:
+                self.canary = [p.tokens for p in self.canary_prompts()]
+                self.policy.call("compare_with_transformers", self.canary[0])
             in_flight = self.asynchronous.responses() if self.asynchronous else []
             scored = [*self.canary, *in_flight]
             expected = self.policy.call("prompt_logprobs", scored)

@@ -44,6 +44,7 @@ from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
+from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import computed_with, forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
@@ -285,6 +286,11 @@ class Learner:
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
         return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]
 
+    @broadcast
+    def compare_with_transformers(self, tokens: np.ndarray) -> None:
+        """See ptf.train.load_comparison."""
+        compare_with_transformers(self.model, self.source, self.spec, tokens.tolist(), self.world, self.precision)
+
     def _logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
         return sample_logprobs(
             self.model,
@@ -339,12 +345,9 @@ class Learner:
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
+        exact = bridge.exact_names(self.model, self.family)
         for name, tensor in bridge.hf_tensors(self.model, self.family):
-            rounded = (
-                self.precision == "bf16"
-                and tensor.dtype == torch.float32
-                and not name.endswith(self.family.fp32_suffixes)
-            )
+            rounded = self.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast

@@ -4,6 +4,7 @@ The probe is computed by the model that was trained, before anything is written,
 checkpoint with the training run and not with another reading of the same files.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.scalar import Scalar, as_scalar
+from ptf.train.components import abbreviated
 
 MODEL, PROBE = "model", "probe.json"  # in the run's directory
 ADVICE = "run the train stage again: it continues from the last checkpoint and exports again"
@@ -34,15 +36,26 @@ def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
     if not isinstance(model, Decoder):  # hf_backend.py
         tokens = np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
-    batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)
     if model.config.head != "lm":
+        batch = _batch(tokens, world)
         values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
+    return {"tokens": tokens.tolist(), "logprobs": logprobs_of(model, tokens, world).tolist()}
+
+
+def _batch(tokens: np.ndarray, world: World) -> Batch:
+    return Batch.of([[(Sample(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
+
+
+@torch.no_grad()
+def logprobs_of(model: Decoder, tokens: np.ndarray, world: World) -> torch.Tensor:
+    """Return the model's log-probs of tokens 1…n−1, on the CPU."""
+    batch = _batch(tokens, world)
     head_fn = partial(
         token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
     )
-    logprobs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen).logprobs
-    return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
+    found = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+    return found.logprobs[0, :-1].float().cpu()
 
 
 def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
@@ -73,7 +86,37 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         manifest=file_verification.of_run(directory),
         carried=bridge.carried_tensors(model, source),
     )
+    if world.leads:
+        print(f"export: {beside(source, directory)}", flush=True)
     world.barrier()
+
+
+def beside(source: Path, directory: Path) -> str:
+    """Say how an export differs from the directory that it was made from: in names and dtypes of tensors, and in chat
+    templates."""
+    before, after = bridge.stored_dtypes(source), bridge.stored_dtypes(directory)
+    if not before:
+        return f"{source} has no tensors to compare with"
+    theirs, ours = _templates(source), _templates(directory)
+    differing = {
+        "without": sorted(before.keys() - after.keys()),
+        "new": sorted(after.keys() - before.keys()),
+        "in another dtype": sorted(n for n in before.keys() & after.keys() if before[n] != after[n]),
+        "other chat templates": sorted(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n)),
+    }
+    found = [f"{what}: {abbreviated(names)}" for what, names in differing.items() if names]
+    same = f"names and dtypes of {len(after)} tensors and the chat templates are those of {source}"
+    return f"beside {source}, {'; '.join(found)}" if found else same
+
+
+def _templates(directory: Path) -> dict[str, str]:
+    """Return the chat templates of a directory by name, wherever they are stored."""
+    files = [*directory.glob("chat_template.jinja"), *directory.glob("additional_chat_templates/*.jinja")]
+    found = {"default" if file.stem == "chat_template" else file.stem: file.read_text() for file in files}
+    settings = directory / "tokenizer_config.json"
+    stored = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    by_name = {each["name"]: each["template"] for each in stored} if isinstance(stored, list) else {"default": stored}
+    return {name: text for name, text in by_name.items() if text} | found
 
 
 def write_probe(directory: Path, values: dict[str, list]) -> None:

@@ -39,6 +39,7 @@ from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import EarlyStopping
 from ptf.train.export import MODEL, export
 from ptf.train.frozen_models import forward_flops, load_frozen_models
+from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.optim import Schedule
 from ptf.train.precompute import precompute_sources
 from ptf.train.resume import raise_if_fixed_keys_changed
@@ -228,6 +229,10 @@ class OfflineAttempt:
         began = time.perf_counter()
         with self.clock.phase("data"):
             micro = next(self.loader)
+        if self.step == 0:
+            with self.clock.phase("loading"):
+                self.compare_with_transformers(micro)
+            began = time.perf_counter()
         self.world.seed(self.job.seed, self.step)
         try:
             metrics, self.skipped = self.trainer.step(micro, self.recipe, self.step, self.loader.numbers), 0
@@ -235,6 +240,13 @@ class OfflineAttempt:
             metrics = self.skip_step(error, micro)
         with self.clock.phase("metrics"):
             return self.with_measurements(metrics, micro, began)
+
+    def compare_with_transformers(self, micro: Sequence[Batch]) -> None:
+        """See ptf.train.load_comparison; the row is the first document of the first step."""
+        row = micro[0].tokens[0][micro[0].segments[0] == micro[0].segments[0, 0]].tolist() if micro else []
+        row = cast("list[int]", self.world.broadcast_object(row if self.world.leads else None))
+        precision = self.job.train.precision
+        compare_with_transformers(self.model, self.directory, self.spec, row, self.model_world, precision)
 
     def with_measurements(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float

@@ -48,6 +48,12 @@ class StartingModel:
 
     @classmethod
     def _written(cls, job: Job, run: Path, located: Path) -> "StartingModel":
+        if bridge.unties(located):
+            print(
+                f"model: {located} stores an output projection unlike its embedding, though its config.json ties the "
+                "two: they are not tied, as in transformers 5, and exports say tie_word_embeddings: false",
+                flush=True,
+            )
         section, directory = extended(job.model, located, run, job.seed)
         return cls(section, directory, tokenizer_directory(job, section, directory, run), run, job.seed)
 

@@ -4,7 +4,7 @@ A pattern matches a parameter or any module that contains it, for example `embed
 `*.lora_b`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
@@ -84,8 +84,10 @@ def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dt
     return torch.float32
 
 
-def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the dtype of the weights that do not train; call it after `freeze`, before the model is sharded."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():  # not the bytes of quantised weights
+def hold_frozen(model: nn.Module, dtype: torch.dtype, exact: Collection[str] = ()) -> None:
+    """Set the dtype of the weights that do not train, but those of `exact`; call it after `freeze`, before the model is
+    sharded."""
+    for name, parameter in model.named_parameters():
+        # not the bytes of quantised weights
+        if not parameter.requires_grad and parameter.is_floating_point() and name not in exact:
             parameter.data = parameter.data.to(dtype)

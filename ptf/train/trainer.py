@@ -88,7 +88,7 @@ def load_model(
     if not own and world.mesh is not None and world.mesh["tensor"].size() > 1:
         raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     model, family = built(directory, spec, head)
-    _hold(model, directory, precision, frozen=frozen)
+    _hold(model, family, directory, precision, frozen=frozen)
     parallelize(
         model,
         world.mesh,
@@ -146,11 +146,14 @@ def products(world: World, precision: str) -> dict[str, str]:
     return found
 
 
-def _hold(model: nn.Module, directory: Path, precision: str, *, frozen: bool) -> None:
-    """Set the dtypes of the parameters: fp32 for those that are trained, and `frozen_dtype` for the others."""
+def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:
+    """Set the dtypes of the parameters: fp32 for those that are trained or that an export must give back in fp32, and
+    `frozen_dtype` for the others."""
     if frozen:
         model.requires_grad_(False)
-    hold_frozen(model, frozen_dtype(directory, precision, exported=not frozen))
+    dtype = frozen_dtype(directory, precision, exported=not frozen)
+    rounds = dtype != torch.float32 and not frozen
+    hold_frozen(model, dtype, bridge.stored_in_fp32(model, family, directory) if rounds else ())
 
 
 def forget_forwards(frozen: nn.Module) -> None:

@@ -38,6 +38,7 @@ def stored(directory: Path, model_type: str, dtype: torch.dtype) -> Path:
     model, family = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
     config = json.loads((directory / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").unlink()  # whose dtype an export would have
     bridge.save_hf(bridge.hf_tensors(model, family), directory, directory.with_name("stored"), writes=True)
     return directory.with_name("stored")
 

@@ -61,15 +61,16 @@ class Family:
     # prefixes of the tensors that are copied from the checkpoint to the export unchanged; `{mtp}` stands for the number
     # of a layer after the last, which predicts further tokens
     carried: tuple[str, ...] = ()
-    # ends of the names of tensors that stay in fp32 in an export and in an engine, whatever dtype the others have
-    fp32_suffixes: tuple[str, ...] = ()
 
     def carries(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Return whether a tensor of a checkpoint with this config.json is copied to the export unchanged."""
+        """Return whether a tensor of a checkpoint with this config.json is copied to the export unchanged.
+
+        Rotary frequencies are, which older checkpoints store and nothing reads.
+        """
         first = config.get("num_hidden_layers", 0)
         after = range(first, first + (config.get("num_nextn_predict_layers") or 0))
         prefixes = (p.replace("{mtp}", str(i)) for p in self.carried for i in (after if "{mtp}" in p else (0,)))
-        return name.startswith(tuple(prefixes))
+        return name.startswith(tuple(prefixes)) or name.endswith("rotary_emb.inv_freq")
 
     def mappings_for(self, shapes: Mapping[str, Sequence[int]]) -> list[TensorMapping]:
         """Return the mappings of a model with parameters of these names and shapes. Raise AssertionError if one has

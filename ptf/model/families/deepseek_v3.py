@@ -58,7 +58,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
         for w in ("weight", "bias")
     ),
 )
-CARRIED, FP32_SUFFIXES = ("model.layers.{mtp}.",), ("e_score_correction_bias",)
+CARRIED = ("model.layers.{mtp}.",)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
@@ -219,7 +219,7 @@ def random_lite_config(r: random.Random) -> dict[str, Any]:
     return c if r.random() < 0.3 else c | {"mlp_layer_types": (2 * sparse)[: c["num_hidden_layers"]]}
 
 
-DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED, fp32_suffixes=FP32_SUFFIXES)
+DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED)
 FAMILIES = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe_lite": replace(

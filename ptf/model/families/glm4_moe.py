@@ -11,7 +11,7 @@ from typing import Any
 from ptf.model.checkpoint_mapping import TensorMapping
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import ATTENTION, NORMS, OUTER, Family, common, random_dense_config, rope
-from ptf.model.families.deepseek_v3 import CARRIED, EXPERTS, FP32_SUFFIXES, mixture, random_experts
+from ptf.model.families.deepseek_v3 import CARRIED, EXPERTS, mixture, random_experts
 
 MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *EXPERTS)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
@@ -56,6 +56,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | {"rope_parameters": c["rope_parameters"] | share}
 
 
-FAMILIES = {
-    "glm4_moe": Family("glm4_moe", config, MAPPINGS, random_config, carried=CARRIED, fp32_suffixes=FP32_SUFFIXES)
-}
+FAMILIES = {"glm4_moe": Family("glm4_moe", config, MAPPINGS, random_config, carried=CARRIED)}

@@ -247,8 +247,7 @@ class Skeleton:
 
     def _families(self) -> str:
         name = self.reference.model_type
-        fp32_suffixes = ', fp32_suffixes=("e_score_correction_bias",)' if "Bits" in self.names else ""
-        return f'FAMILIES = {{"{name}": Family("{name}", config, MAPPINGS, random_config{fp32_suffixes})}}'
+        return f'FAMILIES = {{"{name}": Family("{name}", config, MAPPINGS, random_config)}}'
 
 
 def _one_of(values: list[Any]) -> str:

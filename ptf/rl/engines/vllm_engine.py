@@ -386,6 +386,11 @@ class VLLMEngine:
 def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
     """Return the arguments of vLLM that name the model, and those that are always the same."""
     config = bridge.read_config(Path(path))
+    overrides = hf_overrides(config)
+    if bridge.unties(Path(path)):
+        untied = {"tie_word_embeddings": False}
+        text = {"text_config": overrides.get("text_config", {}) | untied} if "text_config" in config else {}
+        overrides |= untied | text
     return {
         "model": path,
         "seed": seed,
@@ -401,7 +406,7 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
         "worker_extension_cls": "ptf.rl.engines.vllm_extension.WeightLoader",
         # prompts are texts: of a multimodal model, only its language model is used
         **({"language_model_only": True} if {"text_config", "vision_config"} & config.keys() else {}),
-        **({"hf_overrides": overrides} if (overrides := hf_overrides(config)) else {}),
+        **({"hf_overrides": overrides} if overrides else {}),
     }
 
 
