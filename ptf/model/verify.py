@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ptf.errors import UserError, raise_if_custom_code
+from ptf.errors import UserError
 from ptf.model import bridge, matrix_product
 from ptf.model.config import DecoderConfig, Rope
 from ptf.model.decoder import Decoder
@@ -88,7 +88,7 @@ class Case(Comparison):
 
 @dataclass(slots=True)
 class Report:
-    """The comparisons of one family or checkpoint."""
+    """The comparisons of one family."""
 
     model: str
     cases: list[Case] = field(default_factory=list)
@@ -101,33 +101,25 @@ class Report:
 
 
 def verify(
-    family_or_directory: str,
+    name: str,
     configs: int = 12,
     seed: int = 0,
     change: Callable[[Decoder], Any] | None = None,
     until_failure: bool = False,
     progress: Callable[[Case], Any] = lambda case: None,
 ) -> Report:
-    """Compare `configs` random members of a family, or the checkpoint in a directory, with transformers.
+    """Compare `configs` random members of a family with transformers.
 
     `change` is applied to our model after loading (to test that a mistake is caught); `progress` is called after each
-    comparison. Raise UserError for a name that is neither a family nor a directory, and for a checkpoint that
-    transformers itself cannot load.
+    comparison. Raise UserError for a name that is no family.
     """
     quiet()
-    report = Report(family_or_directory)
-    if family_or_directory not in MODULES:
-        directory = Path(family_or_directory)
-        if not (directory / "config.json").is_file():
-            raise UserError(
-                f"{family_or_directory} is neither a directory with a config.json nor a family: {', '.join(MODULES)}"
-            )
-        report.cases.append(compare(directory, _loaded(directory), change))
-        progress(report.cases[-1])
-        return report
-    family = family_of({"model_type": family_or_directory})
+    report = Report(name)
+    if name not in MODULES:
+        raise UserError(f"{name} is neither a directory with a config.json nor a family: {', '.join(MODULES)}")
+    family = family_of({"model_type": name})
     for number in range(configs):
-        config = family.random_config(random.Random(f"{family_or_directory}/{seed}/{number}"))
+        config = family.random_config(random.Random(f"{name}/{seed}/{number}"))
         with tempfile.TemporaryDirectory() as directory:
             model = random_reference(config, seed * 1000 + number)
             model.save_pretrained(directory)
@@ -146,8 +138,8 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def reference(directory: Path) -> "PreTrainedModel":
-    """Return transformers' model of a checkpoint, in fp32."""
+def reference(directory: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """Return transformers' model of a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = (
@@ -155,13 +147,20 @@ def reference(directory: Path) -> "PreTrainedModel":
         if hasattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "text_config")
         else AutoModelForCausalLM
     )
-    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+    model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     return corrected(model)
 
 
 def exact_reference(directory: Path) -> "PreTrainedModel":
-    """Return transformers' model of a checkpoint in fp64, in which it computes under `Double`."""
+    """Return transformers' model of a checkpoint in fp64, in which it computes under `Double`, its rotary frequencies
+    included."""
     hf = reference(directory).double()
+    with Double():
+        for module in list(hf.modules()):
+            own = dict(module.named_buffers(recurse=False))
+            if hasattr(module, "config") and any(name.endswith("inv_freq") for name in own):
+                for name, buffer in type(module)(module.config).named_buffers():
+                    setattr(module, name, buffer)
     hf.set_experts_implementation("eager")  # the grouped product knows no fp64
     return hf
 
@@ -187,15 +186,6 @@ def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
         if kind == "sliding_attention":
             layer.register_forward_pre_hook(unscaled, with_kwargs=True)
     return model
-
-
-def _loaded(directory: Path) -> "PreTrainedModel":
-    """Return `reference`; raise UserError if transformers cannot load it."""
-    try:
-        return reference(directory)
-    except Exception as error:  # transformers raises a dozen kinds; each means that there is nothing to compare with
-        raise_if_custom_code(directory, error)
-        raise UserError(f"{directory}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 
 def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
@@ -406,11 +396,17 @@ def vocabulary(hf: "PreTrainedModel") -> int:
 @torch.no_grad()
 def _gradients(ours: Decoder, family: Family, hf: "PreTrainedModel") -> tuple[float, str]:
     """Return the largest relative error of a gradient, and its tensor."""
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
     theirs = stored_gradients(hf, family, [p.grad for p in hf.parameters()])
+    return gradient_error((name, value, theirs[name]) for name, value in own_gradients(ours, family))
+
+
+@torch.no_grad()
+def own_gradients(ours: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Yield our decoder's gradients under the names of a checkpoint."""
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
     # transformers saves each expert by itself, also of a checkpoint that has them stacked
     family = replace(family, mappings=family.per_expert or family.mappings)
-    return gradient_error((name, value, theirs[name]) for name, value in bridge.under_hf_names(gradients, ours, family))
+    yield from bridge.under_hf_names(gradients, ours, family)
 
 
 @torch.no_grad()
