@@ -111,12 +111,30 @@ def last_metrics(directory: Path) -> dict[str, float]:
 
 def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
     """Keep the metrics of an evaluation in the run's directory."""
-    storage.write_record(str(directory / EVALUATED), {"lineage": directory.resolve().name, "metrics": dict(metrics)})
+    entries = {"lineage": directory.resolve().name, "metrics": dict(metrics), "model": _exported(directory)}
+    storage.write_record(str(directory / EVALUATED), entries)
 
 
 def evaluated_metrics(directory: Path) -> dict[str, float]:
     """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
     return _record(directory, EVALUATED, "ptf evaluate writes it anew").get("metrics", {})
+
+
+def raise_if_not_evaluated(directory: Path) -> None:
+    """Raise UserError unless the run's exported model was evaluated."""
+    record = _record(directory, EVALUATED, "ptf evaluate writes it anew")
+    if not record or record.get("model", _exported(directory)) != _exported(directory):
+        what = "the evaluation was of an earlier model of this run" if record else "the run was not evaluated"
+        raise UserError(
+            f"not published: {what}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
+            "publish.gate: off"
+        )
+
+
+def _exported(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the exported model's weights, by file."""
+    files = storage.manifest_of(str(directory / MODEL))["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def record_data(directory: Path, data: Mapping[str, str]) -> None:
