@@ -47,8 +47,8 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
         trained.pad_with(padding_id(trained, config))
     if changed := trained.differences(served):
         raise UserError(
-            f"not published: the tokenizer in {model} gives different ids than the tokenizer of training: they differ in "
-            f"their {' and '.join(changed)}"
+            f"not published: the tokenizer in {model} gives different ids than the tokenizer of training: they differ "
+            f"in their {' and '.join(changed)}"
         )
     if "values" in kept:
         difference = head_difference(model, kept["tokens"], kept["values"], layer_factory_of(job.model))

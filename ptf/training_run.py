@@ -13,6 +13,7 @@ from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
 from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.train.export import MODEL
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 

@@ -49,7 +49,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN
     | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "export_comparison"}
-    | {"model_card"},
+    | {"model_card", "training_run"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
     "doctor": {"model"},

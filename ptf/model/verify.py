@@ -551,8 +551,8 @@ def export_difference(
     theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
     if running_on := [stop for stop in stops if not _ends_at(model, ids[:, :PROMPT], stop)]:
         raise UserError(
-            f"not published: with the files in {directory}, transformers goes on after the ids {running_on}, with which "
-            "responses ended in training; name them in eos_token_id of its generation_config.json"
+            f"not published: with the files in {directory}, transformers goes on after the ids {running_on}, with "
+            "which responses ended in training; name them in eos_token_id of its generation_config.json"
         )
     return float((theirs - torch.tensor(logprobs)).abs().max())
 

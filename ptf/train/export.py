@@ -48,8 +48,8 @@ def ended_tokens(model: Decoder, end: int, pad: int) -> np.ndarray:
 
 @torch.no_grad()
 def probe(model: Decoder, world: World, tokens: Sequence[int] | np.ndarray | None = None) -> dict[str, list]:
-    """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for another
-    head than the language model's, the head's `values` at each token."""
+    """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
+    another head than the language model's, the head's `values` at each token."""
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
     n = len(tokens)
     batch = Batch.of([[(Sample(tokens, np.ones(n, np.float32)),)]], n).to(world.device)

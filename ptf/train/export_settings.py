@@ -49,8 +49,8 @@ def padding_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
     found = next((i for i in free if i not in tokenizer.stop_ids), None)
     if found is None:
         raise UserError(
-            "model.tokenizer: every special token of the tokenizer ends responses, so none can pad the texts of a reward "
-            'model; add one: model.tokens: {added: ["<|padding|>"], special: true}'
+            "model.tokenizer: every special token of the tokenizer ends responses, so none can pad the texts of a "
+            'reward model; add one: model.tokens: {added: ["<|padding|>"], special: true}'
         )
     return found
 
