@@ -73,17 +73,18 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     spec, base = extended(job.model, base, run, job.seed)
     spec, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
     stored = AdapterDirectory.read(adapter)
+    kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}
+    head = "scalar" if "values" in kept else "lm"
     if spec.backend == "hf":
-        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", frozen=True)
+        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
         HFPeftFormat(model).fill(adapter / TENSORS)
     else:
         factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-        model, family = bridge.build(base, head="lm", factory=factory)
+        model, family = bridge.build(base, head=head, factory=factory)
         bridge.materialize(model, torch.device("cpu"))
         bridge.load_hf(model, base, family)
         stored.fill(model.eval(), family)
-    kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs")}
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
     bound = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision]
-    return raise_if_difference(adapter, kept, probe(model, World()), bound)
+    return raise_if_difference(adapter, kept, probe(model, World(), kept["tokens"]), bound)
