@@ -47,7 +47,7 @@ def exported(source: Path, head: Literal["lm", "scalar"] = "lm") -> Path:
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, source, family)
     if head == "scalar":
-        torch.nn.init.normal_(model.head.weight)
+        torch.nn.init.normal_(model.get_parameter("head.weight"))
     directory = source.parent / "run" / "model"
     export(model, family, source, directory, World(), str(source))
     return directory
