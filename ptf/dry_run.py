@@ -135,6 +135,8 @@ def shrink(source: Path, into: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and file.name.startswith(KEPT_ANYWAY):
             shutil.copyfile(file, into / file.name)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, into / templates.name)
     config = json.loads((source / "config.json").read_text())
     (into / "config.json").write_text(json.dumps(narrow(config)))
 

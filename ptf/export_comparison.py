@@ -15,10 +15,12 @@ from ptf.model import bridge
 from ptf.model.adapter_directory import TENSORS, AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.hf_adapters import HFPeftFormat
+from ptf.model.scalar import is_scalar
 from ptf.model.verify import export_difference, head_difference
 from ptf.train.adapter import raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
+from ptf.train.export_settings import padding_id
 from ptf.train.job_tokenizer import rendered
 from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
 from ptf.train.trainer import load_model
@@ -40,13 +42,18 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
     trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
     served = Tokenizer.load(str(model))
     served.rendering = trained.rendering  # not compared: a template may render the date, which differs when served
-    if served.fingerprint() != trained.fingerprint():
-        raise UserError(f"not published: the tokenizer in {model} gives different ids than the tokenizer of training")
-    kept = probe_of(run)
+    config, kept = bridge.read_config(model), probe_of(run)
+    if is_scalar(config):
+        trained.pad_with(padding_id(trained, config))
+    if changed := trained.differences(served):
+        raise UserError(
+            f"not published: the tokenizer in {model} gives different ids than the tokenizer of training: they differ "
+            f"in their {' and '.join(changed)}"
+        )
     if "values" in kept:
         difference = head_difference(model, kept["tokens"], kept["values"], layer_factory_of(job.model))
     else:
-        difference = export_difference(model, kept["tokens"], kept["logprobs"])
+        difference = export_difference(model, kept["tokens"], kept["logprobs"], trained.stop_ids)
     whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
     bound = LOGPROB_TOLERANCE["fp32" if whole else "bf16"]
     if not difference <= bound:
@@ -66,17 +73,18 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     spec, base = extended(job.model, base, run, job.seed)
     spec, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
     stored = AdapterDirectory.read(adapter)
+    kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}
+    head = "scalar" if "values" in kept else "lm"
     if spec.backend == "hf":
-        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", frozen=True)
+        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
         HFPeftFormat(model).fill(adapter / TENSORS)
     else:
         factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-        model, family = bridge.build(base, head="lm", factory=factory)
+        model, family = bridge.build(base, head=head, factory=factory)
         bridge.materialize(model, torch.device("cpu"))
         bridge.load_hf(model, base, family)
         stored.fill(model.eval(), family)
-    kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs")}
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
     bound = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision]
-    return raise_if_difference(adapter, kept, probe(model, World()), bound)
+    return raise_if_difference(adapter, kept, probe(model, World(), kept["tokens"]), bound)

@@ -12,15 +12,16 @@ from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
-from ptf.evaluation_check import with_current_names
+from ptf.evaluation_check import measures, with_current_names
 from ptf.export_comparison import adapter_difference, model_difference
 from ptf.measurement import raise_if_regression
 from ptf.model_card import card
 from ptf.run import settled_as_begun
 from ptf.train.export import raise_if_damaged
+from ptf.training_run import raise_if_not_evaluated
 
 ATTEMPTS = 10
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", storage.MANIFEST)
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", storage.MANIFEST)
 
 
 def versions_of(job: Job) -> str:
@@ -54,6 +55,8 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     run, root = Path(artifact.run), job.versions
     resolved = artifact.resolve(job)
     raise_if_damaged(run, job.verify_bytes)
+    if job.publish.gate != "off" and measures(job):
+        raise_if_not_evaluated(run)
     comparisons = gate.comparisons(job, run, artifact.metrics)
     gate.raise_if_worse(job, comparisons)
     _raise_if_worse(job, artifact, published_versions.manifest(root))
@@ -112,7 +115,7 @@ def _stage_files(job: Job, run: Path, model: Path) -> Path:
     staged, adapter = run / "publish", run / "adapter"
     shutil.rmtree(staged, ignore_errors=True)
     if job.publish.what == "adapter":
-        shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS))  # the tokenizer and its template
+        shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS))
         shutil.copytree(adapter, staged, dirs_exist_ok=True)
         return staged
     shutil.copytree(model, staged)

@@ -13,6 +13,7 @@ from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
 from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.train.export import MODEL
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 
@@ -111,12 +112,30 @@ def last_metrics(directory: Path) -> dict[str, float]:
 
 def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
     """Keep the metrics of an evaluation in the run's directory."""
-    storage.write_record(str(directory / EVALUATED), {"lineage": directory.resolve().name, "metrics": dict(metrics)})
+    entries = {"lineage": directory.resolve().name, "metrics": dict(metrics), "model": _exported(directory)}
+    storage.write_record(str(directory / EVALUATED), entries)
 
 
 def evaluated_metrics(directory: Path) -> dict[str, float]:
     """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
     return _record(directory, EVALUATED, "ptf evaluate writes it anew").get("metrics", {})
+
+
+def raise_if_not_evaluated(directory: Path) -> None:
+    """Raise UserError unless the run's exported model was evaluated."""
+    record = _record(directory, EVALUATED, "ptf evaluate writes it anew")
+    if not record or record.get("model", _exported(directory)) != _exported(directory):
+        what = "the evaluation was of an earlier model of this run" if record else "the run was not evaluated"
+        raise UserError(
+            f"not published: {what}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
+            "publish.gate: off"
+        )
+
+
+def _exported(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the exported model's weights, by file."""
+    files = storage.manifest_of(str(directory / MODEL))["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def record_data(directory: Path, data: Mapping[str, str]) -> None:

@@ -251,6 +251,9 @@ def test_an_adapter_is_no_model_to_train_from(adapted: "ptf.Run", tmp_path: Path
         ptf.train(ptf.load(config(tmp_path, model={"path": str(adapted.directory / "adapter"), "init": "pretrained"})))
     with pytest.raises(UserError, match=r"publish\.what  adapter needs model\.lora"):
         ptf.load(config(tmp_path), overrides=["publish.what=adapter"])
+    added = ["publish.what=adapter", "model.lora={rank: 2}", "model.tokens={added: [<a>]}"]
+    with pytest.raises(UserError, match=r"publish\.what  adapter publishes an adapter.* use merged"):
+        ptf.load(config(tmp_path), overrides=added)
 
 
 def test_importing_ptf_imports_nothing_heavy() -> None:

@@ -50,7 +50,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "model_card": TRAIN | {"artifact"},
     "publishing": TRAIN
     | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "export_comparison"}
-    | {"model_card", "run"},
+    | {"model_card", "run", "training_run"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
     "doctor": {"compute", "model"},

@@ -128,6 +128,11 @@ def deployment_errors(job: Job) -> list[str]:
         )
     if job.publish.what != "merged" and job.model.lora is None:
         errors.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
+    if job.publish.what != "merged" and job.model.tokens is not None:
+        errors.append(
+            f"publish.what: {job.publish.what} publishes an adapter, and the base model of this one has the tokens of "
+            "model.tokens, which no published model has; use merged"
+        )
     if job.publish.metric_direction == "max" and (job.publish.metric or "").startswith(SMALLER):
         errors.append(f"publish.metric_direction: {job.publish.metric} is better the lower it is; use min")
     return errors

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.tokenizer_files import write_tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTER_TEMPLATE = (
@@ -37,5 +38,5 @@ def character_tokenizer(alphabet: str, directory: str | Path, words: Sequence[st
         additional_special_tokens=[token for token in special if token not in ("<|pad|>", "<unk>", "<|im_end|>")],
     )
     hf.chat_template = CHARACTER_TEMPLATE
-    hf.save_pretrained(directory)
+    write_tokenizer(hf, directory)
     return Tokenizer.load(str(directory))

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ptf.data.event_tokens import END, EVENT, PAD, START, UNKNOWN
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.tokenizer_files import write_tokenizer
 from ptf.errors import UserError
 
 # The template leaves out the assistant's messages: what was recommended is not what happened.
@@ -37,5 +38,5 @@ def event_tokenizer(tokens: Iterable[str], directory: str | Path, of: str = "") 
         tokenizer_object=backend, pad_token=PAD, unk_token=UNKNOWN, eos_token=END, clean_up_tokenization_spaces=False
     )
     hf.chat_template = (f"{{# {of} #}}" if of else "") + USER_TEXT_TEMPLATE
-    hf.save_pretrained(directory)
+    write_tokenizer(hf, directory)
     return Tokenizer.load(str(directory))

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ptf.data.fingerprint import class_mismatch, identity_of, raise_if_other_identity
 from ptf.data.probes import PROBES, Closing, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
 from ptf.data.rendering import Rendering, with_arguments
-from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer
+from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokenizer
 from ptf.errors import UserError
 
 MOST_DECODED = 256  # texts that a tokenizer keeps
@@ -32,7 +32,7 @@ class Tokenizer:
     def __init__(self, hf: PreTrainedTokenizerBase, extra_stops: Sequence[int] = ()):
         """Wrap a tokenizer of transformers.
 
-        `extra_stops` are ids that also end a response, from the model's generation_config.json.
+        `extra_stops` are ids that also end a response, from the model's generation_config.json or config.json.
         """
         self.hf: Any = hf  # the type hints of transformers are stricter than its behaviour
         self._extra_stops = tuple(extra_stops)
@@ -54,7 +54,7 @@ class Tokenizer:
         """Write the tokenizer, its generation config and its rendering settings into a directory."""
         source = Path(str(self.hf.name_or_path)) / "generation_config.json"  # it may hold more than stop ids
         config = json.loads(source.read_text()) if source.is_file() else {}
-        self.hf.save_pretrained(directory)
+        write_tokenizer(self.hf, directory)
         if self._extra_stops:
             config = config if config.get("eos_token_id") else config | {"eos_token_id": list(self._extra_stops)}
             (Path(directory) / "generation_config.json").write_text(json.dumps(config))
@@ -79,6 +79,11 @@ class Tokenizer:
         self.hf.add_tokens(
             [AddedToken(token, normalized=False, special=special) for token in tokens], special_tokens=special
         )
+        self._forget()
+
+    def pad_with(self, id: int) -> None:
+        """Make this id the padding token."""
+        self.hf.pad_token = self.hf.convert_ids_to_tokens(id)
         self._forget()
 
     def _forget(self) -> None:
@@ -200,6 +205,12 @@ class Tokenizer:
         return max(map(len, self.hf.get_vocab()))
 
     @property
+    def templates(self) -> dict[str, str | None]:
+        """Return the chat templates by name; one without a name is `default`."""
+        templates = self.hf.chat_template
+        return templates if isinstance(templates, dict) else {"default": templates}
+
+    @property
     def template_name(self) -> str:
         """Return the name of the chat template in messages: its origin and the start of its hash."""
         name = Path(str(self.hf.name_or_path)).name or "tokenizer"
@@ -316,6 +327,15 @@ class Tokenizer:
     def identity(self) -> dict[str, Any]:
         """Return what decides ids, to be stored with data that was made with this tokenizer: see `identity_of`."""
         return identity_of(self.hf, self.rendering)
+
+    def differences(self, other: "Tokenizer") -> list[str]:
+        """Return what decides ids and differs in another tokenizer, by name; each chat template is one."""
+        ours, theirs = (
+            {name: fact for name, fact in tokenizer.identity.items() if name not in ("fingerprint", "chat template")}
+            | {f"chat template {name!r}": text for name, text in tokenizer.templates.items()}
+            for tokenizer in (self, other)
+        )
+        return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
 
     def raise_if_other_stops(self, stops: Sequence[int], what: str) -> None:
         """Raise UserError unless the ids that end a response are those of `what`."""

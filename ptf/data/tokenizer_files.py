@@ -1,10 +1,11 @@
-"""The files of a tokenizer, read with transformers: the tokenizer itself, and the ids that end a response."""
+"""The files of a tokenizer, read and written with transformers: the tokenizer itself, and the ids that end a
+response."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from ptf.errors import UserError, raise_if_custom_code
 
@@ -56,22 +57,42 @@ def read_tokenizer(path: str, revision: str | None, local: bool) -> Any:
         raise UserError(f"no tokenizer in {path}: {reason}") from None
 
 
+def write_tokenizer(hf: Any, directory: str | Path) -> None:
+    """Write the files of a tokenizer in a form that transformers 4 reads, too.
+
+    transformers 5 writes a class and a list of special tokens of its own, and how it found the files.
+    """
+    hf.save_pretrained(directory)
+    file = Path(directory) / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    for name in ("backend", "is_local", "local_files_only"):
+        config.pop(name, None)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
 def read_stop_ids(path: str, revision: str | None, local: bool) -> list[int]:
-    """Return the ids that end a response in the model's generation_config.json; none where there is no such file.
+    """Return the ids that end a response in the model's generation_config.json, or in its config.json where the former
+    names none.
 
     Raises UserError for a file that cannot be read.
     """
-    try:
-        stops = GenerationConfig.from_pretrained(
-            path,
-            revision=revision,  # type: ignore[arg-type]
-            local_files_only=local,
-        ).eos_token_id
-    except OSError as e:
-        if (file := Path(path) / "generation_config.json").is_file():
-            raise UserError(
-                f"{file} cannot be read, so the ids that end a response are not known; restore it: "
-                f"{next(iter(str(e).splitlines()), '')}"
-            ) from None
-        return []
+    stops = None
+    for file in ("generation_config.json", "config.json"):
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(
+                path, revision=revision, local_files_only=local, _configuration_file=file
+            )
+        except OSError as e:
+            if (there := Path(path) / file).is_file():
+                raise UserError(
+                    f"{there} cannot be read, so the ids that end a response are not known; restore it: "
+                    f"{next(iter(str(e).splitlines()), '')}"
+                ) from None
+            continue
+        named = (part.get("eos_token_id") for part in (config, config.get("text_config") or {}))
+        stops = next((ids for ids in (stops, *named) if ids is not None), None)
     return stops if isinstance(stops, list) else [] if stops is None else [stops]

@@ -47,6 +47,7 @@ from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weigh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
+CHAT_TEMPLATES = ("chat_template", "additional_chat_templates/")  # how the names of their files begin
 Carried = tuple[str, Tensor, torch.dtype]  # name in a checkpoint, tensor, dtype in which it is stored
 
 
@@ -507,14 +508,16 @@ def save_hf(
     config: Mapping[str, Any] | None = None,
     manifest: Mapping[str, Any] | None = None,
     carried: Iterator[Carried] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors, config.json, and the other files of `source`.
 
     Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces the
     source's config.json; the tokenizer's files come from the directory `tokenizer` if given;
     components of the user's own go to files of their own (components.py); `manifest` is written with the SHA-256 of
-    every file; `carried` is what is copied as it is, if that is not for the source's family to say. Every rank calls
-    this function; the one that `writes` does. The directory appears only when it is complete.
+    every file; `carried` is what is copied as it is, if that is not for the source's family to say; `files` are texts
+    by name that replace other files. Every rank calls this function; the one that `writes` does. The directory appears
+    only when it is complete.
     """
     dtype, dtypes, hf = export_dtype(source), stored_dtypes(source), read_config(source)
     temporary = directory.with_name(directory.name + ".tmp")
@@ -549,6 +552,8 @@ def save_hf(
     for file, inside in own.items():
         save_file(inside, temporary / file, metadata={"format": "pt"})
     _copy_other_files(source, tokenizer, temporary)
+    for name, text in (files or {}).items():
+        (temporary / name).write_text(text)
     # MXFP4 weights were dequantised when they were read
     written = {k: v for k, v in (config or hf).items() if k != "quantization_config"}
     (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
@@ -559,15 +564,16 @@ def save_hf(
 
 
 def _copy_other_files(source: Path, tokenizer: str | None, directory: Path) -> None:
-    """Copy what lies beside the weights of `source`, and the tokenizer's files from their own directory if given."""
-    beside = {
-        f.name: f
-        for d in (source, Path(tokenizer or source))
-        for f in sorted(d.iterdir())
-        if f.suffix in (".json", ".jinja", ".txt", ".model")
-    }
-    for name, file in beside.items():
+    """Copy what lies beside the weights of `source`, and the tokenizer's files from their own directory if given, which
+    then has all chat templates."""
+    beside: dict[str, Path] = {}
+    for place in (source, Path(tokenizer or source)):
+        beside = {name: file for name, file in beside.items() if not name.startswith(CHAT_TEMPLATES)}
+        found = (*place.iterdir(), *place.glob("additional_chat_templates/*.jinja"))
+        beside |= {str(f.relative_to(place)): f for f in found if f.suffix in (".json", ".jinja", ".txt", ".model")}
+    for name, file in sorted(beside.items()):
         if name not in ("config.json", "rendering.json") and not name.startswith(("model.safetensors", "manifest")):
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(file.read_bytes())
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from ptf.errors import UserError
 
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
-# files that hold the same weights in another place or format
-COPIES = ("*/*", "consolidated*", "*.bin", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot", "*.pt", "*.pth")
+# files that hold the same weights in another place or format; in directories all but chat templates (.jinja)
+COPIES = ("*/*[!a]", "consolidated*", "*.bin", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot", "*.pt", "*.pth")
 TIMEOUT_S = 5.0
 
 

@@ -48,10 +48,10 @@ def is_scalar(config: Mapping[str, Any]) -> bool:
     return scalar
 
 
-def as_scalar(config: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
+def as_scalar(config: Mapping[str, Any], pad_id: int) -> dict[str, Any]:
     """Return the config.json of the same model as a classifier with one output.
 
-    `pad_id` is the padding token with which transformers finds the last token. Raise UserError for a model of which
+    transformers reads the score at the last token that is not `pad_id`. Raise UserError for a model of which
     transformers has no classifier with these names.
     """
     if "text_config" in config:
@@ -65,5 +65,5 @@ def as_scalar(config: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
             "a transformers checkpoint; use another model"
         )
     names = [name.replace(GENERATOR, CLASSIFIER) for name in config.get("architectures") or ()]
-    pad = config.get("pad_token_id") if config.get("pad_token_id") is not None else pad_id
-    return {**config, "architectures": names, "id2label": {"0": "score"}, "label2id": {"score": 0}, "pad_token_id": pad}
+    labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return {**config, "architectures": names, **labels, "pad_token_id": pad_id}

@@ -39,6 +39,7 @@ ROUNDING = 2 * TOLERANCE
 LENGTHS = (1, 37, 5, 52, 18)  # documents, packed into sequences of 64
 SEQ_LEN = 64
 DRAWS = 8  # of tokens, at most
+PROMPT = 8  # tokens of the prompt of a generation
 BALANCE = 10.0  # weight of the load-balancing loss beside the logits, in the gradients
 
 
@@ -531,31 +532,64 @@ def as_json(report: Report) -> str:
 
 
 @torch.no_grad()
-def export_difference(directory: Path, tokens: Sequence[int], logprobs: Sequence[float]) -> float:
+def export_difference(
+    directory: Path, tokens: Sequence[int], logprobs: Sequence[float], stops: Sequence[int] = ()
+) -> float:
     """Return the largest |log-prob(transformers, loaded from `directory`) − log-prob(the trained model)|.
 
-    It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`.
+    It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`. Raises UserError
+    if generation does not end at each of `stops`.
     """
-    return float((reference_logprobs(directory, tokens) - torch.tensor(logprobs)).abs().max())
+    model = reference(directory)
+    ids = torch.tensor([list(tokens)])
+    if running_on := [stop for stop in stops if not _ends_at(model, ids[:, :PROMPT], stop)]:
+        raise UserError(
+            f"not published: with the files in {directory}, transformers goes on after the ids {running_on}, with "
+            "which responses ended in training; name them in eos_token_id of its generation_config.json"
+        )
+    return float((_logprobs_by(model, tokens) - torch.tensor(logprobs)).abs().max())
 
 
 @torch.no_grad()
 def reference_logprobs(directory: Path, tokens: Sequence[int]) -> Tensor:
     """Return the log-probs of tokens 1…n−1 in transformers' model of a directory."""
+    return _logprobs_by(reference(directory), tokens)
+
+
+def _logprobs_by(model: "PreTrainedModel", tokens: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(tokens)])
-    logits = reference(directory)(input_ids=ids).logits[0, :-1].float()
+    logits = model(input_ids=ids).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+
+
+def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
+    """Return whether greedy generation, with the model's own settings, ends where the third token is made `stop`."""
+    quiet()
+    last = prompt.shape[1] + 2
+
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if ids.shape[1] != last else torch.full_like(scores, -torch.inf).index_fill(1, stop_id, 0.0)
+
+    stop_id = torch.tensor([stop])
+    made = cast(Any, model).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=4,
+        logits_processor=[forced],
+    )
+    return made.shape[1] <= last + 1
 
 
 @torch.no_grad()
 def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any], factory: LayerFactory) -> float:
     """Return the largest difference of a head that is not the vocabulary's, over a probe of n tokens.
 
-    `values` [n, …] are the trained model's. A scalar head is read as AutoModelForSequenceClassification does, after
-    each prefix whose last token is not padding; a head of the user's own is loaded from its file and given
-    transformers' hidden states.
+    `values` [n, …] are the trained model's. A scalar head is read as AutoModelForSequenceClassification does: after
+    each prefix, and at the ends of two texts, the probe and its first half, which the published tokenizer pads. A head
+    of the user's own is loaded from its file and given transformers' hidden states.
     """
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
@@ -563,11 +597,13 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         model = AutoModelForSequenceClassification.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-        # after a padding token transformers would read the value of an earlier token
-        ends = [n for n in range(1, len(tokens) + 1) if tokens[n - 1] != model.config.pad_token_id]
         corrected(model)
-        theirs = torch.stack([model(input_ids=ids[:, :n]).logits[0, 0] for n in ends])
-        return float((theirs - wanted[[n - 1 for n in ends]]).abs().max())
+        theirs = [model(input_ids=ids[:, :n]).logits[0, 0] for n in range(1, len(tokens) + 1)]
+        two = [list(tokens), list(tokens[: len(tokens) // 2])]
+        batch = AutoTokenizer.from_pretrained(directory).pad({"input_ids": two}, return_tensors="pt")
+        theirs += list(model(**batch).logits[:, 0])
+        wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
+        return float((torch.stack(theirs) - wanted).abs().max())
     ours, family = bridge.build(directory, factory=factory)
     bridge.materialize(ours, torch.device("cpu"))
     bridge.load_hf(ours, directory, family)

@@ -158,7 +158,7 @@ def write_model(
     tokenizer = character_tokenizer(alphabet, directory, words)
     if template is not None:
         tokenizer.hf.chat_template = template
-        tokenizer.hf.save_pretrained(directory)
+        tokenizer.save(directory)
     ids = {"eos_token_id": tokenizer.stop_ids[0], "pad_token_id": tokenizer.pad_id}
     config = {
         "model_type": model_type,

@@ -22,7 +22,7 @@ from ptf.model.families import Family
 from ptf.model.lora import whole
 from ptf.model.peft_format import format_of, save
 from ptf.train.components import abbreviated, without_adapters
-from ptf.train.export import probe, write_probe
+from ptf.train.export import probe, probe_of, write_probe
 from ptf.train.trainer import load_model
 
 
@@ -35,7 +35,7 @@ def export_adapter(
     named and only the merged model is kept. Raises UserError if either export, loaded again, gives other log-probs than
     the model that was trained.
     """
-    trained = probe(model, world)
+    trained = probe(model, world, probe_of(merged.parent)["tokens"])
     head = "scalar" if model.config.head == "scalar" else "lm"
 
     def load(directory: Path, section: ModelConfig) -> Decoder:
@@ -45,7 +45,7 @@ def export_adapter(
     if spec.quantization:
         _check_unrounded(model, source, merged, world, spec, trained)
     else:
-        loaded = probe(load(merged, without_adapters(spec)), world)
+        loaded = probe(load(merged, without_adapters(spec)), world, trained["tokens"])
         raise_if_difference(merged, trained, loaded, _tolerance(merged, precision))
     form = format_of(model, family)
     if obstacles := form.obstacles():
@@ -62,7 +62,9 @@ def export_adapter(
     world.barrier()
     reloaded = load(source, spec)
     format_of(reloaded, family).fill(unchecked / "adapter_model.safetensors")
-    difference = raise_if_difference(unchecked, trained, probe(reloaded, world), LOGPROB_TOLERANCE[precision])
+    difference = raise_if_difference(
+        unchecked, trained, probe(reloaded, world, trained["tokens"]), LOGPROB_TOLERANCE[precision]
+    )
     world.barrier()
     if world.leads:
         shutil.rmtree(directory, ignore_errors=True)
@@ -91,7 +93,7 @@ def _check_unrounded(
         loaded, _ = load_model(directory, World(), section, seed=0, precision="fp32", head=head, frozen=True)
         for name, value in values.items():
             bridge.fill(loaded.get_parameter(name), value.__getitem__)
-        found = probe(loaded, World())
+        found = probe(loaded, World(), trained["tokens"])
         del loaded
         gc.collect()  # modules refer to each other
         return found

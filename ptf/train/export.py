@@ -5,6 +5,7 @@ checkpoint with the training run and not with another reading of the same files.
 """
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,37 @@ from ptf.model import bridge
 from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
-from ptf.model.scalar import Scalar, as_scalar
+from ptf.model.scalar import Scalar
 from ptf.train.components import abbreviated
+from ptf.train.export_settings import classifier_config, generation_files, padding_files
 
 MODEL, PROBE = "model", "probe.json"  # in the run's directory
 ADVICE = "run the train stage again: it continues from the last checkpoint and exports again"
 
 
-@torch.no_grad()
-def probe(model: Decoder, world: World, length: int = 64) -> dict[str, list]:
-    """Return fixed tokens, and the model's log-prob of each token given the tokens before it; for another head than the
-    language model's, the head's `values` at each token."""
+def probe_tokens(model: Decoder, length: int = 64) -> np.ndarray:
+    """Return fixed tokens, as many as the model has positions for: int32 [length]."""
     n = min(length, model.config.max_positions)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
-    if not isinstance(model, Decoder):  # hf_backend.py
-        tokens = np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
+    if isinstance(model, Decoder):
+        return tokens
+    return np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)  # hf_backend.py
+
+
+def ended_tokens(model: Decoder, end: int, pad: int) -> np.ndarray:
+    """Return the probe's tokens as a reward model reads them: without padding, and with the end of a response at their
+    end and in their middle."""
+    tokens = probe_tokens(model)
+    tokens[tokens == pad] = end
+    tokens[[len(tokens) // 2 - 1, -1]] = end
+    return tokens
+
+
+@torch.no_grad()
+def probe(model: Decoder, world: World, tokens: Sequence[int] | np.ndarray | None = None) -> dict[str, list]:
+    """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
+    another head than the language model's, the head's `values` at each token."""
+    tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
     if model.config.head != "lm":
         batch = _batch(tokens, world)
         values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
@@ -68,14 +85,18 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
 
     The directory appears only when it is complete.
     """
-    values = probe(model, world)
-    if world.leads:
-        write_probe(directory, values)
-    config = bridge.read_config(source)
+    loaded, place, tokens = Tokenizer.load(tokenizer), Path(tokenizer), None
+    config, files = bridge.read_config(source), generation_files(source, loaded, place)
     if model.config.head == "scalar":
-        config = as_scalar(config, Tokenizer.load(tokenizer).hf.pad_token_id)
+        config = classifier_config(source, loaded)
+        pad = config["pad_token_id"]
+        tokens = ended_tokens(model, next(iter(loaded.stop_ids), pad), pad)
+        files |= padding_files(place, loaded.hf.convert_ids_to_tokens(pad)) if pad != loaded.hf.pad_token_id else {}
         if not isinstance(model, Decoder):  # hf_backend.py
             config["architectures"] = [type(model.hf).__name__]
+    values = probe(model, world, tokens)
+    if world.leads:
+        write_probe(directory, values)
     bridge.save_hf(
         bridge.hf_tensors(model, family, source),
         source,
@@ -85,6 +106,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
         config=config,
         manifest=file_verification.of_run(directory),
         carried=bridge.carried_tensors(model, source),
+        files=files,
     )
     if world.leads:
         print(f"export: {beside(source, directory)}", flush=True)

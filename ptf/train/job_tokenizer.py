@@ -31,10 +31,9 @@ def changes_rendering(job: Job) -> bool:
 
 def renders_a_date(directory: str) -> bool:
     """Return whether the chat template among a tokenizer's files renders a date."""
-    files = [
-        file for file in Path(directory).iterdir() if file.suffix == ".jinja" or file.name == "tokenizer_config.json"
-    ]
-    return any(renders_date(file.read_text()) for file in files)
+    place = Path(directory)
+    files = [*place.glob("*.jinja"), *place.glob("additional_chat_templates/*.jinja"), place / "tokenizer_config.json"]
+    return any(renders_date(file.read_text()) for file in files if file.is_file())
 
 
 def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:

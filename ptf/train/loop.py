@@ -38,6 +38,7 @@ from ptf.train.dataloading import held_out_sequences, make_loader, make_partitio
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import EarlyStopping
 from ptf.train.export import MODEL, export
+from ptf.train.export_settings import classifier_config
 from ptf.train.frozen_models import forward_flops, load_frozen_models
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.optim import Schedule
@@ -110,6 +111,8 @@ class OfflineAttempt:
         self.tokenizer, self.tokenizer_path = starting.load_tokenizer(), starting.tokenizer_path
         if world.leads and (trap := self.tokenizer.class_mismatch()):
             print(f"train: {trap}", flush=True)
+        if self.recipe.head == "scalar":  # raises before training what an export would
+            classifier_config(starting.directory, self.tokenizer)
         starting = cast("StartingModel", world.broadcast_object(starting.adapter_base() if world.leads else None))
         self.spec, self.directory = starting.section, starting.directory
         self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model

@@ -14,7 +14,7 @@ class PublishConfig(Section):
     """Directory or URI of the versions and of the pointer to the current one; default `{output}/published`."""
     what: Literal["merged", "adapter", "both"] = changeable("merged")
     """What a version holds: the `merged` model; the `adapter` of `model.lora` alone, in PEFT format with the tokenizer;
-    or `both`, the merged model with the adapter in `adapter/` beside it."""
+    or `both`, the merged model with the adapter in `adapter/` beside it. With `model.tokens`, `merged` alone."""
     gate: Literal["starting_model", "off"] = changeable("starting_model")
     """The second of three checks before a version is published: the comparison with the model that training started
     from. (The first is of the exported files; the third, with `metric`, is against the published version.)
@@ -24,7 +24,8 @@ class PublishConfig(Section):
     model; otherwise the default metrics, which are the first of these groups that was measured on the starting model:
     mean reward and pass rate of greedy responses; NDCG of rankings; held-out losses. A metric that is not stored by
     row (`pass@k`, `accuracy`, `auc`, your own `evaluate.metrics`) has no interval: the difference of the two numbers
-    itself is compared with the limit. `off`: publish without this comparison; the other two checks are still made."""
+    itself is compared with the limit. A run that was not evaluated is refused. `off`: publish without this
+    comparison; the other two checks are still made."""
     metric: str | None = changeable(None)
     """The metric of the evaluate stage that decides publication, such as `greedy_pass_rate/test`. The new model may not
     be worse on it than its starting model (the gate: by a 95 % interval; if the metric was not measured on the starting

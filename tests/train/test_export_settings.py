@@ -1,0 +1,170 @@
+"""What leaves a run says where responses end: to transformers' generation, and to its classifiers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from ptf import storage
+from ptf.compute.world import World
+from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.tokenizer_files import write_tokenizer
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.layers import LayerFactory
+from ptf.model.verify import export_difference, head_difference
+from ptf.train.export import export, probe_of
+from ptf.train.export_settings import classifier_config
+from ptf.train.job_tokenizer import renders_a_date
+from ptf.training_run import raise_if_not_evaluated, record_evaluation
+from tests.tiny import checkpoint
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A base model whose files name `<|pad|>` as the end of a text, where its template ends turns with `<|im_end|>`."""
+    tokenizer = character_tokenizer("0123456789+-=", tmp_path / "base")
+    tokenizer.hf.eos_token = "<|pad|>"
+    write_tokenizer(tokenizer.hf, tmp_path / "base")
+    checkpoint(tmp_path / "base", eos_token_id=tokenizer.hf.eos_token_id)
+    (tmp_path / "base" / "generation_config.json").unlink()
+    return tmp_path / "base"
+
+
+def exported(source: Path, head: Literal["lm", "scalar"] = "lm") -> Path:
+    """Export the model in `source` as a run does."""
+    model, family = bridge.build(source, head=head)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, source, family)
+    if head == "scalar":
+        torch.nn.init.normal_(model.get_parameter("head.weight"))
+    directory = source.parent / "run" / "model"
+    export(model, family, source, directory, World(), str(source))
+    return directory
+
+
+def test_transformers_stops_where_training_ended_turns(base: Path) -> None:
+    trained = Tokenizer.load(str(base))
+    end, eos = (trained.hf.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|pad|>"))
+    model = exported(base)
+    assert GenerationConfig.from_pretrained(model).eos_token_id == [end, eos]
+    assert Tokenizer.load(str(model)).hf.eos_token_id == eos
+    kept = probe_of(model.parent)
+    assert export_difference(model, kept["tokens"], kept["logprobs"], trained.stop_ids) < 1e-4
+    (model / "generation_config.json").unlink()
+    with pytest.raises(UserError, match=rf"goes on after the ids \[{end}\]"):
+        export_difference(model, kept["tokens"], kept["logprobs"], trained.stop_ids)
+
+
+def test_settings_that_say_so_already_are_copied_as_they_are(base: Path) -> None:
+    stops = list(reversed(Tokenizer.load(str(base)).stop_ids))
+    text = json.dumps({"temperature": 0.7, "do_sample": True, "eos_token_id": stops})
+    (base / "generation_config.json").write_text(text)
+    model = exported(base)
+    assert (model / "generation_config.json").read_text() == text
+    kept = probe_of(model.parent)
+    export_difference(model, kept["tokens"], kept["logprobs"], stops)
+
+
+@pytest.mark.parametrize("place", ["eos_token_id", "text_config"])
+def test_all_ends_that_config_json_names_count(base: Path, place: str) -> None:
+    config = json.loads((base / "config.json").read_text())
+    config["eos_token_id"] = None
+    config |= {place: [2, 0]} if place == "eos_token_id" else {place: {"eos_token_id": [2, 0]}}
+    (base / "config.json").write_text(json.dumps(config))
+    assert set(Tokenizer.load(str(base)).stop_ids) >= {2, 0}
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert not set(Tokenizer.load(str(base)).stop_ids) >= {2, 0}, "generation_config.json takes precedence"
+
+
+def test_a_reward_model_is_padded_with_what_ends_no_response(base: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    tokenizer.hf.pad_token = tokenizer.hf.eos_token = "<|im_end|>"
+    write_tokenizer(tokenizer.hf, base)
+    ends = Tokenizer.load(str(base)).stop_ids
+    model = exported(base, "scalar")
+    config = bridge.read_config(model)
+    published = Tokenizer.load(str(model))
+    assert config["pad_token_id"] == published.hf.pad_token_id
+    assert config["pad_token_id"] not in ends
+    assert not tokenizer_changes(base, model)
+    kept, own = probe_of(model.parent), LayerFactory()
+    assert kept["tokens"][-1] == ends[0]
+    assert head_difference(model, kept["tokens"], kept["values"], own) < 1e-4
+    for pad in (ends[0], published.hf.pad_token_id - 1):  # of the config alone
+        (model / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+        assert head_difference(model, kept["tokens"], kept["values"], own) > 0.01
+
+
+def tokenizer_changes(before: Path, after: Path) -> set[str]:
+    """Return what differs in the ids that two tokenizers give, but for the padding."""
+    one, other = (Tokenizer.load(str(place)) for place in (before, after))
+    return set(one.differences(other)) - {"special tokens"}
+
+
+def test_a_reward_model_without_such_a_token_is_refused(base: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    special = [i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special]
+    with pytest.raises(UserError, match=r"model\.tokens: \{added:"):
+        classifier_config(base, Tokenizer(tokenizer.hf, special))
+
+
+def test_named_templates_travel_and_each_is_compared(base: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    named = {"default": CHATML, "tool_use": CHATML + "{{ strftime_now('%Y') }}"}
+    tokenizer.hf.chat_template = named
+    tokenizer.save(base)
+    assert renders_a_date(str(base))
+    served = Tokenizer.load(str(exported(base)))
+    assert served.templates == named
+    assert not served.differences(tokenizer)
+    served.hf.chat_template = named | {"tool_use": CHATML}
+    served._forget()
+    assert served.differences(tokenizer) == ["chat template 'tool_use'"]
+
+
+def test_another_tokenizer_brings_all_of_its_templates(base: Path, tmp_path: Path) -> None:
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "old.jinja").write_text("{{ 'old' }}")
+    shutil.copytree(base, tmp_path / "source")
+    shutil.rmtree(base / "additional_chat_templates")
+    model = tmp_path / "copy"
+    bridge.save_hf(iter(()), tmp_path / "source", model, writes=True, tokenizer=str(base), carried=iter(()))
+    assert Tokenizer.load(str(model)).templates.keys() == {"default"}
+
+
+def test_saved_tokenizers_have_a_form_that_transformers_4_reads(base: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    tokenizer.add(["<a>", "<b>"], special=True)
+    tokenizer.save(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "<|im_start|>" in config["additional_special_tokens"]
+    assert not config.keys() & {"extra_special_tokens", "is_local", "local_files_only", "backend"}
+    assert not Tokenizer.load(str(tmp_path / "saved")).differences(tokenizer)
+
+
+def test_only_what_was_evaluated_is_compared(tmp_path: Path) -> None:
+    def write(weights: bytes) -> None:
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "model.safetensors").write_bytes(weights)
+        storage.commit(tmp_path / "model", {})
+
+    write(b"one")
+    with pytest.raises(UserError, match=r"the run was not evaluated.* run ptf evaluate"):
+        raise_if_not_evaluated(tmp_path)
+    record_evaluation(tmp_path, {})
+    raise_if_not_evaluated(tmp_path)
+    write(b"two")
+    with pytest.raises(UserError, match="the evaluation was of an earlier model of this run"):
+        raise_if_not_evaluated(tmp_path)
