@@ -33,7 +33,7 @@ SetAside = Callable[[BadRow, Mapping[str, int]], None]
 COUNTS = ("rows", "samples", "tokens", "trained", "whole", "too_long", "truncated", "bad", "rows_without_samples")
 STORED_COUNTS = {"too_long": "dropped", "rows_without_samples": "left_out"}  # names that earlier versions stored
 VALUE = "value/"  # prefix of the per-token values of `values` of events
-FORM = 4  # version of what encoders make of a row; data of another version are tokenized again
+FORM = 5  # version of what encoders make of a row; data of another version are tokenized again
 
 
 def encode_document(

@@ -10,8 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.data.forms import COLUMNS, Columns, Row, adopt_known_forms, advice, raise_if_other_texts, rename_columns
-from ptf.data.messages import MEDIA, Message, as_number, normalize_messages, tools_of, without_nulls
+from ptf.data.messages import (
+    MEDIA,
+    Message,
+    as_number,
+    normalize_messages,
+    raise_if_unprintable,
+    tools_of,
+    without_nulls,
+)
 from ptf.data.quarantine import FAULTS
+from ptf.data.rendering import ROW_KEYS
 from ptf.data.sources.blocks import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.errors import UserError
@@ -62,6 +71,10 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
                 result[name] = without_nulls(result[name])
     result = adopt_known_forms(result, kind)
     actual = kind_of(result) if kind == "auto" else kind
+    if columnar:
+        # A template prints these columns, and all columns of a prompt go to the reward as JSON.
+        for name in result if actual == "prompt" else (*MESSAGE_COLUMNS.get(actual, ()), "tools", *ROW_KEYS):
+            raise_if_unprintable(result.get(name), f"`{name}` ({COLUMNS}: {{{name}: null}} leaves it out)")
     if actual != "auto":
         # The other columns of a prompt belong to the reward.
         numbers = NUMBER_COLUMNS[:1] if actual == "prompt" else NUMBER_COLUMNS

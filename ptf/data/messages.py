@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ptf.data.sources.json_values import JsonObject
 from ptf.errors import UserError
 
 Message = dict[str, Any]
@@ -161,7 +162,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}")
     if not isinstance(arguments, dict):
         raise UserError(f"{where}: the arguments of {function['name']} must be an object, not {_kind(arguments)}")
-    raise_if_deep(arguments, f"{where}: the arguments of {function['name']}")
+    raise_if_unprintable(arguments, f"{where}: the arguments of {function['name']}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -180,7 +181,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise UserError(f"`tools`: tool {i} must be an object, or the JSON of one, not {_kind(tool)}")
-    raise_if_deep(tools, "`tools`")
+    raise_if_unprintable(tools, "`tools`")
     return tools
 
 
@@ -213,29 +214,29 @@ def parse_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_hook=JsonObject)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{what} is not JSON that can be read ({str(e)[:80]}): {value[:80]!r}") from None
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without keys that are null, at every depth; a map of a columnar file becomes an object.
+    """Return the value without keys that are null, at every depth.
 
-    Nulls in lists stay.
+    Nulls in lists stay, and those of an object that the file holds as JSON.
     """
-    if isinstance(value, list) and value and all(isinstance(v, tuple) for v in value):
-        value = dict(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, JsonObject):
         return {key: without_nulls(v) for key, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def raise_if_deep(value: Any, what: str) -> None:
-    """Raise UserError where more than `MAX_DEPTH` objects and lists are nested inside each other."""
+def raise_if_unprintable(value: Any, what: str) -> None:
+    """Raise UserError where a value holds bytes, or more than `MAX_DEPTH` objects and lists inside each other."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
             raise UserError(f"{what}: more than {MAX_DEPTH} objects and lists inside each other")
+        if any(isinstance(v, bytes) for v in level):
+            raise UserError(f"{what}: bytes are not text; write text, or leave the column out")
         level = [
             inner for v in level if isinstance(v, dict | list) for inner in (v.values() if isinstance(v, dict) else v)
         ]

@@ -205,12 +205,6 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
         assert ("null" in printable.decode(units[0][0].tokens)) == (wanted is said)
 
 
-def test_a_map_of_parquet_is_an_object(printable: Tokenizer) -> None:
-    call = {"function": {"name": "f", "arguments": [("x", "1")]}}
-    row = shaped({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {}, columnar=True)
-    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"x": "1"}
-
-
 @pytest.mark.parametrize(
     ("weights", "trained_on", "wanted"),
     [((0, 1), "assistant", {1.0}), ((2, 0.5), "assistant", {2.0, 0.5}), ((1, 0.5), "last", {0.5})],
