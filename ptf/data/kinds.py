@@ -51,6 +51,7 @@ MESSAGE_COLUMNS = {  # the columns that hold messages
     "prompt": HISTORY,
 }
 NUMBER_COLUMNS = ("weight", "reward", "margin", "label")  # a format of texts (CSV) writes these numbers as text
+LABELS = {"yes": 1, "no": 0, "good": 1, "bad": 0}  # what texts other than numbers and booleans say of a response
 UNREAD_ROWS = 100  # rows whose columns are inspected
 
 
@@ -136,9 +137,17 @@ def raise_if_unwanted(row: Row) -> None:
 
 
 def _label(row: Row) -> float | None:
-    """Return the `label` of a response, 1 or 0; None where it is something else."""
+    """Return the `label` of a response, 1 or 0; None where it has none. Raises UserError for any other label."""
     label = row.get("label")
-    return float(label) if isinstance(label, int | float) and label in (0, 1) else None
+    if label is None:
+        return None
+    label = LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+    if not isinstance(label, int | float) or label not in (0, 1):
+        raise UserError(
+            "`label` must say whether the response is to be imitated (true, false, 1, 0, yes, no, good or bad), not "
+            f"{str(label)[:60]!r}; {COLUMNS}: {{label: null}} if the column means something else"
+        )
+    return float(label)
 
 
 def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:

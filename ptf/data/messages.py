@@ -19,19 +19,18 @@ from ptf.errors import UserError
 
 Message = dict[str, Any]
 MAX_DEPTH = 100  # objects and lists nested inside each other that a template may receive
-CALL = "function_call"  # the role of an assistant's message that is a tool call in JSON
-ROLES = {  # by the `from` of messages {from, value}
+CALLS = ("function_call", "tool_call")  # the roles of an assistant's message that is a tool call in JSON
+ROLES = {  # what the `from` of messages {from, value}, or a `role`, stands for; a template gets other roles as they are
     "system": "system",
     "human": "user",
     "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    CALL: "assistant",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", *CALLS), "assistant"),
+    **dict.fromkeys(("observation", "tool", "tool_response", "function", "ipython"), "tool"),
 }
+PLAIN = ("system", "user", "assistant", "tool", "developer")  # roles that stand for themselves
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-CONVERTED_KEYS = frozenset((*MEDIA, "tool_calls", "reasoning_content", "thinking"))
+THOUGHTS = ("reasoning_content", "thinking")
+CONVERTED_KEYS = frozenset((*MEDIA, "tool_calls", "function_call", *THOUGHTS))
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -67,14 +66,44 @@ def normalize_messages(value: Any, name: str, columnar: bool = False) -> Any:
         return value
     if value and all(isinstance(m, dict) and "role" not in m and {"input", "output"} <= m.keys() for m in value):
         return _pairs(value, name)
-    return [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    messages = [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    return _with_calls_joined(value, messages) if any(map(_is_call, value)) else messages
+
+
+def _is_call(message: Message) -> bool:
+    """Return whether a message of a row is a tool call by its role."""
+    return message.get("role", message.get("from")) in CALLS
+
+
+def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each tool call that is a message of its own in the assistant's turn before it."""
+    joined: list[Message] = []
+    for raw, message in zip(value, messages, strict=True):
+        if joined and _is_call(raw) and belongs_to(joined[-1], message):
+            calls = [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]
+            joined[-1] = {**joined[-1], "tool_calls": calls}
+        else:
+            joined.append(message)
+    return joined
+
+
+def belongs_to(first: Message, second: Message) -> bool:
+    """Return whether two messages can be one turn of the assistant: their keys beside their contents agree.
+
+    The thinking of the first is that of the turn; the second has none of its own.
+    """
+    ours, others = (
+        {key: v for key, v in message.items() if v is not None and key not in ("content", "tool_calls", *left_out)}
+        for message, left_out in ((first, THOUGHTS), (second, ()))
+    )
+    return ours == others and ours["role"] == "assistant" and "</think>" not in (second.get("content") or "")
 
 
 def _is_plain(message: Any) -> bool:
     """Return whether a message is {role, content} and needs no conversion, as most are."""
     return (
         isinstance(message, dict)
-        and "role" in message
+        and message.get("role") in PLAIN
         and isinstance(message.get("content"), str)
         and CONVERTED_KEYS.isdisjoint(message)
     )
@@ -84,10 +113,21 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
     """Return a message as {role, content, …}. Raises UserError for an unknown form; `where` names the message."""
     if not isinstance(message, dict):
         raise UserError(f"{where} must be an object with a `role` and a `content`, not {_kind(message)}")
+    if "role" not in message and {"from", "value"} <= message.keys():
+        if message["from"] not in list(ROLES):
+            raise UserError(
+                f"{where} is from {str(message['from'])[:60]!r}; known are {', '.join(ROLES)}: "
+                "write `messages` with data.prepare"
+            )
+        message = {"role": message["from"], "content": message["value"], **message}
+        del message["from"], message["value"]
+    if message.get("role") in list(ROLES):
+        message = _with_role(message, where)
+    if message.get("function_call") and not message.get("tool_calls"):
+        message = {**message, "tool_calls": [message["function_call"]], "content": message.get("content") or ""}
+        del message["function_call"]
     if columnar and message.get("tool_calls"):
         message = {**message, "tool_calls": without_nulls(message["tool_calls"])}
-    if "role" not in message and {"from", "value"} <= message.keys():
-        message = _renamed(message, where)
     if isinstance(message.get("content"), list):
         message = {**message, "content": _text(message["content"], where)}
     for key in MEDIA:
@@ -96,7 +136,7 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
                 f"{where} has `{key}`; ptf trains text only: leave such rows out with data.prepare, "
                 "or data.on_bad_row: skip"
             )
-    for key in ("reasoning_content", "thinking"):
+    for key in THOUGHTS:
         if not isinstance(message.get(key), str | None):
             raise UserError(f"{where}: `{key}` must be a string, not {_kind(message[key])}")
     if message.get("tool_calls"):
@@ -107,18 +147,14 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
     return message
 
 
-def _renamed(message: Message, where: str) -> Message:
-    """Return a message {from, value} as {role, content}; its other keys stay."""
-    sender, value = message["from"], message["value"]
-    if not isinstance(sender, str) or sender not in ROLES:
-        raise UserError(
-            f"{where} is from {str(sender)[:60]!r}; known are {', '.join(ROLES)}: write `messages` with data.prepare"
-        )
-    others = {key: v for key, v in message.items() if key not in ("from", "value")}
-    if sender != CALL:
-        return {"role": ROLES[sender], "content": value, **others}
-    calls = parse_json(value, f"{where} ({CALL})")
-    return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls], **others}
+def _with_role(message: Message, where: str) -> Message:
+    """Return a message with the role that its own stands for, and with the tool call that its content may be."""
+    role = message["role"]
+    if role not in CALLS:
+        return {**message, "role": ROLES[role]}
+    calls = parse_json(message.get("content"), f"{where} ({role})")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
