@@ -52,7 +52,6 @@ MESSAGE_COLUMNS = {  # the columns that hold messages
 }
 NUMBER_COLUMNS = ("weight", "reward", "margin", "label")  # a format of texts (CSV) writes these numbers as text
 LABELS = {"yes": 1, "no": 0, "good": 1, "bad": 0}  # what texts other than numbers and booleans say of a response
-UNREAD_ROWS = 100  # rows whose columns are inspected
 
 
 def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = False) -> dict[str, Any]:
@@ -106,24 +105,6 @@ def with_detected_kind(spec: SourceSpec, reader: Reader) -> SourceSpec:
         except FAULTS:
             continue
     return spec
-
-
-def unread(spec: SourceSpec, reader: Reader) -> tuple[str, ...]:
-    """Return the columns of a source's first rows that nothing reads, by their names in the data.
-
-    `spec` has its kind already. Online recipes pass every column to the reward, so sources of prompts have none.
-    """
-    if spec.kind not in READ_COLUMNS:
-        return ()
-    known = {*KINDS[spec.kind], *READ_COLUMNS[spec.kind]}
-    unused: dict[str, None] = {}
-    for place in rows_once(reader, UNREAD_ROWS):
-        try:
-            row = adopt_known_forms(rename_columns(place.read(), spec.columns), spec.kind)
-        except FAULTS:
-            continue
-        unused |= dict.fromkeys(name for name in row if name not in known)
-    return tuple(unused)
 
 
 def raise_if_unwanted(row: Row) -> None:
