@@ -116,6 +116,7 @@ PACKAGES = {
     "pyarrow": [
         "ptf/data/sources/blocks.py",
         "ptf/data/sources/columnar.py",
+        "ptf/data/sources/json_values.py",
         "ptf/data/sources/jsonl.py",
         "ptf/data/token_file.py",
     ],

@@ -17,7 +17,7 @@ import numpy as np
 from ptf.data.completion import complete_answer
 from ptf.data.context import raise_if_unseen
 from ptf.data.incremental_encode import encode_incrementally
-from ptf.data.messages import LARGEST
+from ptf.data.messages import LARGEST, belongs_to
 from ptf.data.rendering import WAYS_OUT
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
@@ -26,6 +26,12 @@ from ptf.errors import UserError
 TrainOn = str  # "assistant", "last", "all", or "field:NAME"
 FIELD = "field:"
 WEIGHT = "weight"  # key of a message that says how much its turn counts
+SWITCHES = ("loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")  # keys that say whether it counts
+AMBIGUOUS = {  # keys of a message that say what is trained in a way that is not read, and what they mean
+    "mask": "which some tools read as trained and others as left out",
+    "train_detail": "which trains parts of a turn",
+    "training_detail": "which trains parts of a turn",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ def chat_samples(
     key NAME. "all": every token up to the end of the last turn, except the first token. `arguments` are the row's own
     arguments of the chat template.
     """
-    messages, counted = trained_turns(clean(messages), train_on)
+    messages, counted = trained_turns(in_turns(clean(messages), tokenizer), train_on)
     documents = served_turns(messages, counted, tokenizer, tools, arguments)
     if train_on == "all":
         return _all_of([ids for ids, _ in documents], source)
@@ -108,51 +114,93 @@ def served_turns(
     return documents
 
 
+def in_turns(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return messages, which are `clean`, as `data.consecutive_turns` says of two in a row that the assistant wrote.
+
+    Raises UserError where it does not say it, or where two that it joins cannot be one turn.
+    """
+    turns: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        last = turns[-1] if turns else message
+        if not turns or tokenizer.rendering.consecutive == "keep" or {last["role"], message["role"]} != {"assistant"}:
+            turns.append(message)
+            continue
+        if tokenizer.rendering.consecutive == "error":
+            raise UserError(
+                f"messages {i - 1} and {i} are both of the assistant, and may be one turn or two: "
+                "data.consecutive_turns: join makes one of them, keep makes each a turn that ends by itself"
+            )
+        if last.get("tool_calls") or not belongs_to(last, message):
+            raise UserError(
+                f"messages {i - 1} and {i} cannot be joined to one turn (data.consecutive_turns): a call, "
+                "thinking or a key of one would be lost or moved; write them as one message with data.prepare"
+            )
+        texts = [m["content"] for m in (last, message) if m["content"].strip()]
+        turns[-1] = {**last, **message, "content": "\n\n".join(texts)}
+    return turns
+
+
 def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
     """Return the messages as the template receives them, and the weights of the assistant's turns that count, by index.
 
-    A weight is the message's own `weight` times that of `train_on`. Raises UserError where no turn counts.
+    A weight is the message's own `weight` times that of `train_on`, and 0 where another key of it says that it is not
+    trained. Raises UserError where no turn counts, or for a blank one that does.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UserError("the conversation has no assistant turn: nothing to train on")
-    messages, own = (
-        _marked(messages, WEIGHT, turns, 1.0) if train_on != FIELD + WEIGHT else (messages, dict.fromkeys(turns, 1.0))
-    )
-    if train_on.startswith(FIELD):
-        messages, marks = _marked(messages, train_on.removeprefix(FIELD), turns)
+    field = train_on.removeprefix(FIELD) if train_on.startswith(FIELD) else None
+    keys = {key for message in messages for key in message} - {field}
+    if unclear := next((key for key in AMBIGUOUS if key in keys), None):
+        raise UserError(
+            f"a message has a `{unclear}`, {AMBIGUOUS[unclear]}: write `loss` (true or false) instead with data.prepare"
+        )
+    own, read = dict.fromkeys(turns, 1.0), [key for key in (WEIGHT, *SWITCHES) if key in keys]
+    for key in read:
+        messages, marks = _marked(messages, key, turns, 1.0, at_most=LARGEST if key == WEIGHT else 1.0)
+        own = {i: own[i] * mark for i, mark in marks.items()}
+    if field is not None:
+        messages, marks = _marked(messages, field, turns, 1.0 if field in (WEIGHT, *SWITCHES) else None)
     elif train_on == "all" and any(weight != 1 for weight in own.values()):
-        raise UserError("data.train_on: all trains every token, yet a message has a `weight` of its own")
+        raise UserError(f"data.train_on: all trains every token, yet a message has a `{read[-1]}` of its own")
     else:
         marks = dict.fromkeys(turns[-1:] if train_on == "last" else turns, 1.0)
     counted = {i: mark * own[i] for i, mark in marks.items() if mark * own[i]}
     if any(weight > LARGEST for weight in counted.values()):
         raise UserError("the product of a message's weights is too large; lower `weight` or the field")
     if not counted:
-        what = (
-            f"`{train_on.removeprefix(FIELD)}`" if train_on.startswith(FIELD) and any(own.values()) else f"`{WEIGHT}`"
-        )
-        raise UserError(f"no turn of the conversation counts: {what} is 0 or false on every one")
+        what = field if field is not None and any(own.values()) else " or ".join(read)
+        raise UserError(f"no turn of the conversation counts: `{what}` is 0 or false on every one")
+    if blank := [i for i in counted if is_blank(messages[i])]:
+        raise UserError(f"message {blank[0]} (assistant) is empty: there is nothing to train but the end of the turn")
     return messages, counted
 
 
+def is_blank(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has no text, beside its thinking, and no tool calls."""
+    return not (str(message.get("content") or "").strip() or message.get("tool_calls"))
+
+
 def _marked(
-    messages: list[dict[str, Any]], name: str, turns: Sequence[int], default: float | None = None
+    messages: list[dict[str, Any]],
+    name: str,
+    turns: Sequence[int],
+    default: float | None = None,
+    at_most: float = LARGEST,
 ) -> tuple[list[dict[str, Any]], dict[int, float]]:
     """Return the messages without their key `name`, and the number that it holds for each of the assistant's turns.
 
-    `default` stands for a missing key.
+    `default` stands for a missing key. With `at_most` 1, the number is 0 or 1.
     """
-    if default is not None and not any(name in message for message in messages):
-        return messages, dict.fromkeys(turns, default)
     marks: dict[int, Any] = {
         i: message.get(name, default if i in turns else None) for i, message in enumerate(messages)
     }
     for i, mark in marks.items():
-        if i in turns and not (isinstance(mark, bool | int | float) and 0 <= mark <= LARGEST):
+        allowed = isinstance(mark, bool | int | float) and (mark in (0, 1) if at_most == 1 else 0 <= mark <= LARGEST)
+        if i in turns and not allowed:
             raise UserError(
                 f"message {i} (assistant): `{name}`, which says how much it counts, must be true, "
-                f"false or a number from 0, not {repr(mark)[:60]}"
+                f"false or {'0 or 1' if at_most == 1 else 'a number from 0'}, not {repr(mark)[:60]}"
             )
         if i not in turns and mark:
             raise UserError(

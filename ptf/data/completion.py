@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ptf.data.incremental_encode import common_prefix_length
+from ptf.data.messages import THOUGHTS
 from ptf.data.tokenizer import Tokenizer
 
 OPENED = re.compile(r"<think>(\s*)\Z")
 CLOSED = re.compile(r"</think>\s*\Z")
 EMPTY = re.compile(r"\s*(?:<think>\s*)?</think>\s*")  # how templates begin a turn without thinking
 INSIDE = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*(.*)", re.DOTALL)  # thinking that stands in the content
-THOUGHTS = ("reasoning_content", "thinking")
 
 
 def without_thinking(message: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

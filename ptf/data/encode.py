@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, served_turns, trained_turns
+from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, is_blank, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, raise_if_unwanted, shaped
@@ -33,7 +33,7 @@ SetAside = Callable[[BadRow, Mapping[str, int]], None]
 COUNTS = ("rows", "samples", "tokens", "trained", "whole", "too_long", "truncated", "bad", "rows_without_samples")
 STORED_COUNTS = {"too_long": "dropped", "rows_without_samples": "left_out"}  # names that earlier versions stored
 VALUE = "value/"  # prefix of the per-token values of `values` of events
-FORM = 4  # version of what encoders make of a row; data of another version are tokenized again
+FORM = 5  # version of what encoders make of a row; data of another version are tokenized again
 
 
 def encode_document(
@@ -148,7 +148,8 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
     if any(name not in row for name in names):
         raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)} ({advice(row)})")
     for name in names:
-        if _is_empty(row[name]):
+        answer = row[name][-1] if isinstance(row[name], list) and row[name] else row[name]
+        if is_blank(answer if isinstance(answer, dict) else {"content": answer}):
             raise UserError(f"`{name}` is empty")
     history = history_of(row)
     if history is None and not all(is_conversation(row[name]) for name in names):
@@ -174,12 +175,6 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
     return [(chosen, rejected)]
 
 
-def _is_empty(answer: Any) -> bool:
-    """Return whether a response has no text and no tool calls in its last message."""
-    final = answer[-1] if isinstance(answer, list) and answer else answer
-    return not final or (isinstance(final, dict) and not (final.get("content") or final.get("tool_calls")))
-
-
 def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
     """Encode a row with `prompt`, `completion` and a number `reward`, or with `messages` that have rewards.
 
@@ -189,7 +184,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     several where a template cannot show all turns of a conversation at once.
     """
     if row.get("messages") is not None:
-        messages = clean(row["messages"])
+        messages = in_turns(clean(row["messages"]), tokenizer)
         rewards = {
             i: _reward(m["reward"], f"message {i}: `reward`")
             for i, m in enumerate(messages)
@@ -271,8 +266,8 @@ def answered(
     template.
     """
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
-        if not (history and answer):
-            raise UserError(f"`{'completion' if history else 'prompt'}` is empty")
+        if not (history and answer.strip()):
+            raise UserError(f"`{name if history else 'prompt'}` is empty")
         context, ids = tokenizer.begin(history), tokenizer.begin(history + answer)
         if ids[: len(context)] != context:  # a token spans the two; a server encodes the prompt by itself
             ids = context + tokenizer.encode(answer)
@@ -309,7 +304,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Pr
         raise UserError(
             f"a prompt row needs `messages` or a string `prompt`, this one has {sorted(row)} ({advice(row)})"
         )
-    messages = clean(as_history(history))
+    messages = in_turns(clean(as_history(history)), tokenizer)
     if messages[-1]["role"] == "assistant":
         raise UserError("the messages of a prompt must end before the response, these end with the assistant's")
     tools, arguments = row.get("tools") or None, row_arguments(row)
@@ -427,23 +422,25 @@ class Encoder:
         kind: str = "auto",
         set_aside: SetAside | None = None,
         share_prefixes: bool = False,
+        unread: Callable[[Row, Row, str], None] | None = None,
     ):
         """Create an encoder for the rows of one source.
 
         `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
-        pack unit (ptf.data.prefixes.prefix_groups).
+        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row that is encoded, as the file has it and as
+        it is read, and its place.
         """
         self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
         self._too_long: TooLong = too_long
-        self._columns, self._kind, self._set_aside = columns or {}, kind, set_aside
+        self._columns, self._kind, self._set_aside, self._unread = columns or {}, kind, set_aside, unread
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
     def __call__(self, place: RawRow) -> list[PackUnit]:
         """Return the pack units of a row. A bad row is set aside, or raises UserError with its place."""
         row: Row = {}
         try:
-            row = place.read()
-            row = shaped(row, self._columns, self._kind, place.columnar)
+            raw = row = place.read()
+            row = shaped(raw, self._columns, self._kind, place.columnar)
             whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
             fitted = [limit_length(unit, self._seq_len, self._too_long) for unit in whole_units]
         except FAULTS as e:
@@ -457,6 +454,8 @@ class Encoder:
             self.counts["rows_without_samples"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
+        if self._unread is not None:
+            self._unread(raw, row, place.where)
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]
         if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):

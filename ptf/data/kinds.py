@@ -10,8 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.data.forms import COLUMNS, Columns, Row, adopt_known_forms, advice, raise_if_other_texts, rename_columns
-from ptf.data.messages import MEDIA, Message, as_number, normalize_messages, tools_of, without_nulls
+from ptf.data.messages import (
+    MEDIA,
+    Message,
+    as_number,
+    normalize_messages,
+    raise_if_unprintable,
+    tools_of,
+    without_nulls,
+)
 from ptf.data.quarantine import FAULTS
+from ptf.data.rendering import ROW_KEYS
 from ptf.data.sources.blocks import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.errors import UserError
@@ -42,7 +51,7 @@ MESSAGE_COLUMNS = {  # the columns that hold messages
     "prompt": HISTORY,
 }
 NUMBER_COLUMNS = ("weight", "reward", "margin", "label")  # a format of texts (CSV) writes these numbers as text
-UNREAD_ROWS = 100  # rows whose columns are inspected
+LABELS = {"yes": 1, "no": 0, "good": 1, "bad": 0}  # what texts other than numbers and booleans say of a response
 
 
 def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = False) -> dict[str, Any]:
@@ -62,6 +71,10 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
                 result[name] = without_nulls(result[name])
     result = adopt_known_forms(result, kind)
     actual = kind_of(result) if kind == "auto" else kind
+    if columnar:
+        # A template prints these columns, and all columns of a prompt go to the reward as JSON.
+        for name in result if actual == "prompt" else (*MESSAGE_COLUMNS.get(actual, ()), "tools", *ROW_KEYS):
+            raise_if_unprintable(result.get(name), f"`{name}` ({COLUMNS}: {{{name}: null}} leaves it out)")
     if actual != "auto":
         # The other columns of a prompt belong to the reward.
         numbers = NUMBER_COLUMNS[:1] if actual == "prompt" else NUMBER_COLUMNS
@@ -94,24 +107,6 @@ def with_detected_kind(spec: SourceSpec, reader: Reader) -> SourceSpec:
     return spec
 
 
-def unread(spec: SourceSpec, reader: Reader) -> tuple[str, ...]:
-    """Return the columns of a source's first rows that nothing reads, by their names in the data.
-
-    `spec` has its kind already. Online recipes pass every column to the reward, so sources of prompts have none.
-    """
-    if spec.kind not in READ_COLUMNS:
-        return ()
-    known = {*KINDS[spec.kind], *READ_COLUMNS[spec.kind]}
-    unused: dict[str, None] = {}
-    for place in rows_once(reader, UNREAD_ROWS):
-        try:
-            row = adopt_known_forms(rename_columns(place.read(), spec.columns), spec.kind)
-        except FAULTS:
-            continue
-        unused |= dict.fromkeys(name for name in row if name not in known)
-    return tuple(unused)
-
-
 def raise_if_unwanted(row: Row) -> None:
     """Raise UserError where a `label` says that the response is not to be imitated."""
     if _label(row) == 0:
@@ -123,9 +118,17 @@ def raise_if_unwanted(row: Row) -> None:
 
 
 def _label(row: Row) -> float | None:
-    """Return the `label` of a response, 1 or 0; None where it is something else."""
+    """Return the `label` of a response, 1 or 0; None where it has none. Raises UserError for any other label."""
     label = row.get("label")
-    return float(label) if isinstance(label, int | float) and label in (0, 1) else None
+    if label is None:
+        return None
+    label = LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+    if not isinstance(label, int | float) or label not in (0, 1):
+        raise UserError(
+            "`label` must say whether the response is to be imitated (true, false, 1, 0, yes, no, good or bad), not "
+            f"{str(label)[:60]!r}; {COLUMNS}: {{label: null}} if the column means something else"
+        )
+    return float(label)
 
 
 def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:

@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from ptf.data.sources.json_values import JsonObject
 from ptf.errors import UserError
 
 Message = dict[str, Any]
 MAX_DEPTH = 100  # objects and lists nested inside each other that a template may receive
-CALL = "function_call"  # the role of an assistant's message that is a tool call in JSON
-ROLES = {  # by the `from` of messages {from, value}
+CALLS = ("function_call", "tool_call")  # the roles of an assistant's message that is a tool call in JSON
+ROLES = {  # what the `from` of messages {from, value}, or a `role`, stands for; a template gets other roles as they are
     "system": "system",
     "human": "user",
     "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    CALL: "assistant",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", *CALLS), "assistant"),
+    **dict.fromkeys(("observation", "tool", "tool_response", "function", "ipython"), "tool"),
 }
+PLAIN = ("system", "user", "assistant", "tool", "developer")  # roles that stand for themselves
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-CONVERTED_KEYS = frozenset((*MEDIA, "tool_calls", "reasoning_content", "thinking"))
+THOUGHTS = ("reasoning_content", "thinking")
+CONVERTED_KEYS = frozenset((*MEDIA, "tool_calls", "function_call", *THOUGHTS))
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -66,14 +66,44 @@ def normalize_messages(value: Any, name: str, columnar: bool = False) -> Any:
         return value
     if value and all(isinstance(m, dict) and "role" not in m and {"input", "output"} <= m.keys() for m in value):
         return _pairs(value, name)
-    return [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    messages = [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    return _with_calls_joined(value, messages) if any(map(_is_call, value)) else messages
+
+
+def _is_call(message: Message) -> bool:
+    """Return whether a message of a row is a tool call by its role."""
+    return message.get("role", message.get("from")) in CALLS
+
+
+def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each tool call that is a message of its own in the assistant's turn before it."""
+    joined: list[Message] = []
+    for raw, message in zip(value, messages, strict=True):
+        if joined and _is_call(raw) and belongs_to(joined[-1], message):
+            calls = [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]
+            joined[-1] = {**joined[-1], "tool_calls": calls}
+        else:
+            joined.append(message)
+    return joined
+
+
+def belongs_to(first: Message, second: Message) -> bool:
+    """Return whether two messages can be one turn of the assistant: their keys beside their contents agree.
+
+    The thinking of the first is that of the turn; the second has none of its own.
+    """
+    ours, others = (
+        {key: v for key, v in message.items() if v is not None and key not in ("content", "tool_calls", *left_out)}
+        for message, left_out in ((first, THOUGHTS), (second, ()))
+    )
+    return ours == others and ours["role"] == "assistant" and "</think>" not in (second.get("content") or "")
 
 
 def _is_plain(message: Any) -> bool:
     """Return whether a message is {role, content} and needs no conversion, as most are."""
     return (
         isinstance(message, dict)
-        and "role" in message
+        and message.get("role") in PLAIN
         and isinstance(message.get("content"), str)
         and CONVERTED_KEYS.isdisjoint(message)
     )
@@ -83,10 +113,21 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
     """Return a message as {role, content, …}. Raises UserError for an unknown form; `where` names the message."""
     if not isinstance(message, dict):
         raise UserError(f"{where} must be an object with a `role` and a `content`, not {_kind(message)}")
+    if "role" not in message and {"from", "value"} <= message.keys():
+        if message["from"] not in list(ROLES):
+            raise UserError(
+                f"{where} is from {str(message['from'])[:60]!r}; known are {', '.join(ROLES)}: "
+                "write `messages` with data.prepare"
+            )
+        message = {"role": message["from"], "content": message["value"], **message}
+        del message["from"], message["value"]
+    if message.get("role") in list(ROLES):
+        message = _with_role(message, where)
+    if message.get("function_call") and not message.get("tool_calls"):
+        message = {**message, "tool_calls": [message["function_call"]], "content": message.get("content") or ""}
+        del message["function_call"]
     if columnar and message.get("tool_calls"):
         message = {**message, "tool_calls": without_nulls(message["tool_calls"])}
-    if "role" not in message and {"from", "value"} <= message.keys():
-        message = _renamed(message, where)
     if isinstance(message.get("content"), list):
         message = {**message, "content": _text(message["content"], where)}
     for key in MEDIA:
@@ -95,7 +136,7 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
                 f"{where} has `{key}`; ptf trains text only: leave such rows out with data.prepare, "
                 "or data.on_bad_row: skip"
             )
-    for key in ("reasoning_content", "thinking"):
+    for key in THOUGHTS:
         if not isinstance(message.get(key), str | None):
             raise UserError(f"{where}: `{key}` must be a string, not {_kind(message[key])}")
     if message.get("tool_calls"):
@@ -106,18 +147,14 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
     return message
 
 
-def _renamed(message: Message, where: str) -> Message:
-    """Return a message {from, value} as {role, content}; its other keys stay."""
-    sender, value = message["from"], message["value"]
-    if not isinstance(sender, str) or sender not in ROLES:
-        raise UserError(
-            f"{where} is from {str(sender)[:60]!r}; known are {', '.join(ROLES)}: write `messages` with data.prepare"
-        )
-    others = {key: v for key, v in message.items() if key not in ("from", "value")}
-    if sender != CALL:
-        return {"role": ROLES[sender], "content": value, **others}
-    calls = parse_json(value, f"{where} ({CALL})")
-    return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls], **others}
+def _with_role(message: Message, where: str) -> Message:
+    """Return a message with the role that its own stands for, and with the tool call that its content may be."""
+    role = message["role"]
+    if role not in CALLS:
+        return {**message, "role": ROLES[role]}
+    calls = parse_json(message.get("content"), f"{where} ({role})")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
@@ -161,7 +198,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}")
     if not isinstance(arguments, dict):
         raise UserError(f"{where}: the arguments of {function['name']} must be an object, not {_kind(arguments)}")
-    raise_if_deep(arguments, f"{where}: the arguments of {function['name']}")
+    raise_if_unprintable(arguments, f"{where}: the arguments of {function['name']}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -180,7 +217,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise UserError(f"`tools`: tool {i} must be an object, or the JSON of one, not {_kind(tool)}")
-    raise_if_deep(tools, "`tools`")
+    raise_if_unprintable(tools, "`tools`")
     return tools
 
 
@@ -213,29 +250,29 @@ def parse_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_hook=JsonObject)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{what} is not JSON that can be read ({str(e)[:80]}): {value[:80]!r}") from None
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without keys that are null, at every depth; a map of a columnar file becomes an object.
+    """Return the value without keys that are null, at every depth.
 
-    Nulls in lists stay.
+    Nulls in lists stay, and those of an object that the file holds as JSON.
     """
-    if isinstance(value, list) and value and all(isinstance(v, tuple) for v in value):
-        value = dict(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, JsonObject):
         return {key: without_nulls(v) for key, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def raise_if_deep(value: Any, what: str) -> None:
-    """Raise UserError where more than `MAX_DEPTH` objects and lists are nested inside each other."""
+def raise_if_unprintable(value: Any, what: str) -> None:
+    """Raise UserError where a value holds bytes, or more than `MAX_DEPTH` objects and lists inside each other."""
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
             raise UserError(f"{what}: more than {MAX_DEPTH} objects and lists inside each other")
+        if any(isinstance(v, bytes) for v in level):
+            raise UserError(f"{what}: bytes are not text; write text, or leave the column out")
         level = [
             inner for v in level if isinstance(v, dict | list) for inner in (v.values() if isinstance(v, dict) else v)
         ]

@@ -16,6 +16,7 @@ from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.stream import Shuffle
 from ptf.data.stream_units import epoch_of
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.unread import Unread
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Partitions:
     share_prefixes: bool = False  # compute a prefix that several samples of a sequence share once
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
     max_bad_rows_share: float = 0.0
+    read_keys: tuple[str, ...] = ()  # keys of messages that the recipe reads
     wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder
     _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
+    _unread: dict[str, Unread] = field(default_factory=dict)
     _gives_samples: dict[str, bool] = field(default_factory=dict)  # whether any row of a source gives a sample
 
     def __call__(self, partition: int) -> Partition:
@@ -87,12 +90,29 @@ class Partitions:
             )
         return self._opened[name]
 
+    def unread(self, name: str) -> Unread:
+        """Return what nothing reads of a source, from its first rows on; later names are printed as they appear."""
+        if name not in self._unread:
+            ordered, spec = self.opened(name)
+            self._unread[name] = unread = Unread(spec, self.tokenizer, self.read_keys).read_first(ordered.reader)
+            unread.say = lambda line: print(f"source {name}: {line}", flush=True)
+        return self._unread[name]
+
     def _encoded(self, name: str, partition: int) -> Encoded:
         """Return the encoded stream of a source in a partition."""
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
-        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, self.share_prefixes)
+        encoder = encoder_of(
+            name,
+            spec,
+            self.encode,
+            self.seq_len,
+            self.too_long,
+            aside,
+            self.share_prefixes,
+            self.unread(name),
+        )
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         source, encoder = ordered.partition(partition, self.window), self.wrap(name, encoder)
         return Encoded(

@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -24,28 +25,30 @@ from ptf.errors import UserError
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Yield every prompt of a source once, in file order; its position is its index."""
     for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
-        yield _prompt(place.read, place.where, place.columnar, name, spec, tokenizer, index)
+        yield _prompt(partial(_shaped, place, spec), place.where, name, tokenizer, index)
 
 
-def _prompt(
-    read: Callable[[], Any], where: str, columnar: bool, name: str, spec: SourceSpec, tokenizer: Tokenizer, index: int
-) -> Prompt:
-    """Encode a row as a prompt; raise UserError with its place for a bad row."""
+def _shaped(place: RawRow, spec: SourceSpec) -> Row:
+    """Return a row under ptf's names."""
+    return shaped(place.read(), spec.columns, "prompt", place.columnar)
+
+
+def _prompt(shape: Callable[[], Row], where: str, name: str, tokenizer: Tokenizer, index: int) -> Prompt:
+    """Encode the row that `shape` returns as a prompt; raise UserError with its place for a bad row."""
     row: Row = {}
     try:
-        row = read()
-        return encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+        row = shape()
+        return encode_prompt(row, tokenizer, name, index)
     except FAULTS as e:
         raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
 
 
 class _PromptRow(NamedTuple):
-    """A row that will become a prompt, as JSON text, so that a run that reads it again gets an equal one."""
+    """A row that will become a prompt, under ptf's names and as JSON text, which takes less memory than objects."""
 
     text: str
     where: str
     source: str
-    columnar: bool  # as in Block
     place: tuple[int, int, int, int]  # epoch, file, block, row
     epoch: int
     rows: float = 1.0
@@ -54,8 +57,8 @@ class _PromptRow(NamedTuple):
 class _PromptRows:
     """Stream[_PromptRow]: the rows of a source as text."""
 
-    def __init__(self, name: str, source: PartitionSource):
-        self._name, self._source = name, source
+    def __init__(self, name: str, source: PartitionSource, spec: SourceSpec):
+        self._name, self._source, self._spec = name, source, spec
 
     def __next__(self) -> _PromptRow:
         return self._text(next(self._source))
@@ -63,9 +66,7 @@ class _PromptRows:
     def _text(self, row: RawRow) -> _PromptRow:
         place = row.epoch, row.file, row.number, row.row
         try:
-            return _PromptRow(
-                json.dumps(row.read(), default=str), row.where, self._name, row.columnar, place, row.epoch
-            )
+            return _PromptRow(json.dumps(_shaped(row, self._spec)), row.where, self._name, place, row.epoch)
         except FAULTS as e:
             raise UserError(f"{row.where} (source {self._name}): {reason_of(e, {})}") from (
                 None if isinstance(e, UserError) else e
@@ -108,14 +109,14 @@ class Prompts:
     def __init__(
         self, sources: Mapping[str, SourceSpec], tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0
     ):
-        self._tokenizer, self._sources, self._index = tokenizer, sources, 0
+        self._tokenizer, self._index = tokenizer, 0
         self.orders = {
             name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0)
             for name, spec in sources.items()
         }
         streams: dict[str, Shuffle[Any]] = {}
         for name, ordered in self.orders.items():
-            texts = _PromptRows(name, ordered.partition(0, shuffle))
+            texts = _PromptRows(name, ordered.partition(0, shuffle), sources[name])
             streams[name] = Shuffle(
                 texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load
             )
@@ -131,15 +132,7 @@ class Prompts:
     def __next__(self) -> Prompt:
         row: Any = next(self._mixer)
         self._index += 1
-        return _prompt(
-            lambda: json.loads(row.text),
-            row.where,
-            row.columnar,
-            row.source,
-            self._sources[row.source],
-            self._tokenizer,
-            self._index - 1,
-        )
+        return _prompt(lambda: json.loads(row.text), row.where, row.source, self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last prompt, written out."""

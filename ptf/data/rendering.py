@@ -47,17 +47,18 @@ class Rendering:
     """Rendering settings of a run.
 
     `date` (ISO) is the day that `strftime_now` returns to a template, None for today; `served` and `allow_unseen` are
-    `data.response_rendering: append` and `data.omitted_context: allow`.
+    `data.response_rendering: append` and `data.omitted_context: allow`, `consecutive` is `data.consecutive_turns`.
     """
 
     date: str | None = None
     served: bool = False
     allow_unseen: bool = False
+    consecutive: str = "error"
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return the settings that are not the default, which are part of a fingerprint."""
-        return {name: value for name, value in asdict(self).items() if value}
+        return {name: value for name, value in asdict(self).items() if value not in (None, False, "error")}
 
     @property
     def arguments(self) -> dict[str, Any]:

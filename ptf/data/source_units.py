@@ -9,6 +9,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Location, Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.unread import Unread
 
 
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
@@ -28,6 +29,7 @@ def encoder_of(
     too_long: TooLong,
     set_aside: SetAside | None = None,
     share_prefixes: bool = False,
+    unread: Unread | None = None,
 ) -> Encoder:
     """Return the encoder that makes pack units of a source's rows."""
     if spec.kind == "tokenized":
@@ -41,6 +43,7 @@ def encoder_of(
         kind=spec.kind,
         set_aside=set_aside,
         share_prefixes=share_prefixes,
+        unread=unread,
     )
 
 

@@ -15,7 +15,6 @@ from itertools import islice
 import numpy as np
 
 from ptf.data.encode import Encode, TooLong
-from ptf.data.kinds import unread
 from ptf.data.mixture import Mixture
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import separate
@@ -24,6 +23,7 @@ from ptf.data.sample import PackUnit, length
 from ptf.data.source_units import encoder_of, opened
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.unread import Unread
 
 LONGEST = 3
 WORST = 5  # bad rows that are shown
@@ -94,12 +94,13 @@ def survey(
     limit: int = 2000,
     examples: int = 1,
     share_prefixes: bool = False,
+    read_keys: Sequence[str] = (),
 ) -> Survey:
     """Read the first `limit` rows of each source and pack them; a step has `sequences` packed sequences."""
     surveyed, units = [], {}
     for name, spec in sources.items():
         one, units[name] = _survey_source(
-            name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share_prefixes
+            name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share_prefixes, read_keys
         )
         surveyed.append(one)
     packed = pack_all(_mixed(units), seq_len, lookahead)
@@ -141,11 +142,15 @@ def _survey_source(
     limit: int,
     examples: int,
     share_prefixes: bool,
+    read_keys: Sequence[str],
 ) -> tuple[SourceSurvey, list[PackUnit]]:
     """Return the survey of one source and its units."""
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
-    encoder = encoder_of(name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share_prefixes)
+    unread = Unread(spec, tokenizer, read_keys).read_first(reader)
+    encoder = encoder_of(
+        name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share_prefixes, unread
+    )
     units: list[PackUnit] = []
     shown: list[tuple[str, PackUnit]] = []
     longest: list[tuple[int, str]] = []
@@ -180,7 +185,7 @@ def _survey_source(
         | ({NONE_MADE[spec.kind == "tokenized"]: none_made} if none_made else {}),
         empty / max(1, read),
         tuple(shown),
-        unread(spec, reader),
+        tuple(unread.names),
         reader.not_read,
     ), units
 

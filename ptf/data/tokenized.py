@@ -27,6 +27,7 @@ from ptf.data.sources.blocks import Block, Location, Reader, Row
 from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.unread import Unread
 from ptf.entry import end_with_parent
 from ptf.errors import UserError
 
@@ -47,6 +48,7 @@ class _Work:
     too_long: TooLong
     spec: SourceSpec
     skip_bad: bool
+    unread: Unread | None
 
     def __call__(self, block: Block, uri: str, before: int) -> Encoded:
         bad_rows: list[BadRow] = []
@@ -58,6 +60,7 @@ class _Work:
             columns=self.spec.columns,
             kind=self.spec.kind,
             set_aside=(lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None,
+            unread=self.unread,
         )
         rows = [unit_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
         return side_by_side(rows), encoder.counts, bad_rows
@@ -91,6 +94,7 @@ def write(
     config_fingerprint: str,
     max_bad_rows_share: float | None = None,
     processes: int = 1,
+    unread: Unread | None = None,
 ) -> Mapping[str, Any]:
     """Encode every row of a source into a local directory, and return its manifest.
 
@@ -109,7 +113,9 @@ def write(
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share or 0.0)
         reader = Reader(Location.of(spec))
-        work = _Work(encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad_rows_share is not None)
+        work = _Work(
+            encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad_rows_share is not None, unread
+        )
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)

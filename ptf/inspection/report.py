@@ -29,6 +29,7 @@ from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
 from ptf.train.data_plan import preview_data
+from ptf.train.dataloading import read_keys
 from ptf.train.job_tokenizer import rendered
 from ptf.train.source_specs import specs
 
@@ -91,6 +92,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         limit=rows or few_or_all(sources, tokenizer),
         examples=samples,
         share_prefixes=data.share_prefixes,
+        read_keys=read_keys(job, recipe),
     )
     if not any(source.counts["samples"] for source in surveyed.sources):
         return Report(job, surveyed, tokenizer, None, {})

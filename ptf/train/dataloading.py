@@ -1,21 +1,20 @@
 """What a run reads: its sources as partitions of packed sequences, and its validation sets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ptf.compute.peers import peers
 from ptf.compute.world import World
 from ptf.config import Job
+from ptf.data.chat import FIELD
 from ptf.data.forms import Row
-from ptf.data.kinds import unread
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.quarantine import Quarantine
 from ptf.data.rank_balancing import group_size
 from ptf.data.sample import PackUnit
-from ptf.data.source_units import opened, pack_units_once
-from ptf.data.sources.rows import SourceSpec
+from ptf.data.source_units import pack_units_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, is_cheap, planned
 from ptf.errors import UserError
@@ -43,6 +42,7 @@ def make_partitions(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | 
         share_prefixes=data.share_prefixes,
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
         max_bad_rows_share=data.max_bad_rows_share,
+        read_keys=read_keys(job, recipe),
     )
 
 
@@ -50,8 +50,9 @@ def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
     """Build this rank's loader; all ranks call it together."""
     data = job.data
     if world.leads:
-        for line in unread_columns(specs(data.sources)):
-            print(f"train: {line}", flush=True)
+        for name in data.sources:
+            if names := partitions.unread(name).names:
+                print(f"train: source {name}: nothing reads {', '.join(names)}", flush=True)
     return Loader(
         partitions,
         partitions=data.partitions,
@@ -122,13 +123,7 @@ def held_out_sequences(
     return sets
 
 
-def unread_columns(sources: Mapping[str, SourceSpec]) -> list[str]:
-    """Return a line for each source that has columns which nothing reads."""
-    lines = []
-    for name, source in sources.items():
-        if source.kind == "tokenized":
-            continue
-        reader, spec = opened(source, None)
-        if columns := unread(spec, reader):
-            lines.append(f"source {name}: columns that nothing reads: {', '.join(columns)}")
-    return lines
+def read_keys(job: Job, recipe: Recipe) -> tuple[str, ...]:
+    """Return the keys of messages that the recipe reads beside those that every recipe does."""
+    fields = (job.data.train_on.removeprefix(FIELD),) if job.data.train_on.startswith(FIELD) else ()
+    return (*fields, "reward") if recipe.head == "scalar" else fields

@@ -26,6 +26,7 @@ def changes_rendering(job: Job) -> bool:
         or model.template_args
         or data.response_rendering != "template"
         or data.omitted_context != "error"
+        or data.consecutive_turns != "error"
     )
 
 
@@ -51,7 +52,7 @@ def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served:
     date = None
     if renders_date(tokenizer.hf.chat_template):
         date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
-    tokenizer.rendering = Rendering(date, served, job.data.omitted_context == "allow")
+    tokenizer.rendering = Rendering(date, served, job.data.omitted_context == "allow", job.data.consecutive_turns)
     return tokenizer
 
 

@@ -15,6 +15,7 @@ from tests.data.oracle import Masked, Oracle, Reason, Refusal
 
 MESSAGES: dict[Reason, str] = {
     "no assistant turn": "no assistant turn",
+    "blank": "is empty: there is nothing to train",
     "speaks first": "the assistant speaks first",
     "template refuses": "refuses the messages",
     "never served": "the generation prompt ends in",
@@ -66,6 +67,8 @@ def refused_otherwise(found: list[Sample] | UserError, refusal: Refusal, templat
         return f"ptf trains what cannot be verified: {refusal}"
     if MESSAGES[refusal.reason] not in str(found):
         return f"ptf refuses for another reason than {refusal}: {found}"
+    if refusal.reason == "blank":  # which no template decides
+        return None if f"message {refusal.turn} " in str(found) else f"ptf does not name {refusal}: {found}"
     if refusal.turn is not None and not (f"turn {refusal.turn}:" in str(found) and template in str(found)):
         return f"ptf does not name the template or turn {refusal.turn}: {found}"
     return None

@@ -119,6 +119,8 @@ def fuzzed(random: Random, markers: Sequence[str]) -> Conversation:
         message: Message = {"role": "assistant", "content": prefilled + text()}
         if thoughts and random.random() > 0.4:
             message[thoughts] = text()
+        if not message["content"].strip() and random.random() < 0.9:  # few blank ones: they are refused
+            message["content"] += random.choice(PLAIN)
         if calling:
             message["content"] = random.choice([None, "", text()])
             message["tool_calls"] = [call(random, text) for _ in range(random.choice([1, 1, 1, 2, 3]))]

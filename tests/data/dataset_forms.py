@@ -365,7 +365,7 @@ FORMS = (
         },
         {"messages": [ASK, ANSWER]},
         ("2.<end>",),
-        unread=("language", "redacted"),
+        unread=("language", "redacted", *(f"{key} (of messages)" for key in ("language", "toxic", "header"))),
     ),
     Form(
         MATHS,

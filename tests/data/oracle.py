@@ -16,6 +16,7 @@ from typing import Any, Literal
 Masked = tuple[list[int], list[bool]]  # a sample: ids, and which of them are trained
 Reason = Literal[
     "no assistant turn",
+    "blank",
     "speaks first",
     "template refuses",
     "never served",
@@ -73,8 +74,12 @@ class Oracle:
         turns = [i for i, message in enumerate(cleaned) if message["role"] == "assistant"]
         if not turns:
             raise Refusal(None, "no assistant turn")
+        turns = turns[-1:] if last else turns
+        for i in turns:
+            if not cleaned[i]["content"].strip() and not cleaned[i].get("tool_calls"):
+                raise Refusal(i, "blank")
         groups: list[list[Span]] = []
-        for span in [self._span(cleaned[:i], cleaned[i], tools or None) for i in (turns[-1:] if last else turns)]:
+        for span in [self._span(cleaned[:i], cleaned[i], tools or None) for i in turns]:
             if groups and len(groups[-1][-1].text) <= span.start and span.text.startswith(groups[-1][-1].text):
                 groups[-1].append(span)
             else:

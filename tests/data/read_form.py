@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import encode_prompt
-from ptf.data.kinds import unread
 from ptf.data.prompts import prompts_once
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import opened, pack_units_once
 from ptf.data.sources.rows import RawRow, SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
+from ptf.data.unread import Unread
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
@@ -110,7 +110,7 @@ def plainly(form: Form, tokenizer: Tokenizer) -> list[PackUnit] | list[Prompt]:
 
 def not_read(form: Form, path: Path) -> tuple[str, ...]:
     reader, spec = opened(replace(spec_of(form, path)), None)
-    return unread(spec, reader)
+    return tuple(Unread(spec, None, ("reward",) if form.recipe.startswith("rm") else ()).read_first(reader).names)
 
 
 def trained(units: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def rendering(self) -> Rendering:
-        return Rendering(DATE if self.template in DATED else None, self.served, self.allow_unseen)
+        return Rendering(DATE if self.template in DATED else None, self.served, self.allow_unseen, "keep")
 
 
 MODEL = ("<|turn|>model\n",)

@@ -248,6 +248,7 @@ def test_thinking_inside_the_content_may_be_laid_out_anew() -> None:
 
 def test_a_refusing_template_names_the_turn() -> None:
     tokenizer = templated("no_system")
+    tokenizer.rendering = Rendering(consecutive="keep")
     messages = numbered(["a", "b", "c", "d"], ["user", "assistant", "assistant", "user"])
     with pytest.raises(
         UserError, match=f"turn 2: chat template {tokenizer.template_name} refuses the messages: roles must alternate"

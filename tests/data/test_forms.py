@@ -11,6 +11,7 @@ from benchmarks import formats
 from ptf.data.kinds import shaped
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow
+from ptf.data.sample import PackUnit
 from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
@@ -205,12 +206,6 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
         assert ("null" in printable.decode(units[0][0].tokens)) == (wanted is said)
 
 
-def test_a_map_of_parquet_is_an_object(printable: Tokenizer) -> None:
-    call = {"function": {"name": "f", "arguments": [("x", "1")]}}
-    row = shaped({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {}, columnar=True)
-    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"x": "1"}
-
-
 @pytest.mark.parametrize(
     ("weights", "trained_on", "wanted"),
     [((0, 1), "assistant", {1.0}), ((2, 0.5), "assistant", {2.0, 0.5}), ((1, 0.5), "last", {0.5})],
@@ -300,6 +295,44 @@ def test_what_csv_writes_as_text_is_what_it_says(printable: Tokenizer, tmp_path:
         same(ours, RECIPES["sft"].encode(row, printable, "")[0]) for ours, row in zip(list(read), plain, strict=True)
     )
     assert [(bad.where[-7:], "not to be imitated" in bad.reason) for bad in aside] == [("a.csv:4", True)]
+
+
+@pytest.mark.parametrize("recipe", ["sft", "rm regression"])
+def test_a_label_of_any_form_is_read_or_refused(printable: Tokenizer, recipe: str) -> None:
+    """SFT trains what is good alone; a reward model learns both; what is neither is refused by name."""
+    row = {"prompt": "1", "completion": "2"}
+
+    def encoded(label: Any) -> list[PackUnit]:
+        kind = "auto" if recipe == "sft" else "scored"
+        return RECIPES[recipe].encode(shaped(row | {"label": label}, {}, kind), printable, "")
+
+    for good, bad in [(True, False), (1, 0), ("yes", "no"), (" Good", "BAD "), ("1", "0.0")]:
+        assert same(encoded(good)[0], encoded(True)[0])
+        if recipe == "sft":
+            with pytest.raises(UserError, match="not to be imitated"):
+                encoded(bad)
+        else:
+            assert same(encoded(bad)[0], encoded(False)[0])
+            assert not same(encoded(bad)[0], encoded(True)[0])
+    for other in ("wrong", -1, 0.5, ["no"]):
+        with pytest.raises(UserError, match=r"`label` must say .*\{label: null\} if"):
+            encoded(other)
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "rm regression"])
+def test_a_blank_response_is_refused_unless_it_calls_a_tool(printable: Tokenizer, recipe: str, content: str) -> None:
+    def encoded(answer: Any) -> list[PackUnit]:
+        row = {"prompt": [ASK], "completion": answer, "reward": 1.0}
+        if recipe == "dpo":
+            row = {"prompt": [ASK], "chosen": "2", "rejected": answer}
+        return RECIPES[recipe].encode(shaped(row, {}, {"rm regression": "scored"}.get(recipe, "auto")), printable, "")
+
+    blank = {"role": "assistant", "content": content}
+    for answer in (content, [blank], [blank | {"thinking": "hm"}]):
+        with pytest.raises(UserError, match="empty"):
+            encoded(answer)
+    assert encoded([blank | {"tool_calls": [{"name": "f", "arguments": {}}]}])
 
 
 def test_columns_are_left_out_by_name(printable: Tokenizer) -> None:

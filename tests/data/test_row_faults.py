@@ -98,7 +98,7 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
 def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     from ptf.config import loads
     from ptf.recipes.sft.recipe import SFT
-    from ptf.train.dataloading import held_out_sequences, unread_columns
+    from ptf.train.dataloading import held_out_sequences
 
     characters = read_form.tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text("\n".join([line(note=1), BAD["tools that are numbers"][0], line(other=1)]))
@@ -110,9 +110,6 @@ def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     sets = held_out_sequences(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
     assert len([unit for sequence in sets["held"] for unit in sequence]) == 2
     assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]
-    assert unread_columns({"held": SourceSpec(str(tmp_path / "a.jsonl"))}) == [
-        "source held: columns that nothing reads: note, other"
-    ]
 
 
 def test_a_bad_prompt_has_a_place(printable: Tokenizer, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ LIMITS: dict[str, Any] = {"seq_len": 32, "too_long": "drop"}
 def rows(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
     chats = [
-        [{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (i * i % 31)}]
+        [{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (1 + i * i % 30)}]
         for i in range(1500)
     ]
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))

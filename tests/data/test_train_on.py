@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ptf.data.chat import chat_samples
+from ptf.data.chat import AMBIGUOUS, SWITCHES, WEIGHT, chat_samples
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -69,6 +69,49 @@ def test_a_field_says_how_much_a_turn_counts(characters: Tokenizer) -> None:
 def test_marks_that_do_not_say_it_are_refused(characters: Tokenizer, messages: list[dict[str, Any]], what: str) -> None:
     with pytest.raises(UserError, match=what):
         chat_samples(messages, characters, train_on="field:w")
+
+
+@pytest.mark.parametrize("key", [WEIGHT, *SWITCHES])
+@pytest.mark.parametrize("off", [False, 0])
+def test_keys_of_other_tools_leave_a_turn_out_and_are_not_rendered(characters: Tokenizer, key: str, off: Any) -> None:
+    """A missing key means that the turn is trained, with `field:` too."""
+    messages = [{k: v for k, v in m.items() if k != "w"} for m in chat(1, 1, 1)]
+    plain = trained(characters, messages, "assistant")
+    marked = [m | {key: off} if m["content"] in ("a1", "q0") else m for m in messages]
+    kept = {text: weight for text, weight in plain.items() if not text.startswith("a1")}
+    assert len(kept) == len(plain) - 1
+    assert trained(characters, marked, "assistant") == trained(characters, marked, f"field:{key}") == kept
+    (with_key,), (without,) = (chat_samples(m, characters) for m in (marked, messages))
+    assert with_key.tokens.tolist() == without.tokens.tolist()
+    with pytest.raises(UserError, match=f"no turn of the conversation counts: `{key}`"):
+        trained(characters, marked[:2] + marked[2:4], "last")
+    with pytest.raises(UserError, match=f"has a `{key}` of its own"):
+        trained(characters, marked, "all")
+
+
+@pytest.mark.parametrize("key", AMBIGUOUS)
+def test_keys_that_are_not_read_though_they_say_what_is_trained_are_refused(characters: Tokenizer, key: str) -> None:
+    messages = [m | {key: True} for m in chat(1)]
+    with pytest.raises(UserError, match=f"`{key}`, which"):
+        trained(characters, messages, "assistant")
+    assert trained(characters, [messages[0] | {key: None}, messages[1]], f"field:{key}"), "a field is named by the user"
+
+
+def test_a_measured_loss_is_not_taken_for_a_switch(characters: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"`loss`.* false or 0 or 1, not 2\.5"):
+        trained(characters, [m | {"loss": 2.5} if "w" in m else m for m in chat(1)], "assistant")
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all", "field:w"])
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_a_blank_turn_is_refused_where_it_is_trained(characters: Tokenizer, train_on: str, content: str) -> None:
+    messages = chat(1, 1)
+    messages[-1]["content"] = content
+    with pytest.raises(UserError, match=r"message 3 \(assistant\) is empty"):
+        chat_samples(messages, characters, train_on=train_on)
+    messages[-1]["weight"] = 0
+    if train_on in ("assistant", "field:w"):
+        assert trained(characters, messages, train_on) == {"a0<|im_end|>": 1.0}, "as context it may be"
 
 
 def test_every_token_once_where_a_template_splits(characters: Tokenizer, tmp_path: Any) -> None:

@@ -112,6 +112,10 @@ class DataConfig(Section):
     omitted_context: Literal["error", "allow"] = "error"
     """Whether a chat template may leave out context: tools, their results, developer and system messages,
     earlier responses."""
+    consecutive_turns: Literal["error", "join", "keep"] = "error"
+    """What two messages of the assistant in a row are, as traces of agents have them. `error`: such a row is refused;
+    `join`: one turn, their texts with a blank line between them; `keep`: two turns, each of which ends by itself. A
+    tool call that is a message of its own (role `tool_call`) always belongs to the turn before it."""
     date: Annotated[str, Field(pattern=DATE)] | None = None
     """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
     began."""

@@ -5,13 +5,12 @@ jsonl). Partitions that are at different rows therefore ask for the same blocks,
 a row in it. Memory holds a few blocks, however large the files are.
 """
 
-import json
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 import pyarrow as pa
@@ -19,6 +18,7 @@ import pyarrow as pa
 from ptf import storage
 from ptf.data.sources import hub
 from ptf.data.sources.files import FORMATS, Location, data_files, resolve_files
+from ptf.data.sources.json_values import is_plain, json_value, parsed
 from ptf.errors import UserError
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "RowGroup",
     "data_files",
     "open_bytes",
-    "plain_row",
     "resolve_files",
 ]
 
@@ -41,8 +40,6 @@ Tables = Callable[[pa.Table], "Block"]
 LINES_BYTES = 1 << 20
 KEEP_BYTES = 64 << 20  # of blocks that some partition may still be reading
 KEEP_FILES = 16  # open at the same time
-MAX_DEPTH = 200  # objects and lists nested inside each other
-NESTED = f"more than {MAX_DEPTH} objects and lists inside each other"
 
 
 class Block(Protocol):
@@ -108,15 +105,9 @@ class Lines:
 
     def row(self, i: int) -> Row:
         """Return row i. Raises UserError where it is not a JSON object."""
-        try:
-            row = json.loads(self.texts[i])
-        except ValueError as e:  # invalid JSON or invalid UTF-8
-            raise UserError(f"not JSON: {e}") from None
-        except RecursionError:
-            raise UserError(NESTED) from None
+        row = parsed(self.texts[i])
         if not isinstance(row, dict):
             raise UserError(f"a row must be a JSON object, this is a {type(row).__name__}")
-        raise_if_nested(row, self.texts[i])
         return row
 
     def part(self, start: int, end: int) -> "Lines":
@@ -124,37 +115,16 @@ class Lines:
         return Lines(self.texts[start:end], self.numbers[start:end], self.lines, self.nbytes)
 
 
-def raise_if_nested(row: Row, text: bytes) -> None:
-    """Raise UserError for a row that is nested too deeply.
-
-    Another thread may have a smaller stack, so a row that this one parses could exhaust it there.
-    """
-    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return
-    level: list[Any] = [row]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for v in level
-            for inner in (v.values() if isinstance(v, dict) else v)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise UserError(NESTED)
-
-
-def plain_row(group: pa.Table, i: int) -> Row:
-    """Return row i of a table as a Python object."""
-    return group.slice(i, 1).to_pylist()[0]
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RowGroup:
-    """Rows of parquet or Arrow, converted to Python objects when a row is requested."""
+    """Rows of parquet or Arrow, converted to values of JSON when a row is requested."""
 
     table: pa.Table
     first: int = 0
+    _converted: list[pa.Field] = field(init=False, repr=False)  # columns of types that JSON does not have
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_converted", [column for column in self.table.schema if not is_plain(column.type)])
 
     @property
     def lines(self) -> int:
@@ -181,7 +151,8 @@ class RowGroup:
     def row(self, i: int) -> Row:
         """Return row i. Raises UserError where a value cannot be converted."""
         try:
-            return plain_row(self.table, i)
+            row = self.table.slice(i, 1).to_pylist()[0]
+            return row | {column.name: json_value(row[column.name], column.type) for column in self._converted}
         except (pa.ArrowException, ValueError, OverflowError) as e:
             # Text that is not UTF-8, or a date that Python cannot represent.
             raise UserError(f"a value cannot be read: {e}") from None

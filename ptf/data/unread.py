@@ -1,0 +1,74 @@
+"""What the rows of a source hold and nothing reads: columns and keys of messages, each told once.
+
+A key that the chat template names counts as read. The names are bounded, so a source with a new column in every row
+costs no more than others.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ptf.data.chat import SWITCHES, WEIGHT
+from ptf.data.forms import Row, adopt_known_forms, rename_columns
+from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, shaped
+from ptf.data.messages import MEDIA, THOUGHTS
+from ptf.data.quarantine import FAULTS
+from ptf.data.sources.blocks import Reader
+from ptf.data.sources.rows import SourceSpec, rows_once
+from ptf.data.tokenizer import Tokenizer
+
+MESSAGE_KEYS = ("role", "content", "tool_calls", *THOUGHTS, *MEDIA, WEIGHT, *SWITCHES)
+NAMED = re.compile(r"""[.'"](\w+)""")  # an attribute or a key in a template
+FIRST_ROWS = 100
+MOST = 500  # names; what comes after so many is not looked for
+
+
+class Unread:
+    """The names that nothing reads. Online recipes pass every column to the reward, so sources of prompts have none."""
+
+    def __init__(self, spec: SourceSpec, tokenizer: Tokenizer | None, keys: Iterable[str] = ()):
+        """`spec` has its kind already; `keys` are further keys of messages that the recipe reads."""
+        self.names: list[str] = []
+        self.say: Callable[[str], None] | None = None  # gets a line for names that are new
+        self._spec, self._off = spec, spec.kind not in READ_COLUMNS
+        self._columns = {*KINDS.get(spec.kind, ()), *READ_COLUMNS.get(spec.kind, ())}
+        self._keys = {*MESSAGE_KEYS, *keys, *NAMED.findall(str(tokenizer.hf.chat_template) if tokenizer else "")}
+
+    def read_first(self, reader: Reader) -> "Unread":
+        """Note the names in the first rows."""
+        for place in () if self._off else rows_once(reader, FIRST_ROWS):
+            try:
+                raw = place.read()
+                self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.columnar), place.where)
+            except FAULTS:
+                continue
+        return self
+
+    def __call__(self, raw: Row, row: Row, where: str) -> None:
+        """Note the names in a row as the file has it (`raw`), and as `shaped` returned it."""
+        if self._off:
+            return
+        new: list[str] = []
+        if not raw.keys() <= self._columns:
+            adopted = adopt_known_forms(rename_columns(raw, self._spec.columns), self._spec.kind)
+            new = [name for name in adopted if name not in self._columns]
+            self._columns |= raw.keys()
+        for message in _messages(row, self._spec.kind):
+            if not message.keys() <= self._keys:
+                keys = [key for key, v in message.items() if v is not None and key not in self._keys]
+                self._keys |= set(keys)
+                new += [f"{key} (of messages)" for key in keys]
+        if new:
+            self.names += new
+            self._off = len(self.names) > MOST
+            if self.say is not None:
+                self.say(f"{where}: nothing reads {', '.join(new)}")
+
+
+def _messages(row: Row, kind: str) -> Iterable[dict[str, Any]]:
+    """Yield the messages in a row's columns."""
+    for name in MESSAGE_COLUMNS.get(kind, ()):
+        value = row.get(name)
+        for message in value if isinstance(value, list) else (value,):
+            if isinstance(message, dict):
+                yield message

@@ -1,0 +1,87 @@
+"""What no reader of a row takes is told: columns and keys of messages, once, wherever they first appear."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptf.data.kinds import shaped
+from ptf.data.partitions import Partitions
+from ptf.data.sources.rows import SourceSpec
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.unread import MESSAGE_KEYS, MOST, Unread
+from ptf.recipes.sft.recipe import SFT
+from tests.data import read_form
+
+ASK = {"role": "user", "content": "1"}
+ANSWER = {"role": "assistant", "content": "2"}
+
+
+@pytest.fixture(scope="module")
+def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return read_form.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_name_after_the_first_rows_is_told_once_and_the_first_ones_before(
+    printable: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [{"messages": [ASK, ANSWER | {"early": 1}], "id": i} for i in range(300)]
+    for i in (200, 250):
+        rows[i] = {"messages": [ASK, ANSWER | {"late": 1, "tool_calls": None}], "id": i, "other": 1}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = Partitions(
+        {"s": SourceSpec(str(path), epochs=2)},
+        printable,
+        lambda row, source: SFT().encode(row, printable, source),
+        partitions=2,
+        seed=0,
+        shuffle=0,
+        seq_len=64,
+        lookahead=4,
+    )
+    assert made.unread("s").names == ["id", "early (of messages)"]
+    assert not capsys.readouterr().out, "the first ones are for the run's first lines"
+    for partition in (made(0), made(1)):
+        for _ in partition:
+            pass
+    assert capsys.readouterr().out == f"source s: {path}:201: nothing reads other, late (of messages)\n"
+
+
+def test_what_the_template_or_the_recipe_reads_is_not_told(printable: Tokenizer) -> None:
+    row = {"messages": [ASK | {"speaker": "x"}, ANSWER | {"mood": 1, "score": 2}]}
+    found = Unread(SourceSpec("", kind="chat"), printable, ("score",))
+    before = printable.hf.chat_template
+    printable.hf.chat_template = "{{ m.speaker }} a mood " + before
+    aware = Unread(SourceSpec("", kind="chat"), printable, ("score",))
+    printable.hf.chat_template = before
+    for unread in (found, aware):
+        unread(row, shaped(row, {}), "a:1")
+    assert found.names == ["speaker (of messages)", "mood (of messages)"]
+    assert aware.names == ["mood (of messages)"], "a word of the template's text is no key"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.dictionaries(st.text("abc", min_size=1, max_size=2), st.none() | st.integers(0, 1), max_size=3)))
+def test_every_key_with_a_value_is_told_once(printable: Tokenizer, keys: list[dict[str, Any]]) -> None:
+    unread = Unread(SourceSpec("", kind="chat"), printable)
+    lines: list[str] = []
+    unread.say = lines.append
+    for more in keys:
+        row = {"messages": [ASK, ANSWER | more]}
+        unread(row, shaped(row, {}), "a:1")
+    expected = {key for more in keys for key, value in more.items() if value is not None} - {*MESSAGE_KEYS}
+    assert sorted(unread.names) == sorted(f"{key} (of messages)" for key in expected)
+    told = [name for line in lines for name in line.removeprefix("a:1: nothing reads ").split(", ")]
+    assert told == unread.names
+
+
+def test_names_are_bounded() -> None:
+    unread = Unread(SourceSpec("", kind="text"), None)
+    for i in range(2 * MOST):
+        row = {"text": "a", f"column {i}": 1}
+        unread(row, row, "a:1")
+    assert len(unread.names) == MOST + 1
