@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ def _prompt(
     row: Row = {}
     try:
         row = read()
-        return encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+        prompt = encode_prompt(shaped(row, spec.columns, "prompt", columnar), tokenizer, name, index)
+        return replace(prompt, where=where)
     except FAULTS as e:
         raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ptf.config.plugin import own_copy
 from ptf.data.chat import clean
 from ptf.data.rendering import row_arguments
 from ptf.data.tokenizer import Tokenizer
@@ -85,8 +86,9 @@ class Policy:
     def context(self, context: "Messages", tools: Tools = None) -> Context:
         """Return the context of the next response. Raises as `generate`."""
         if len(context) and isinstance(context[0], Mapping):
-            messages = cast("Sequence[Message]", context)
-            made = self.history.context(clean(list(messages)), list(tools) if tools else None)
+            # copies, because the caller may change its messages and tools after the call
+            messages, tools = own_copy((list(cast("Sequence[Message]", context)), list(tools) if tools else None))
+            made = self.history.context(clean(messages), tools)
         else:
             tokens = np.asarray(context, np.int32)
             made = Context(tokens, self.tokenizer.decode(tokens))
