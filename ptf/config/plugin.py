@@ -6,6 +6,7 @@ A plugin is resolved to a callable with its keyword arguments bound; a wrong nam
 import functools
 import importlib
 import importlib.util
+import os
 import pickle
 import pkgutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ptf.config import renames
-from ptf.config.load import ConfigError
+from ptf.config.load import ConfigError, plugin_path
 from ptf.config.section import Plugin
 from ptf.config.tree import near
 from ptf.credentials import resolved
@@ -70,9 +71,11 @@ def _module(name: str, use: str) -> ModuleType:
                 if imported
                 else "the Python path: install it, or add its directory"
             )
+            gone = [] if imported else [place for place in plugin_path() if not os.path.isdir(place)]
             raise ConfigError(
                 f"{use}: no module {part!r} in "
                 f"{where}{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
+                f"{'; the run began with modules in ' + ', '.join(gone) + ', which is gone' if gone else ''}"
             )
         imported, parent = importlib.import_module(whole), whole
     assert imported is not None
