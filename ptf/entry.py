@@ -62,6 +62,8 @@ if __name__ == "__main__":
     if not os.environ.get(PARENT, "").isdigit():
         sys.exit(f"ptf.entry is started by ptf, which sets {PARENT}; start the module itself instead")
     end_with_parent(int(os.environ[PARENT]))
+    if not sys.flags.safe_path:  # `-m` puts the current directory first, where its files hide modules of Python
+        sys.path.append(sys.path.pop(0))
     os.environ[PARENT] = str(os.getpid())  # for what this process starts in the same way
     import runpy
 

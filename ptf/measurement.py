@@ -20,7 +20,7 @@ from ptf import gate, progress, storage
 from ptf.compute.launch import default_threads, needs_ray, on_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
-from ptf.config.plugin import bind
+from ptf.config.plugin import bind, own_copy
 from ptf.config.section import Plugin
 from ptf.config.sections.evaluate import PROMPTS, SAMPLES
 from ptf.data.sample import PackUnit, Sample
@@ -400,7 +400,7 @@ def compute_own_metric(name: str, plugin: Plugin, responses: Sequence[Mapping[st
     Raises UserError if the function fails, or if its value is not finite.
     """
     try:
-        value = float(bind(plugin)(responses))
+        value = float(bind(plugin)(own_copy(responses)))
     except ConfigError:
         raise
     except Exception as error:

@@ -23,6 +23,7 @@ from ptf import disk, progress, published_versions, scratch, storage
 from ptf.compute import launch, shutdown
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
+from ptf.compute.tracking import raise_if_no_login
 from ptf.config import (
     Job,
     dump,
@@ -36,6 +37,8 @@ from ptf.config import (
     shown,
     sources_of,
 )
+from ptf.config.load import PLUGINS, plugin_path
+from ptf.config.plugin_code import code_of, uses
 from ptf.config.renames import SEAL, sealed
 from ptf.config.sections.data import Source
 from ptf.credentials import redacted
@@ -91,6 +94,8 @@ def prepared_directory(job: Job) -> str | None:
     """Run `data.prepare` unless its output exists, and return the output's directory; None if the job has none."""
     if job.data.prepare is None:
         return None
+    for reason in code_of(job.data.prepare.model_dump()).unseen:
+        print(f"prepare: {reason}", flush=True)
     with progress.stage("prepare"):
         return prepare(
             plugin.bind(job.data.prepare), fingerprint(job, "data.prepare"), f"{job.output}/prepared", job.verify_bytes
@@ -203,6 +208,7 @@ def run(job: Job, run_name: str) -> Path:
 
 
 def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
+    raise_if_no_login(job.track.wandb_project)
     text, compute = dump(job), job.compute
     write_job_file(job, directory)
     if not os.environ.get(launch.LAUNCHED):
@@ -282,6 +288,7 @@ def write_job_file(job: Job, directory: Path) -> None:
             raise_if_fixed_keys_changed(then, job)
         for name in OF_THE_JOB:
             shutil.rmtree(directory / name, ignore_errors=True)
+    _write_plugins(job, directory)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
 
@@ -295,6 +302,18 @@ def has_stepped(directory: Path) -> bool:
 def begun_job(directory: Path) -> str | None:
     """Return `read_job_file` of a run that has made a step; None for others, which begin anew."""
     return read_job_file(directory) if has_stepped(directory) else None
+
+
+def _write_plugins(job: Job, directory: Path) -> None:
+    """Write where the job's plugins are found and the digests of their code; say which modules have changed since."""
+    file, values = directory / PLUGINS, job.model_dump()
+    if all(use.startswith("ptf.") for use in uses(values)):
+        return
+    code = code_of(values).digests
+    then = json.loads(file.read_bytes())["code"] if file.is_file() else {}
+    if changed := [module for module in then if code.get(module) != then[module]]:
+        print(f"the code of {', '.join(changed)} has changed since this run was last trained", flush=True)
+    storage.write_text(str(file), json.dumps({"directories": plugin_path(), "code": code}))
 
 
 def read_job_file(directory: Path) -> str | None:

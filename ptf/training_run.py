@@ -9,6 +9,7 @@ from ptf.artifact import Artifact
 from ptf.compute.checkpoint import STEP
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads
+from ptf.config.load import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
@@ -42,6 +43,7 @@ class Run:
         text = read_job_file(directory) if directory.is_dir() else None
         if text is None:
             raise UserError(f"{directory} is not the directory of a training run: it has no {JOB}")
+        on_path([directory / JOB])
         job = _overridden(text, overrides)
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})

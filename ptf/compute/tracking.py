@@ -135,17 +135,41 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Weights & Biases run whose id is the run's name; a resume continues the same W&B run."""
-
-    def __init__(self, directory: Path, project: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("track.wandb_project: the package wandb is not installed (pip install wandb)") from None
-        self._run = wandb.init(
-            project=project, id=directory.name, name=directory.name, dir=str(directory), resume="allow"
+def raise_if_no_login(project: str | None) -> None:
+    """Raise UserError if wandb, which a project needs, is not installed, or has no login for an online run."""
+    if project is None:
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("track.wandb_project: the package wandb is not installed (pip install wandb)") from None
+    try:
+        may_log = wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False)
+    except wandb.Error as error:  # the key is wrong, or the server cannot be reached
+        raise UserError(f"track.wandb_project: {error}; or set WANDB_MODE=offline") from error
+    if not may_log:
+        raise UserError(
+            "track.wandb_project: there is no login to Weights & Biases here: run `wandb login`, set WANDB_API_KEY, or "
+            "set WANDB_MODE=offline"
         )
+
+
+class WandB:
+    """Weights & Biases run; its id is kept in the run's directory, so that a resume continues the same W&B run.
+
+    The id is made of the run's name and its place, because a project may have runs of one name from several outputs.
+    Raises UserError if wandb is not installed, or not logged in.
+    """
+
+    def __init__(self, directory: Path, project: str, resumed: int) -> None:
+        raise_if_no_login(project)
+        import wandb
+
+        file, name = directory / "wandb_id", directory.name
+        if not file.is_file():  # a run that an earlier version began has its name as its id
+            place = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:8]
+            file.write_text(name if resumed else f"{name[:100]}-{place}")
+        self._run = wandb.init(project=project, id=file.read_text(), name=name, dir=str(directory), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
@@ -178,7 +202,7 @@ class Tracker:
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
-            self.sinks.append(WandB(directory, track_config.wandb_project))
+            self.sinks.append(WandB(directory, track_config.wandb_project, resumed))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, online of a rollout and its optimizer steps; `step` counts from 1."""

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
+from ptf.config.plugin_code import code_of
 from ptf.config.renames import first_key, with_first_names
 from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
@@ -26,6 +27,9 @@ from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.credentials import HIDDEN, REFERENCE
 from ptf.errors import UserError
+
+PLUGIN_PATH = "PTF_PLUGIN_PATH"  # of which ptf/__init__.py takes notice
+PLUGINS = "plugins.json"  # in a run's directory: the directories of its plugins, and the digests of their modules
 
 
 class ConfigError(UserError):
@@ -53,17 +57,26 @@ def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
 
 
 def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
-    """Append the current directory and the directories of these configs to the path of Python modules, for plugins.
+    """Append the directories of these configs and the current one to the path of Python modules, for plugins.
 
-    Changes `sys.path` and `PYTHONPATH`, which child processes inherit. The directories are last, so that their files do
-    not hide installed packages.
+    For the config of a run they are those that it began with (`PLUGINS`). Changes `sys.path` and `PTF_PLUGIN_PATH`,
+    which child processes inherit. The directories are last, so that their files do not hide installed packages.
     """
-    for directory in dict.fromkeys([os.getcwd(), *(str(Path(file).resolve().parent) for file in files)]):
+    directories = list[str]()
+    for file in files:
+        parent = Path(file).resolve().parent
+        recorded = parent / PLUGINS
+        directories += json.loads(recorded.read_bytes())["directories"] if recorded.is_file() else [str(parent)]
+    for directory in dict.fromkeys([*directories, os.getcwd()]):
         if directory not in sys.path:
             sys.path.append(directory)
-        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if directory not in known:
-            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, known), directory])
+        if directory not in (known := plugin_path()):
+            os.environ[PLUGIN_PATH] = os.pathsep.join([*known, directory])
+
+
+def plugin_path() -> list[str]:
+    """Return the directories of plugins, which are last on the path of Python modules."""
+    return [*filter(None, os.environ.get(PLUGIN_PATH, "").split(os.pathsep))]
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
@@ -94,11 +107,14 @@ def shown(job: Job) -> Job:
 def fingerprint(job: Job, *sections: str) -> str:
     """Return 16 hex digits of the SHA-256 of the named sections (dotted), or of the whole job if none are named.
 
-    It identifies the config that a stage's output depends on. Keys and plugins enter under the names that they had
-    first, so that renaming them does not change the fingerprint.
+    It identifies the config that a stage's output depends on, and the code of the plugins that it names
+    (ptf.config.plugin_code). Keys and plugins enter under the names that they had first, so that renaming them does
+    not change the fingerprint.
     """
     whole = with_first_names(job.model_dump())
     chosen = {section: _at(whole, section) for section in map(first_key, sections)} if sections else whole
+    if digests := code_of(chosen).digests:
+        chosen["code"] = digests
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 

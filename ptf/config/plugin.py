@@ -6,16 +6,20 @@ A plugin is resolved to a callable with its keyword arguments bound; a wrong nam
 import functools
 import importlib
 import importlib.util
+import os
+import pickle
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ptf.config import renames
-from ptf.config.load import ConfigError
+from ptf.config.load import ConfigError, plugin_path
 from ptf.config.section import Plugin
 from ptf.config.tree import near
 from ptf.credentials import resolved
+
+T = TypeVar("T")
 
 
 def resolve(use: str) -> Any:
@@ -37,12 +41,20 @@ def resolve(use: str) -> Any:
     return getattr(module_object, name)
 
 
+def own_copy(value: T) -> T:
+    """Return a copy for a call of users' code, which may change all that it is given.
+
+    The value is picklable: data rows, responses and arguments are sent to other processes, too.
+    """
+    return pickle.loads(pickle.dumps(value))
+
+
 def bind(plugin: Plugin) -> Callable[..., Any]:
-    """Return the plugin's callable with its `args` bound as keyword arguments."""
+    """Return the plugin's callable with a copy of its `args` bound as keyword arguments."""
     target = resolve(plugin.use)
     if not callable(target):
         raise ConfigError(f"{plugin.use} is not callable: it is of type {type(target).__name__}")
-    return functools.partial(target, **resolved(plugin.args, plugin.use))
+    return functools.partial(target, **own_copy(resolved(plugin.args, plugin.use)))
 
 
 def _module(name: str, use: str) -> ModuleType:
@@ -59,9 +71,11 @@ def _module(name: str, use: str) -> ModuleType:
                 if imported
                 else "the Python path: install it, or add its directory"
             )
+            gone = [] if imported else [place for place in plugin_path() if not os.path.isdir(place)]
             raise ConfigError(
                 f"{use}: no module {part!r} in "
                 f"{where}{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
+                f"{'; the run began with modules in ' + ', '.join(gone) + ', which is gone' if gone else ''}"
             )
         imported, parent = importlib.import_module(whole), whole
     assert imported is not None

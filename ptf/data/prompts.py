@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ def _prompt(shape: Callable[[], Row], where: str, name: str, tokenizer: Tokenize
     row: Row = {}
     try:
         row = shape()
-        return encode_prompt(row, tokenizer, name, index)
+        return replace(encode_prompt(row, tokenizer, name, index), where=where)
     except FAULTS as e:
         raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
 

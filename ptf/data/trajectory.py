@@ -24,6 +24,7 @@ class Prompt:
     source: str
     index: int  # index in the stream of prompts; with the sample's number it keys the randomness
     weight: float = 1.0  # how much the sampled tokens count: the row's own `weight`
+    where: str = ""  # the row's file and line, for messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ptf.config.plugin import own_copy
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError, full_text
@@ -104,12 +105,16 @@ async def _run_one(
 
 
 async def play_episode(episode: Episode, generate: Generate, version: int, stream: Stream | None = None) -> Trajectory:
-    """Play one episode, whose requests `generate` answers. Raises what it raised."""
-    policy = Policy(episode.prompt, episode.limits, episode.tokenizer, episode.seed_of, generate, version, stream)
+    """Play one episode, whose requests `generate` answers. Raises what it raised.
+
+    The rollout function has a copy of the prompt, which it may change; the trajectory has the prompt itself.
+    """
+    prompt = episode.prompt if episode.rollout_function is one_response else own_copy(episode.prompt)
+    policy = Policy(prompt, episode.limits, episode.tokenizer, episode.seed_of, generate, version, stream)
     deadline = asyncio.timeout(episode.timeout_s)
     try:
         async with deadline:
-            trajectory = await episode.rollout_function(episode.prompt, policy)
+            trajectory = await episode.rollout_function(prompt, policy)
     except Exception as error:
         if policy.failure is not None:
             raise policy.failure from None
@@ -123,7 +128,7 @@ async def play_episode(episode: Episode, generate: Generate, version: int, strea
         trajectory = policy.trajectory(NoResult(reason), complete=False)
     elif not policy.calls and not isinstance(trajectory.outcome, NoResult):
         trajectory = replace(trajectory, outcome=NoResult("the rollout function received no response from the policy"))
-    return trajectory
+    return replace(trajectory, prompt=episode.prompt)
 
 
 def _reason(error: Exception, late: bool, episode: Episode) -> str:

@@ -48,6 +48,7 @@ def _group(group: InFlightGroup) -> dict[str, Any]:
             "source": prompt.source,
             "index": prompt.index,
             "weight": prompt.weight,
+            "where": prompt.where,
         },
         "members": [_member(member) for member in group.members],
     }

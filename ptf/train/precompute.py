@@ -25,6 +25,7 @@ from ptf import progress, scratch, storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
 from ptf.config import Job, resolve
+from ptf.config.plugin_code import code_of
 from ptf.config.sections.data import Source
 from ptf.config.sections.model import ModelConfig
 from ptf.data import tokenized
@@ -109,6 +110,8 @@ def _named(
         matrix_product.record(next(model.parameters()).device, job.train.precision),
         tokenizer.fingerprint(),
         code(),
+        # of the recipe and of the model's components; without plugins there is none
+        *code_of([job.model_dump()["recipe"], job.model.model_dump()]).digests.items(),
     )
     sources = {**job.data.sources, **job.data.validation}.items()
     made_of = {name: (storage.manifest_of(source.path)["digest"], source.limit) for name, source in sources}

@@ -6,6 +6,7 @@ from functools import partial
 
 from ptf import progress
 from ptf.config import Job, fingerprint
+from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
 from ptf.data.encode import FORM
 from ptf.data.source_units import opened
@@ -36,6 +37,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     those; by default the job's.
     """
     recipe, data = registry.build(job), job.data
+    for reason in code_of(job.model_dump()["recipe"]).unseen:
+        print(f"tokenize: {reason}", flush=True)
     directories: dict[str, str] = {}
     made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM, STORED
     for name, source in {**data.sources, **data.validation}.items():

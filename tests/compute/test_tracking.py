@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ptf.compute import tracking
-from ptf.compute.tracking import StepLines, Tracker, read_metrics
+from ptf.compute.tracking import StepLines, Tracker, WandB, read_metrics
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from tests.tiny import arithmetic
@@ -29,6 +29,10 @@ def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, mon
             calls.append("finished")
 
     module = types.ModuleType("wandb")
+    module.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))  # type: ignore[attr-defined]
+    module.login = lambda **given: logged_in[0]  # type: ignore[attr-defined]
+    module.Error = RuntimeError  # type: ignore[attr-defined]
+    logged_in = [True]
     module.init = lambda **given: calls.append(given) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     track = Tracker(tmp_path / "a-run", TrackConfig(tensorboard=False, wandb_project="a-project"), resumed=0, steps=2)
@@ -36,9 +40,23 @@ def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, mon
         track.log(step, {"loss": 1.0 / step})
     track.close()
     begun, *logged, finished = calls
-    assert (begun["project"], begun["id"], begun["resume"]) == ("a-project", "a-run", "allow")
+    assert (begun["project"], begun["name"], begun["resume"]) == ("a-project", "a-run", "allow")
     assert logged == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     assert finished == "finished"
+
+    def id_of(directory: Path, resumed: int) -> str:
+        WandB(directory, "a-project", resumed)
+        return calls[-1]["id"]
+
+    elsewhere, old = tmp_path / "other" / "a-run", tmp_path / "old"
+    elsewhere.mkdir(parents=True)
+    old.mkdir()
+    assert id_of(tmp_path / "a-run", 2) == begun["id"], "a resume continues its run"
+    assert id_of(elsewhere, 0) != begun["id"], "a run of the same name in another directory is another run"
+    assert id_of(old, 5) == "old", "a run that began with its name as its id keeps it"
+    logged_in[0] = False
+    with pytest.raises(UserError, match="there is no login to Weights & Biases here: run `wandb login`"):
+        id_of(old, 5)
     assert [row["step"] for row in read_metrics(tmp_path / "a-run" / "metrics.jsonl")] == [1, 2]
 
 

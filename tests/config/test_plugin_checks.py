@@ -1,12 +1,11 @@
 """What a config names by `use:` is imported and its arguments are compared, each fault at its line."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from ptf.config.load import Problems, checked, on_path
+from ptf.config.load import PLUGIN_PATH, Problems, checked, on_path, plugin_path
 from ptf.config.plugin_checks import problems
 from ptf.config.tree import merge
 
@@ -77,7 +76,7 @@ train: {{steps: 3, lr: 1e-4}}
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv(PLUGIN_PATH, "")
     module = f"plugins_{abs(hash(request.node.nodeid))}"
     (tmp_path / f"{module}.py").write_text(PLUGINS)
     (tmp_path / f"{module}_broken.py").write_text("import nothing_of_this_name\n")
@@ -253,4 +252,4 @@ def test_rewards_of_servers_are_checked_without_them(written, reward: str, args:
 def test_faults_of_plugins_and_of_keys_are_reported_together(written, tmp_path: Path):
     found = written(scale="scael", args="{strenght: 2, strength: 1}", algo="{}\ntrian: {}")
     assert [line.split(" ")[1] for line in found] == ["recipe.args.strenght", "trian", "rollout.reward.args.scael"]
-    assert str(tmp_path) in os.environ["PYTHONPATH"].split(os.pathsep)  # for child processes
+    assert str(tmp_path) in plugin_path()  # for child processes

@@ -170,3 +170,29 @@ def test_a_run_trains_on_plays_and_shows_what_they_count(raw):
     raw["evaluate"] = {}
     rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")
     assert [(row["turns"], row["episode/asked"]) for row in rows] == [(3.0, 3.0)] * 2
+
+
+async def changes_all_it_is_given(prompt, policy):
+    """Play a turn, and change the row and the tokens, and afterwards the messages that the policy was asked with."""
+    messages, tools = prompt.row["messages"], [{"function": {"name": "add"}}]
+    messages.append(user("more"))
+    prompt.tokens[:] = 0
+    policy.prompt.row["seen"] = len(messages)
+    call = await policy.generate(messages)
+    context = [dict(message) for message in call.context.messages]
+    messages[0]["content"] = tools[0]["function"]["name"] = "other"
+    assert [dict(message) for message in call.context.messages] == context
+    return policy.trajectory(float(len(messages)))
+
+
+def test_what_a_play_changes_no_other_episode_and_no_held_out_row_sees(tokenizer):
+    prompt = Prompt(np.array([9], np.int32), {"messages": [user("a")]}, "a", 0)
+    limits = Limits(Sampling(20, 1.0, tokenizer.stop_ids), 2000)
+    group = [
+        Episode(prompt, limits, tokenizer, lambda k, i=i: 50 * i + k + 1, changes_all_it_is_given) for i in range(4)
+    ]
+    played = asyncio.run(run_all(Scripted(tokenizer), group))
+    assert [t.outcome for t in played] == [Reward(2.0)] * 4
+    assert prompt.row == {"messages": [user("a")]}
+    assert prompt.tokens.tolist() == [9]
+    assert all(t.prompt is prompt for t in played)

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ptf.config.load import plugin_path
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.credentials import resolved
 from ptf.errors import UserError
@@ -81,7 +82,8 @@ class AgentProcess:
             start_new_session=True,
             encoding="utf-8",
         )
-        path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        first = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        path = {"first": [*first], "last": [*plugin_path(), os.getcwd()]}
         arguments = resolved(self.agent.args, self.agent.use)
         self.lines.put(json_line(use=self.agent.use, args=arguments, path=path, file=own_file(self.agent.use)))
         for target in (self._read, self._write):

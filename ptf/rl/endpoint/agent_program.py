@@ -1,8 +1,9 @@
 """The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py PLACE`.
 
 It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
-it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "file": …}`, to which the line `{}`
-or `{"error": …}` is the answer; `file` is that of the module, or null if it is found by its name. Then
+it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": {…}, "file": …}`, to which the line `{}`
+or `{"error": …}` is the answer; `path` has the directories `first` and
+`last` on the path of modules, and `file` is that of the module, or null if it is found by its name. Then
 `{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
 `{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input, and removes its
 directory `PLACE` then: what wrote to it may have been killed. What agents print goes to standard error.
@@ -42,7 +43,8 @@ def main():
     if not line:
         leave()
     first = json.loads(line)
-    sys.path[:1] = first["path"]  # in place of this file's directory
+    sys.path[:1] = first["path"]["first"]  # in place of this file's directory
+    sys.path += first["path"]["last"]
     try:
         module, _, name = first["use"].partition(":")
         loaded = from_file(module, first["file"]) if first["file"] else importlib.import_module(module)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ptf.config.plugin import own_copy
 from ptf.data.chat import clean
 from ptf.data.rendering import row_arguments
 from ptf.data.tokenizer import Tokenizer
@@ -88,8 +89,9 @@ class Policy:
         """Return the context of the next response; `template_arguments` are further ones than those of the row. Raises
         as `generate`."""
         if len(context) and isinstance(context[0], Mapping):
-            messages = cast("Sequence[Message]", context)
-            made = self.history.context(clean(list(messages)), list(tools) if tools else None, template_arguments)
+            # copies, because the caller may change its messages and tools after the call
+            messages, tools = own_copy((list(cast("Sequence[Message]", context)), list(tools) if tools else None))
+            made = self.history.context(clean(messages), tools, template_arguments)
         else:
             tokens = np.asarray(context, np.int32)
             made = Context(tokens, self.tokenizer.decode(tokens))

@@ -1,13 +1,20 @@
 """A call of a reward: the responses that it is about, its arguments, and its result as numbers."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptf.config.plugin import own_copy
 from ptf.config.reward_signature import EPISODES, RewardSignature
 from ptf.data.trajectory import MAX_REWARD, is_reward
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
+
+FORMS = (
+    ", not a number: a reward is an int, a float or a scalar of numpy or torch, of an `async def` its awaited result, "
+    "and of a function declared with `scores_groups` or `batched` a list of them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +24,16 @@ class Response:
     row: Mapping[str, Any]  # the data row of its prompt
     text: str
     episode: EpisodeView | None = None  # only for a reward that asks for it
+    where: str = ""  # the row's file and line
 
 
 def call_arguments(signature: RewardSignature, responses: Sequence[Response]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and the keyword arguments of a call about these responses."""
+    """Return the positional and the keyword arguments of a call about these responses.
+
+    The responses to one prompt are sent with one row; each gets a copy of its own here.
+    """
+    if len(responses) > 1:
+        responses = [own_copy(response) for response in responses]
     episodes = [response.episode for response in responses]
     if signature.scores == "response":
         (response,) = responses
@@ -40,7 +53,9 @@ def checked_rewards(signature: RewardSignature, value: Any, count: int) -> list[
     if signature.scores == "response":
         return [checked_reward(value)]
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        return Fault(f"the reward returned {type(value).__name__} {str(value)[:60]!r}, not a list of {count} numbers")
+        if inspect.iscoroutine(value):
+            value.close()  # otherwise Python warns that nobody awaited it
+        return Fault(f"the reward returned a {type(value).__name__} {str(value)[:60]!r}, not a list of {count} numbers")
     values = list(value)
     if len(values) != count:
         return Fault(f"the reward returned {len(values)} numbers for {count} responses")
@@ -53,6 +68,10 @@ def checked_reward(value: Any) -> float | Fault:
     """Return the value as a number, or a Fault that says why it is no reward."""
     if isinstance(value, str | bytes | bytearray):  # float() would accept some of them
         return Fault(f"the reward is {str(value)[:60]!r}, a text and not a number")
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        if inspect.iscoroutine(value):
+            value.close()  # otherwise Python warns that nobody awaited it
+        return Fault(f"the reward returned a {type(value).__name__}{FORMS}")
     try:
         value = float(value)
     except Exception as error:  # float() of any object may raise anything

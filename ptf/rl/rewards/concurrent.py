@@ -61,7 +61,7 @@ def asynchronous(what: Plugin) -> Callable[..., Any]:
     target = plugin.resolve(what.use)
     if (equivalent := getattr(target, "asynchronous", None)) and target.where(**what.args):
         target = equivalent
-    arguments = resolved(what.args, what.use)
+    arguments = plugin.own_copy(resolved(what.args, what.use))
     return target(**arguments) if isinstance(target, type) else functools.partial(target, **arguments)
 
 

@@ -1,5 +1,7 @@
 """A reward that a server computes: one request for each response, many at once."""
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,15 @@ def raise_if_no_count(name: str, value: Any) -> None:
         raise UserError(f"{name}: it must be a whole number above 0, not {value!r}")
 
 
+def finite(value: Any) -> Any:
+    """Return a value with None for each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class HttpReward:
     """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
 
@@ -23,7 +34,7 @@ class HttpReward:
     and `max_concurrent_calls` is how many are made at once in a process. Connections that fail and replies with status
     408, 429 or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after
     `Retry-After`; at most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the
-    object, the fields of EpisodeView.
+    object, the fields of EpisodeView. A number of the row that is not finite is sent as null.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class HttpReward:
             raise UserError(f"send_episode: it must be true or false, not {send_episode!r}")
         self.endpoint = JsonEndpoint(url, headers_from_env or {}, timeout_s, retries, wait_s, max_bytes)
         self.max_concurrent_calls, self.send_episode = max_concurrent_calls, send_episode
+        self.with_nulls = set[str]()  # columns of which it was printed
 
     async def __call__(self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None) -> float:
         """Return the server's reward. Raises RequestFault."""
@@ -55,7 +67,21 @@ class HttpReward:
     def body(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> dict[str, Any]:
         """Return what is sent of a response."""
         sent = {"episode": episode.as_json()} if self.send_episode and episode is not None else {}
-        return {"row": dict(row), "text": text, **sent}
+        columns = {name: self._column(name, value) for name, value in row.items()}
+        return {"row": columns, "text": text, **sent}
+
+    def _column(self, name: str, value: Any) -> Any:
+        """Return a column as JSON has it: null for a number that is not finite. Raises RequestFault, which names it."""
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            if name not in self.with_nulls:
+                self.with_nulls.add(name)
+                print(f"reward: column {name!r} has numbers that JSON does not have, such as NaN: null is sent")
+            return finite(value)
+        except TypeError as error:
+            raise RequestFault(f"the column {name!r} of the row cannot be written as JSON: {error}") from None
+        return value
 
     @classmethod
     def check_arguments(cls, **args: Any) -> None:

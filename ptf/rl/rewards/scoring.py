@@ -65,12 +65,16 @@ class RewardWorkers:
         """Return whether a response with this outcome, which was retried so often, is scored once more."""
         return isinstance(outcome, NoResult) and retries < self.retries
 
-    def report(self, reason: str) -> None:
-        """Print the first fault when it happens, because each later one may take the whole time limit."""
+    def report(self, reason: str, where: str = "") -> None:
+        """Print the first fault when it happens, because each later one may take the whole time limit.
+
+        `where` is the place of the response's row.
+        """
         if not self.reported:
             self.reported = True
             again = "; it is called again" if self.retries else ""
-            print(f"the reward {self.reward.use} failed for a response{again}: {reason}", flush=True)
+            to_row = f" to {where}" if where else ""
+            print(f"the reward {self.reward.use} failed for a response{to_row}{again}: {reason}", flush=True)
 
     def take_retries(self) -> int:
         """Return how many responses were scored once more since the last call."""
@@ -143,7 +147,7 @@ class Scoring:
                 for i, outcome in zip(numbers, outcomes_of(future.result(), len(numbers)), strict=True):
                     outcomes[i] = outcome
                     if isinstance(outcome, NoResult):
-                        self.workers.report(outcome.reason)
+                        self.workers.report(outcome.reason, self.responses[i].where)
                 failed = [i for i in numbers if self.workers.may_retry(outcomes[i], retries[i])]
                 for call in self.workers.retry_calls(failed):
                     self.workers.retried += len(call)
@@ -164,4 +168,8 @@ def responses_left_to(workers: RewardWorkers, group: Group) -> list[Response]:
     """Return the responses of a group that its rollout function left to the reward."""
     row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
     sees_episodes = workers.signature.sees_episodes
-    return [Response(row, t.text, EpisodeView.of(t) if sees_episodes else None) for t in group if t.outcome is None]
+    return [
+        Response(row, t.text, EpisodeView.of(t) if sees_episodes else None, t.prompt.where)
+        for t in group
+        if t.outcome is None
+    ]

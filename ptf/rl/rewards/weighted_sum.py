@@ -33,7 +33,8 @@ class Part:
         self.max_concurrent_calls = max_concurrent_calls(self.function)
 
     def call(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> Any:
-        """Call the reward; of a coroutine function the result is a coroutine."""
+        """Call the reward with copies of its own; of a coroutine function the result is a coroutine."""
+        row, episode = plugin.own_copy((row, episode))
         return self.function(row, text, **({"episode": episode} if self.sees_episode else {}))
 
     def weighed(self, value: Any) -> float:

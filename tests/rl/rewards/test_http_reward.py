@@ -91,10 +91,18 @@ def test_any_other_answer_is_a_fault_at_once(reply: Reply, message: str) -> None
 
 def test_a_row_that_json_cannot_hold_is_a_fault() -> None:
     with serving(lambda *_: Reply({"reward": 1})) as server:
-        for value in (datetime.date(2026, 1, 1), float("nan"), b"bytes"):
-            with pytest.raises(RequestFault, match="cannot be written as JSON"):
+        for value in (datetime.date(2026, 1, 1), b"bytes"):
+            with pytest.raises(RequestFault, match="the column 'value' of the row cannot be written as JSON"):
                 score(server, {"value": value})
     assert server.requests == []
+
+
+def test_a_number_that_json_does_not_have_is_sent_as_null_and_its_column_named(capsys: Any) -> None:
+    row = {"answer": 2.5, "unused": {"scores": [float("nan"), 1.0, float("-inf")]}}
+    with serving(lambda *_: Reply({"reward": 1})) as server:
+        assert score(server, row) == 1.0
+    assert server.requests[0][2]["row"] == {"answer": 2.5, "unused": {"scores": [None, 1.0, None]}}
+    assert "column 'unused' has numbers that JSON does not have" in capsys.readouterr().out
 
 
 def test_a_secret_is_sent_and_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

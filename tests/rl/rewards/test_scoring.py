@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ptf.rl.rewards.by_source import Rewards, score_groups
 from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
 from ptf.rl.rewards.concurrent import COROUTINES, max_concurrent_calls
 from ptf.rl.rewards.scoring import RewardWorkers, responses_left_to
+from ptf.rl.rewards.weighted_sum import WeightedSum
 from ptf.rl.worker_messages import Fault
 from tests.rl.rewards import shapes
 from tests.rl.rewards.shapes import Sizes, lengths
@@ -94,7 +96,7 @@ def test_a_list_of_another_length_is_no_result_of_a_group() -> None:
     assert found.pop("tuple") == found.pop("numbers") == [1.0] * 3
     assert found["short"] == [NoResult("the reward returned 2 numbers for 3 responses")] * 3
     assert found["long"] == [NoResult("the reward returned 4 numbers for 3 responses")] * 3
-    assert found["number"] == [NoResult("the reward returned float '1.0', not a list of 3 numbers")] * 3
+    assert found["number"] == [NoResult("the reward returned a float '1.0', not a list of 3 numbers")] * 3
     assert all(len(set(outcomes)) == 1 and isinstance(outcomes[0], NoResult) for outcomes in found.values())
 
 
@@ -197,3 +199,21 @@ def test_a_reward_with_the_former_attribute_is_refused(name: str) -> None:
         RewardWorkers(Plugin(use=f"{HERE}:{name}", args={})).close()
     with pytest.raises(UserError, match=message):
         max_concurrent_calls(getattr(shapes, name))
+
+
+def test_what_a_reward_changes_no_other_response_sees() -> None:
+    with scored_by("changes_rows") as rewards:
+        assert values(score_with(rewards, [group("p", ["a", "b", "c"], seen=[])])) == [[0.0] * 3]
+    parts = [{"use": f"{HERE}:counts_its_calls", "args": {"seen": []}}] * 2
+    assert WeightedSum(parts=parts)({"seen": []}, "a") == 2.0
+    assert parts[0]["args"] == {"seen": []}
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "NoneType", "coroutine"])
+def test_what_is_no_number_is_named_with_the_forms_that_are_and_the_row(kind: str, capsys: Any) -> None:
+    (t,) = group("p", [kind])
+    placed = replace(t, prompt=replace(t.prompt, where="rows.jsonl:3"))
+    with scored_by("returned") as rewards:
+        ((outcome,),) = values(score_with(rewards, [(placed,)]))
+    assert outcome.reason.startswith(f"the reward returned a {kind}, not a number: a reward is an int, a float")
+    assert "failed for a response to rows.jsonl:3: the reward returned" in capsys.readouterr().out
