@@ -18,10 +18,29 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 MODEL = "data/models/smollm2-135m-instruct"
-WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
-).split()
+WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
 SIGNS = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": lambda a, b: a * b}
 ASKED = "What is {} {} {}? Answer with the number only."
 NUMBER = re.compile(r"-?\d+\.?")
@@ -50,7 +69,7 @@ def conversations(directory: str, *, model: str = MODEL, longest: int = 384, tra
     write(directory, "swapped", with_others(held_out))
 
 
-def preferences(directory: str, *, model: str = MODEL, longest: int = 160, trained: int = 200, held_out: int = 120):
+def preferences(directory: str, *, model: str = MODEL, longest: int = 256, trained: int = 200, held_out: int = 120):
     """Write `train.jsonl` and `held_out.jsonl`: pairs of answers.
 
     Training answers have at most `longest` tokens, held-out ones twice as many. Of the held-out pairs, half prefer the
@@ -65,7 +84,9 @@ def preferences(directory: str, *, model: str = MODEL, longest: int = 160, train
         ("train", [row for row in train if row["length"] <= longest][:trained]),
         ("held_out", shorter[:each] + longer[:each]),
     ):
-        write(directory, name, [{key: row[key] for key in ("prompt", "chosen", "rejected", "tree_id")} for row in found])
+        write(
+            directory, name, [{key: row[key] for key in ("prompt", "chosen", "rejected", "tree_id")} for row in found]
+        )
 
 
 def sums(directory: str, *, held_out: int = 200, shuffle_answers: bool = False, seed: int = 0):
