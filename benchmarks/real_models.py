@@ -134,10 +134,10 @@ def pairs(run: Path, prepared: Path) -> dict[str, Interval]:
     from ptf.measurement import read_row_metrics
 
     found, n = read_row_metrics(run), len(rows(prepared / "held_out.jsonl"))
-    accuracy = found["accuracy/held_out"]
+    accuracy, by_length = found["accuracy/held_out"], found["length_baseline_accuracy/held_out"]
     return {
         "accuracy": (accuracy, *wilson(accuracy, n)),
-        "accuracy of the longer answer": (found["length_baseline_accuracy/held_out"],) * 3,
+        "accuracy of the longer answer": (by_length, by_length, by_length),
     }
 
 
@@ -177,10 +177,10 @@ def accuracy_of_readable(before: np.ndarray, after: np.ndarray) -> dict[str, Int
 
     picks = [draw.integers(0, len(before), len(before)) for _ in range(2000)]
     values = {"before": [of(before[p]) for p in picks], "change": [of(after[p]) - of(before[p]) for p in picks]}
-    ends = {name: np.quantile(each, (0.025, 0.975)) for name, each in values.items()}
+    low, high = ({name: float(np.quantile(each, end)) for name, each in values.items()} for end in (0.025, 0.975))
     return {
-        "accuracy of the readable before": (of(before), *map(float, ends["before"])),
-        "change of the accuracy of the readable": (of(after) - of(before), *map(float, ends["change"])),
+        "accuracy of the readable before": (of(before), low["before"], high["before"]),
+        "change of the accuracy of the readable": (of(after) - of(before), low["change"], high["change"]),
     }
 
 
@@ -346,7 +346,7 @@ def page(found: Mapping[str, Row]) -> int:
         "*Gap*: the loss of the last answer after another tree's conversation, less its loss after its own. It grows\n"
         "only where a model uses the question more. In the control each training answer is another question's.\n"
         "Held-out pairs prefer the shorter answer half of the time.\n"
-        "GRPO: 200 held-out questions, answered greedily; an answer is readable if it is a number alone.\n"
+        "GRPO: 60 held-out questions, answered greedily; an answer is readable if it gives exactly one number in digits.\n"
     )
     return write_page(RESULTS, about, lines, missed)
 

@@ -18,32 +18,10 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 MODEL = "data/models/smollm2-135m-instruct"
-WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-]
-SIGNS = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": lambda a, b: a * b}
-ASKED = "What is {} {} {}? Answer with the number only."
-NUMBER = re.compile(r"-?\d+\.?")
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+FORM = "The answer is {}."
+ASKED = "What is {} {} {}?"
+NUMBER = re.compile(r"\d+")
 Row = dict[str, Any]
 
 
@@ -89,19 +67,18 @@ def preferences(directory: str, *, model: str = MODEL, longest: int = 256, train
         )
 
 
-def sums(directory: str, *, held_out: int = 200, shuffle_answers: bool = False, seed: int = 0):
+def sums(directory: str, *, held_out: int = 60, shuffle_answers: bool = False, seed: int = 0):
     """Write `train.jsonl` and `test.jsonl`, prompts of arithmetic in words with an `answer`, and `form.jsonl`:
-    conversations that show the form of an answer, a number, with the answers of other questions.
+    conversations that show the form of an answer, with the numbers of other questions.
 
     With `shuffle_answers` the training prompts, too, have the answers of others: a control.
     """
     draw = random.Random(f"sums/{seed}")
+    questions = [("plus", a, b, a + b) for a in range(11) for b in range(11)]
+    questions += [("minus", a, b, a - b) for a in range(11) for b in range(a + 1)]
     asked = [
-        {"messages": [{"role": "user", "content": ASKED.format(WORDS[a], sign, WORDS[b])}], "answer": str(act(a, b))}
-        for sign, act in SIGNS.items()
-        for a in range(21)
-        for b in range(21)
-        if sign != "times" or max(a, b) <= 10
+        {"messages": [{"role": "user", "content": ASKED.format(WORDS[a], sign, WORDS[b])}], "answer": str(answer)}
+        for sign, a, b, answer in questions
     ]
     draw.shuffle(asked)
     test, train = asked[:held_out], asked[held_out:]
@@ -113,19 +90,20 @@ def sums(directory: str, *, held_out: int = 200, shuffle_answers: bool = False, 
     write(
         directory,
         "form",
-        [{"messages": [*r["messages"], {"role": "assistant", "content": r["answer"]}]} for r in shuffled],
+        [{"messages": [*r["messages"], {"role": "assistant", "content": FORM.format(r["answer"])}]} for r in shuffled],
     )
 
 
 def right(row: Mapping[str, Any], text: str) -> float:
-    """Return the reward: 1 for the right number and nothing else, 0.1 for another number alone, otherwise 0."""
+    """Return the reward: 1 for the right number, 0.1 for another one, 0 where no number or several are given."""
     given = readable(text)
     return 0.0 if given is None else 1.0 if given == int(row["answer"]) else 0.1
 
 
 def readable(text: str) -> int | None:
-    """Return the number that a response consists of; None where it is not a number alone."""
-    return int(text.strip().rstrip(".")) if NUMBER.fullmatch(text.strip()) else None
+    """Return the number that a response gives in digits; None where it gives none, or several."""
+    found = NUMBER.findall(text)
+    return int(found[0]) if len(found) == 1 else None
 
 
 def read(name: str) -> Iterable[Row]:
