@@ -563,22 +563,22 @@ def _logprobs_by(model: "PreTrainedModel", tokens: Sequence[int]) -> Tensor:
 
 
 def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
-    """Return whether greedy generation, with the model's own settings, ends where the third token is made `stop`."""
+    """Return whether greedy generation, with the model's own settings, ends where its first token is made `stop`."""
     quiet()
-    last = prompt.shape[1] + 2
+    first = prompt.shape[1]
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
-        return scores if ids.shape[1] != last else torch.full_like(scores, -torch.inf).index_fill(1, stop_id, 0.0)
+        return scores if ids.shape[1] != first else torch.full_like(scores, -torch.inf).index_fill(1, stop_id, 0.0)
 
     stop_id = torch.tensor([stop])
     made = cast(Any, model).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
-        max_new_tokens=4,
+        max_new_tokens=2,
         logits_processor=[forced],
     )
-    return made.shape[1] <= last + 1
+    return made.shape[1] == first + 1
 
 
 @torch.no_grad()
