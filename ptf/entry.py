@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 PARENT = "PTF_PARENT"  # in the environment of a process that is started so: its parent's process id
 ORPHANED = 75  # exit status of a process whose parent was gone before it began
+PATH = "PTF_PYTHON_PATH"  # in the same environment: the parent's path of modules
 STARTED_BY = os.getppid()  # as it was when this module was imported
 PR_SET_PDEATHSIG, SIGKILL = 1, 9  # linux/prctl.h; the module signal is not needed for one number
 
@@ -62,8 +63,8 @@ if __name__ == "__main__":
     if not os.environ.get(PARENT, "").isdigit():
         sys.exit(f"ptf.entry is started by ptf, which sets {PARENT}; start the module itself instead")
     end_with_parent(int(os.environ[PARENT]))
-    if not sys.flags.safe_path:  # `-m` puts the current directory first, where its files hide modules of Python
-        sys.path.append(sys.path.pop(0))
+    # `-m` puts the current directory first, where its files hide modules of Python
+    sys.path[:] = os.environ[PATH].split(os.pathsep)
     os.environ[PARENT] = str(os.getpid())  # for what this process starts in the same way
     import runpy
 

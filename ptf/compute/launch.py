@@ -15,7 +15,7 @@ from typing import Any
 from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
 from ptf.config.sections.compute import ComputeConfig
-from ptf.entry import PARENT, end_with_parent  # noqa: F401  the latter is imported from here
+from ptf.entry import PARENT, PATH, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
 
 ENTRY = "ptf.entry"
@@ -90,7 +90,12 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
     No code of ptf runs between fork and exec, where other threads' locks are held.
     """
     command = [sys.executable, "-m", ENTRY, module, *arguments]
-    return subprocess.Popen(command, env={**os.environ, **environment, PARENT: str(os.getpid())}, **options)
+    return subprocess.Popen(command, env={**os.environ, **environment, **as_child()}, **options)
+
+
+def as_child() -> dict[str, str]:
+    """Return the variables with which a process of `ptf.entry` is bound to this one, and finds modules as it does."""
+    return {PARENT: str(os.getpid()), PATH: os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def needs_ray(compute: ComputeConfig) -> bool:

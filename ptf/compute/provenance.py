@@ -42,7 +42,6 @@ TOOLS = (
     "inspection/*",
     "config/reference.py",
     "data/survey.py",
-    "model/verify.py",
     "train/budget.py",
     "rl/engines/conformance.py",
 )

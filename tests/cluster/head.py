@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptf.compute.launch import ENTRY
+from ptf.compute.launch import ENTRY, as_child
 from ptf.compute.reaper import end, family
-from ptf.entry import PARENT
 from tests.server_process import free_port
 
 START_S, GRACE_S = 180.0, 20.0
@@ -62,7 +61,7 @@ def running(variables: Mapping[str, str] = {}, places: int = 3) -> Iterator[Head
     line += [f"--dashboard-agent-listen-port={free_port()}"]
     with (home / "log").open("w") as log:
         started = subprocess.Popen(
-            line, env=env | dict(variables) | {PARENT: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True
+            line, env=env | dict(variables) | as_child(), stdout=log, stderr=log, start_new_session=True
         )
     head = Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{jobs}", env)
     try:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ptf.entry import PARENT, PATH
+
 WITHIN_S = 60.0
 STALLS = """
 import os, sys, time
@@ -148,9 +150,9 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     assert not (family.place / "go.torch").exists()
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{family.place}{os.pathsep}{os.getcwd()}",
         "STALL_UNTIL": str(family.go),
-        "PTF_PARENT": str(os.getpid()),
+        PARENT: str(os.getpid()),
+        PATH: os.pathsep.join([str(family.place), *sys.path]),
     }
 
     def with_a_parent(*words: str) -> subprocess.CompletedProcess[str]:

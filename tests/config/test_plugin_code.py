@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ptf
+from ptf.compute.launch import as_child
 from ptf.config import ConfigError, fingerprint, loads, plugin
 from ptf.config.load import PLUGIN_PATH, PLUGINS, on_path, plugin_path
 from ptf.config.plugin_code import code_of
@@ -94,7 +95,7 @@ def test_a_file_beside_the_config_hides_no_module_of_python_in_a_child(place: Pa
         (place / f"{name}.py").write_text("raise SystemExit('this is not the module of Python')\n")
     (place / "near_reward.py").write_text("import queue\nqueue.SimpleQueue\nprint('imported')\n")
     root = str(Path(ptf.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": root, PLUGIN_PATH: str(place), "PTF_PARENT": str(os.getpid())}
+    env = {**os.environ, "PYTHONPATH": root, PLUGIN_PATH: str(place), **as_child()}
     for directory in (place, root):
         command = [sys.executable, "-m", "ptf.entry", "near_reward"]
         child = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)

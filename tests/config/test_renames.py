@@ -570,7 +570,7 @@ def test_its_fingerprints_are_those_that_were_taken(stored):
     assert fingerprint(job, "data.prepare") == FINGERPRINTS[stored.name]["data.prepare"]
     whole = with_first_names(job.model_dump())
     # these were added since
-    del whole["publish"]["what"], whole["model"]["quantization"]
+    del whole["publish"]["what"], whole["model"]["quantization"], whole["data"]["consecutive_turns"]
     del whole["train"]["optimizer_offload"], whole["train"]["optimizer"], whole["train"]["fused"]
     later = ("credit_level", "overlong_filter", "turn_discount", "tis_level", "tis_mode", "policy_loss", "dual_clip")
     for key in later:

@@ -36,7 +36,10 @@ PARTITIONS, SEQUENCES, SEQ_LEN = 4, 8, 64
 
 def chat(name: str, i: int) -> dict[str, Any]:
     return {
-        "messages": [{"role": "user", "content": f"{name}{i}."}, {"role": "assistant", "content": "x" * (i * i % 23)}]
+        "messages": [
+            {"role": "user", "content": f"{name}{i}."},
+            {"role": "assistant", "content": "x" * (1 + i * i % 23)},
+        ]
     }
 
 

@@ -14,7 +14,7 @@ def test_the_same_model_with_one_output():
     assert made["architectures"] == ["Qwen3ForSequenceClassification"]
     assert (made["id2label"], made["label2id"]) == ({"0": "score"}, {"score": 0})
     assert made["pad_token_id"] == 7
-    assert as_scalar(CONFIG | {"pad_token_id": 0}, 7)["pad_token_id"] == 0  # the model's own, if it has one
+    assert as_scalar(CONFIG | {"pad_token_id": 0}, 7)["pad_token_id"] == 7
 
 
 def test_a_multimodal_model_is_refused():

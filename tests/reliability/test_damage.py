@@ -60,7 +60,7 @@ def test_the_trials_see_what_is_silent(made: Made, monkeypatch: pytest.MonkeyPat
     scene, place = whole(made, next(make for name, make in SCENES.items() if name.startswith(kind)))
     sizes = storage.verify
     monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: sizes(directory, 0.0))
-    monkeypatch.setattr(file_verification, "_sha256", lambda uri: place_hash(scene, place, uri))
+    monkeypatch.setattr(file_verification, "_sha256", lambda uri, *_: place_hash(scene, place, uri))
     monkeypatch.setattr("tests.reliability.damage.HARMS", {"flip": HARMS["flip"]})
     assert any("silent" in fault or "Error" in fault for fault in trials(scene, place, 20, seed=0)[1])
 

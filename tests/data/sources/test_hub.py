@@ -208,9 +208,9 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
     write_job_file(begun, tmp_path / "runs" / "one")
     new = stub.push("open/gsm", gsm(first=7))
     assert dataset_commits(job) == {"data.sources.a": new, "data.validation.v": new}
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("{}\n")  # it has begun
     # the second asks for a branch, which has moved
     assert dataset_commits(job, "one") == {"data.sources.a": old, "data.validation.v": new}
-    (tmp_path / "runs" / "one" / "metrics.jsonl").touch()  # it has begun
     with pytest.raises(UserError, match=rf'data\.validation\.v\.revision: "{old}" → "{new}"'):
         write_job_file(resolved(job, run_name="one"), tmp_path / "runs" / "one")
 
