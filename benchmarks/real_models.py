@@ -346,7 +346,7 @@ def page(found: Mapping[str, Row]) -> int:
         "*Gap*: the loss of the last answer after another tree's conversation, less its loss after its own. It grows\n"
         "only where a model uses the question more. In the control each training answer is another question's.\n"
         "Held-out pairs prefer the shorter answer half of the time.\n"
-        "GRPO: 60 held-out questions, answered greedily; an answer is readable if it gives exactly one number in digits.\n"
+        "GRPO: 60 held-out questions, answered greedily; an answer is readable if it gives one number in digits.\n"
     )
     return write_page(RESULTS, about, lines, missed)
 

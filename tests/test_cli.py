@@ -136,7 +136,7 @@ def test_verify_takes_a_directory(tmp_path, capsys):
     with (directory / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     assert cli.main(["check-model", str(directory)]) == 2
-    assert "transformers cannot load it" in capsys.readouterr().err
+    assert "model.safetensors cannot be read" in capsys.readouterr().err
 
 
 def test_verify_refuses_what_is_neither_with_one_message(capsys):

@@ -62,6 +62,7 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
     job = loads(yaml.safe_dump(raw))
     begun = module.prepare(job, Artifact(run_name="kd-1")).resolve(job)
     write_job_file(begun, Path(job.output) / "kd-1")
+    (Path(job.output) / "kd-1" / "metrics.jsonl").write_text("{}\n")  # it has made a step
     for name in ("first", "second"):
         publish(load(str(tmp_path / f"{name}.yaml")), "v2")
     assert module.prepare(job, Artifact(run_name="kd-1")).resolve(job) == begun

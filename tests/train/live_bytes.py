@@ -214,6 +214,7 @@ def raw_job(directory: Path, ranks: int, *, seq_len: int, sequences: int, **sect
     train = {
         "steps": 1,
         "lr": 1e-5,
+        "precision": "bf16",
         "global_batch_sequences": 2 * ranks * sequences,
         "micro_batch_sequences": sequences,
     }

@@ -83,7 +83,7 @@ class AgentProcess:
             encoding="utf-8",
         )
         first = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        path = {"first": [*first], "last": [*plugin_path(), os.getcwd()]}
+        path = {"first": [*first], "own": [*plugin_path(), os.getcwd()]}
         arguments = resolved(self.agent.args, self.agent.use)
         self.lines.put(json_line(use=self.agent.use, args=arguments, path=path, file=own_file(self.agent.use)))
         for target in (self._read, self._write):

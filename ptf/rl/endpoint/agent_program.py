@@ -2,8 +2,8 @@
 
 It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
 it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": {…}, "file": …}`, to which the line `{}`
-or `{"error": …}` is the answer; `path` has the directories `first` and
-`last` on the path of modules, and `file` is that of the module, or null if it is found by its name. Then
+or `{"error": …}` is the answer; `path` has the directories that are `first` on the path of modules, and those of the
+user's `own` modules, and `file` is that of the module, or null if it is found by its name. Then
 `{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
 `{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input, and removes its
 directory `PLACE` then: what wrote to it may have been killed. What agents print goes to standard error.
@@ -44,7 +44,10 @@ def main():
         leave()
     first = json.loads(line)
     sys.path[:1] = first["path"]["first"]  # in place of this file's directory
-    sys.path += first["path"]["last"]
+    # before installed packages, and after Python's own modules, which a file such as queue.py must not hide
+    installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
+    at = next(installed, len(sys.path))
+    sys.path[at:at] = first["path"]["own"]
     try:
         module, _, name = first["use"].partition(":")
         loaded = from_file(module, first["file"]) if first["file"] else importlib.import_module(module)

@@ -47,7 +47,7 @@ def job(*, pools: dict[str, Any] | None = None, launcher: str = "ray", ranks: in
         "model": {"path": "m", "lora": {"rank": 4}},
         "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 64},
         "rollout": {"engine": "native", "reward": {"use": "a:b"}, "max_new_tokens": 8, **rollout},
-        "train": {"steps": 2, "lr": 1e-4},
+        "train": {"steps": 2, "lr": 1e-4, "precision": "bf16"},
         "compute": {"launcher": launcher, "pools": pools or {}, "workers": ranks},
     }
     return loads(yaml.safe_dump(raw))
