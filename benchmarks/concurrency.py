@@ -126,7 +126,9 @@ async def serve() -> None:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 body = json.loads(await reader.readexactly(int(head.split("content-length:")[1].split()[0])))
                 await asyncio.sleep(600 if "\nhang\n" in body["messages"][0]["content"] else CALL_S)
-                message = {"role": "assistant", "content": "\\boxed{10}"}
+                # the form that it was told to write: the score, and what no response can write
+                form = body["messages"][0]["content"].rpartition("\\boxed{SCORE, ")[2].partition("}")[0]
+                message = {"role": "assistant", "content": f"\\boxed{{10, {form}}}"}
                 reply = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(reply), reply))
                 await writer.drain()
