@@ -34,8 +34,8 @@ LEAST = 1e-6  # what transformers' error counts as at least
 LOGITS, GRADIENTS = 1e-4, 1e-3  # largest errors in fp32 that are judged: of the largest logit, and of a gradient's norm
 LONG, LONGEST = 1024, 4096  # tokens of the long document: at least, and at most
 # Of the random tokens. A few magnify rounding a hundredfold in Qwen2.5-Coder-0.5B: transformers' error of its logits is
-# 1.0e-4 with seed 0, which cannot be judged, and 2.1e-5 with this one.
-SEED = 2
+# 1.0e-4 (seeds 1 and 2: 9.3e-5 and 2.1e-5), so that it cannot be judged.
+SEED = 0
 KEPT = 256  # positions of the long document whose logits are compared
 ROWS = (
     "What is the capital of France, and which river runs through it?",
