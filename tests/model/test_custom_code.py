@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import hf_backend, verify
+from ptf.model import hf_backend
+from ptf.model.verify_checkpoint import Reference
 
 ROOT = Path(__file__).parents[2]
 LOADS = ("from_pretrained", "from_config")
@@ -41,10 +42,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("load", [lambda d: Tokenizer.load(str(d)), hf_backend.configured, verify._loaded])
+@pytest.mark.parametrize("load", [lambda d: Tokenizer.load(str(d)), hf_backend.configured])
 def test_code_beside_a_model_is_refused_and_not_run(place, load):
     with pytest.raises(UserError, match="works only with the Python code in its directory"):
         load(place)
+    assert not (place.parent / "ran").exists()
+
+
+def test_the_verifier_does_not_run_it(place):
+    with pytest.raises(UserError, match="model_type 'mine' is not supported"):
+        Reference(place)
     assert not (place.parent / "ran").exists()
 
 
