@@ -600,7 +600,9 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         corrected(model)
         theirs = [model(input_ids=ids[:, :n]).logits[0, 0] for n in range(1, len(tokens) + 1)]
         two = [list(tokens), list(tokens[: len(tokens) // 2])]
-        batch = AutoTokenizer.from_pretrained(directory).pad({"input_ids": two}, return_tensors="pt")
+        batch = AutoTokenizer.from_pretrained(directory, trust_remote_code=False).pad(
+            {"input_ids": two}, return_tensors="pt"
+        )
         theirs += list(model(**batch).logits[:, 0])
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
         return float((torch.stack(theirs) - wanted).abs().max())

@@ -150,9 +150,10 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     assert not (family.place / "go.torch").exists()
     environment = {
         **os.environ,
+        "PYTHONPATH": f"{family.place}{os.pathsep}{os.getcwd()}",
         "STALL_UNTIL": str(family.go),
         PARENT: str(os.getpid()),
-        PATH: os.pathsep.join([str(family.place), *sys.path]),
+        PATH: os.pathsep.join(sys.path),
     }
 
     def with_a_parent(*words: str) -> subprocess.CompletedProcess[str]:
