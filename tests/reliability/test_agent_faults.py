@@ -94,7 +94,9 @@ def test_a_judge_that_is_gone_for_some_answers_leaves_the_others_their_results(j
         answer = body["messages"][0]["content"]
         if gone and number % 5 == 0:
             return Reply(closes=True)
-        return Reply({"choices": [{"message": {"content": f"\\boxed{{{len(answer) % 10}}}"}, "finish_reason": "stop"}]})
+        form = answer.rpartition("\\boxed{SCORE, ")[2].partition("}")[0]
+        said = f"\\boxed{{{len(answer) % 10}, {form}}}"
+        return Reply({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
 
     def judged(name, retries):
         args = {"url": server.url, "model": "judge", "prompt": "{response}", "wait_s": 0.01, "retries": retries}
