@@ -120,7 +120,7 @@ def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, mo
         patch.setattr(trainer, "hold_frozen", lambda *_: None)
         masters = train(raw, "masters")
 
-    def everything(model, dtype):
+    def everything(model, dtype, *_):
         for p in model.parameters():
             p.data = p.data.to(dtype)
 
