@@ -18,9 +18,13 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 MODEL = "data/models/smollm2-135m-instruct"
-WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty twenty-one twenty-two twenty-three twenty-four twenty-five twenty-six twenty-seven
+twenty-eight twenty-nine thirty""".split()
+FIRST, SECOND = range(27), range(5)  # the numbers that are added, or subtracted
+ASKED = "Calculate {} {} {}. Give only the number in digits."
+WRITTEN = "Write {} in digits."
 FORM = "The answer is {}."
-ASKED = "What is {} {} {}?"
 NUMBER = re.compile(r"\d+")
 Row = dict[str, Any]
 
@@ -67,31 +71,31 @@ def preferences(directory: str, *, model: str = MODEL, longest: int = 256, train
         )
 
 
-def sums(directory: str, *, held_out: int = 60, shuffle_answers: bool = False, seed: int = 0):
+def sums(directory: str, *, held_out: int = 100, shuffle_answers: bool = False):
     """Write `train.jsonl` and `test.jsonl`, prompts of arithmetic in words with an `answer`, and `form.jsonl`:
-    conversations that show the form of an answer, with the numbers of other questions.
+    conversations that show the form of an answer, and no arithmetic.
 
-    With `shuffle_answers` the training prompts, too, have the answers of others: a control.
+    With `shuffle_answers` the training prompts have the answers of others: a control.
     """
-    draw = random.Random(f"sums/{seed}")
-    questions = [("plus", a, b, a + b) for a in range(11) for b in range(11)]
-    questions += [("minus", a, b, a - b) for a in range(11) for b in range(a + 1)]
-    asked = [
-        {"messages": [{"role": "user", "content": ASKED.format(WORDS[a], sign, WORDS[b])}], "answer": str(answer)}
-        for sign, a, b, answer in questions
-    ]
+    draw = random.Random("sums")
+    questions = [("plus", a, b, a + b) for a in FIRST for b in SECOND]
+    questions += [("minus", a, b, a - b) for a in FIRST for b in SECOND if b <= a]
+    asked = [{**user(ASKED, WORDS[a], sign, WORDS[b]), "answer": str(answer)} for sign, a, b, answer in questions]
     draw.shuffle(asked)
     test, train = asked[:held_out], asked[held_out:]
-    answers = [row["answer"] for row in train]
-    draw.shuffle(answers)
-    shuffled = [{**row, "answer": answer} for row, answer in zip(train, answers, strict=True)]
-    write(directory, "train", shuffled if shuffle_answers else train)
-    write(directory, "test", test)
-    write(
-        directory,
-        "form",
-        [{"messages": [*r["messages"], {"role": "assistant", "content": FORM.format(r["answer"])}]} for r in shuffled],
-    )
+    if shuffle_answers:
+        answers = [row["answer"] for row in train]
+        draw.shuffle(answers)
+        train = [{**row, "answer": answer} for row, answer in zip(train, answers, strict=True)]
+    written = [(user(WRITTEN, word), FORM.format(number)) for number, word in enumerate(WORDS)]
+    form = [{"messages": [*row["messages"], {"role": "assistant", "content": text}]} for row, text in written]
+    for name, found in (("train", train), ("test", test), ("form", form)):
+        write(directory, name, found)
+
+
+def user(text: str, *words: str) -> Row:
+    """Return a row in which the user asks this, with the words in their places."""
+    return {"messages": [{"role": "user", "content": text.format(*words)}]}
 
 
 def right(row: Mapping[str, Any], text: str) -> float:
