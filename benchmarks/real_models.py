@@ -1,16 +1,19 @@
-"""What ptf does to pretrained models: SFT, DPO, a reward model and GRPO of SmolLM2-135M-Instruct, with controls.
-Needs the models (`make models`) and the data (PTF_DATA). Writes results/real_models.md, and real_models.jsonl as it
-goes.
+"""What ptf does to pretrained models: SFT, DPO, a reward model and GRPO of SmolLM2-135M-Instruct, with controls; GRPO
+of Qwen2.5-Coder-0.5B-Instruct with adapters; log-probs of the engines, memory, and the SFT step beside TRL's. Needs the
+models (`make models`), the data (PTF_DATA) and for TRL its environment (`make peers`). Writes results/real_models.md,
+and real_models.jsonl as it goes.
 
     python benchmarks/real_models.py [--only UNIT …] [--anew]
 
-A unit is one training of a job of configs/smollm2/ with one seed, and what it changed on held-out rows. Two units run
-at once, one thread each. A unit that the ledger has at this commit is not made again. Intervals are 95 % ones over
-rows, or over trees of OpenAssistant where rows of a tree share their beginning.
+A unit is one training of a job of configs/ with one seed, and what it changed on held-out rows, or one measurement
+(real_measures.py). Two units run at once, one thread each; TRL's runs alone. The ledger keeps each unit with its
+commit; one that it has is made again only with --anew. Intervals are 95 % ones over rows, or over trees of
+OpenAssistant where rows of a tree share their beginning.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -25,26 +28,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "configs" / "smollm2"
-sys.path[:0] = [str(ROOT), str(CONFIGS)]
+CONFIGS = ROOT / "configs"
+PLUGINS = [str(CONFIGS / "smollm2"), str(CONFIGS / "qwen2p5_coder")]
+sys.path[:0] = [str(ROOT), *PLUGINS]
 
 import numpy as np  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from benchmarks.pages import write_page  # noqa: E402
+from benchmarks.real_measures import Interval, Row, beside_trl, exactly, logprobs, rewarded, rows, table  # noqa: E402
 
 MODELS = Path(os.environ.get("PTF_MODELS") or ROOT / "data" / "models")
-SMOLLM2 = MODELS / "smollm2-135m-instruct"
+SMOLLM2, CODER = MODELS / "smollm2-135m-instruct", MODELS / "qwen2.5-coder-0.5b-instruct"
 OUTPUT = ROOT / "runs" / "real_models"
 RESULTS = results_page("real_models.md")
 KEPT = RESULTS.with_suffix(".jsonl")
-Row = dict[str, Any]
-Interval = tuple[float, float, float]  # mean, lower and upper end
+ARGS = "data.prepare.args"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One training: a config of configs/smollm2/, what is changed in it, and how its result is measured."""
+    """One training: a config of configs/, what is changed in it, and how its result is measured."""
 
     config: str
     measure: Callable[[Path, Path], dict[str, Interval]]  # (run, prepared data) → what changed
@@ -52,22 +56,48 @@ class Unit:
     set: tuple[str, ...] = ()
     after: str = ""  # the unit whose published model it starts from
 
+    @property
+    def model(self) -> Path:
+        """The pretrained model that it starts from, or that its `after` started from."""
+        return CODER if self.config.startswith("qwen") else SMOLLM2
 
-def units() -> dict[str, Unit]:
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured of a model without training it."""
+
+    measure: Callable[[], dict[str, Interval]]
+    after: str = ""
+    alone: bool = False  # on the machine
+
+
+def units() -> dict[str, Unit | Measurement]:
     """Return all units by name; those that start from another unit's model come after it."""
     seeds = range(3)
-    made = {f"SFT, seed {seed}": Unit("sft", conversations, seed) for seed in seeds}
-    made["SFT, LoRA"] = Unit("sft_lora", conversations)
-    made["SFT, control: answers permuted"] = Unit("sft", conversations, set=("data.prepare.args.permute=true",))
-    made |= {f"DPO, seed {seed}": Unit("dpo", pairs, seed) for seed in seeds}
-    made |= {f"reward model, seed {seed}": Unit("rm", pairs, seed) for seed in seeds}
-    made["SFT on the form of answers"] = Unit("sums_form", answers)
-    made |= {f"GRPO, seed {seed}": Unit("grpo", answers, seed) for seed in seeds}
-    control = ("data.prepare.args.shuffle_answers=true", "train.steps=10")
-    made["GRPO, control: answers shuffled"] = Unit("grpo", answers, set=control)
-    form = "SFT on the form of answers"
-    made |= {f"GRPO from the form, seed {seed}": Unit("grpo_form", answers, seed, after=form) for seed in seeds}
-    made["GRPO from the form, control: answers shuffled"] = Unit("grpo_form", answers, set=control, after=form)
+    made: dict[str, Unit | Measurement] = {}
+    made |= {f"SFT, seed {seed}": Unit("smollm2/sft", conversations, seed) for seed in seeds}
+    made["SFT, LoRA"] = Unit("smollm2/sft_lora", conversations)
+    made["SFT, control: answers permuted"] = Unit("smollm2/sft", conversations, set=(f"{ARGS}.permute=true",))
+    made |= {f"DPO, seed {seed}": Unit("smollm2/dpo", pairs, seed) for seed in seeds}
+    made |= {f"reward model, seed {seed}": Unit("smollm2/rm", pairs, seed) for seed in seeds}
+    made["form"] = Unit("smollm2/sums_form", answers)
+    made |= {f"GRPO, seed {seed}": Unit("smollm2/grpo", answers, seed) for seed in seeds}
+    control = (f"{ARGS}.shuffle_answers=true", "train.steps=10")
+    made["GRPO, control: answers shuffled"] = Unit("smollm2/grpo", answers, set=control)
+    made["GRPO, vLLM, 10 steps"] = Unit("smollm2/grpo", answers, set=("rollout.engine=vllm", "train.steps=10"))
+    made |= {
+        f"GRPO from the form, seed {seed}": Unit("smollm2/grpo_form", answers, seed, after="form") for seed in seeds
+    }
+    made["GRPO from the form, control: answers shuffled"] = Unit(
+        "smollm2/grpo_form", answers, set=control, after="form"
+    )
+    made["coder, functions"] = Unit("qwen2p5_coder/code", rewarded)
+    made["coder, tool"] = Unit("qwen2p5_coder/calculator", rewarded)
+    for engine in ("native", "vllm"):
+        for precision in ("fp32", "bf16"):
+            of = functools.partial(logprobs, SMOLLM2, engine, precision)
+            made[f"log-probs, {engine}, {precision}"] = Measurement(of)
+    made["beside TRL"] = Measurement(functools.partial(beside_trl, SMOLLM2), alone=True)
     return made
 
 
@@ -84,11 +114,6 @@ def over_groups(differences: Sequence[float], groups: Sequence[Any]) -> Interval
     n = len(sums)
     half = quantile(n - 1) * math.sqrt((sums**2).sum() * n / (n - 1)) / len(values)
     return float(mean), float(mean - half), float(mean + half)
-
-
-def rows(place: Path) -> list[Row]:
-    """Return the rows of a jsonl file."""
-    return [json.loads(line) for line in place.read_text().splitlines()]
 
 
 def last_turn_losses(model: Path, conversations: Sequence[Row]) -> np.ndarray:
@@ -137,7 +162,7 @@ def pairs(run: Path, prepared: Path) -> dict[str, Interval]:
     accuracy, by_length = found["accuracy/held_out"], found["length_baseline_accuracy/held_out"]
     return {
         "accuracy": (accuracy, *wilson(accuracy, n)),
-        "accuracy of the longer answer": (by_length, by_length, by_length),
+        "accuracy of the longer answer": exactly(by_length),
     }
 
 
@@ -147,7 +172,7 @@ def answers(run: Path, prepared: Path) -> dict[str, Interval]:
 
     asked = rows(prepared / "test.jsonl")
     found = {}
-    for name, file in (("before", "start_test"), ("after", "test")):
+    for name, file in (("before", "start/test"), ("after", "test")):
         given = [row["response"] for row in rows(run / "responses" / f"{file}.jsonl")]
         assert len(given) == len(asked)
         found[name] = np.array(
@@ -189,22 +214,35 @@ def accuracy_of_readable(before: np.ndarray, after: np.ndarray) -> dict[str, Int
 
 def train_unit(name: str) -> Row:
     """Train and measure one unit in this process, and return its row of the ledger."""
+    began = time.monotonic()
+    unit = units()[name]
+    row = {"unit": name, "found": unit.measure()} if isinstance(unit, Measurement) else trained(name, unit)
+    spent = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return row | {
+        "cpu_s": round(sum(used.ru_utime + used.ru_stime for used in spent), 1),
+        "clock_s": round(time.monotonic() - began, 1),
+    }
+
+
+def trained(name: str, unit: Unit) -> Row:
+    """Train a unit, evaluate what it made and measure what changed."""
     from ptf.config import load
     from ptf.evaluation import evaluate_run
     from ptf.run import prepared_directory
+    from ptf.train.budget import GIB, budget
     from ptf.training_run import train
 
-    unit, place = units()[name], OUTPUT / name.replace(", ", "_").replace(": ", "_").replace(" ", "-")
-    began = time.monotonic()
+    model = unit_run(unit.after) / "model" if unit.after else unit.model
+    sized = unit.config.split("/")[1] in ("sft", "sft_lora", "dpo", "rm")  # their rows have at most so many tokens
     job = load(
         CONFIGS / f"{unit.config}.yaml",
         overrides=[
             f"seed={unit.seed}",
-            f"output={place}",
-            f"model.path={SMOLLM2 if not unit.after else unit_run(unit.after) / 'model'}",
+            f"output={unit_run(name).parent}",
+            f"model.path={model}",
             "compute={launcher: local, device: cpu, threads: 1}",
-            "track={tensorboard: false}",
-            *([f"data.prepare.args.model={SMOLLM2}"] if "sums" not in job_prepare(unit.config) else []),
+            "track.tensorboard=false",
+            *([f"{ARGS}.model={unit.model}"] if sized else []),
             *unit.set,
         ],
     )
@@ -213,27 +251,23 @@ def train_unit(name: str) -> Row:
     prepared = prepared_directory(made.job)
     assert prepared is not None
     steps = rows(made.directory / "metrics.jsonl")
-    found = unit.measure(made.directory, Path(prepared))
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    inside = resource.getrusage(resource.RUSAGE_CHILDREN)
+    memory: Row = {}
+    if sized:
+        plan = budget(made.job, model, 1, room_gib=80)
+        memory = {
+            "plan_gib": round(plan.memory.total / GIB, 2),
+            "peak_gib": max(row["peak_memory_gib"] for row in steps if "peak_memory_gib" in row),
+        }
     return {
         "unit": name,
         "seed": unit.seed,
-        "command": f"ptf train configs/smollm2/{unit.config}.yaml " + " ".join(f"--set {s}" for s in unit.set),
+        "command": f"ptf train configs/{unit.config}.yaml " + " ".join(f"--set {s}" for s in unit.set),
         "steps": len(steps),
-        "tokens": sum(int(row.get("tokens", 0)) for row in steps),
+        "tokens": sum(int(row.get("tokens", row.get("step_tokens", 0))) for row in steps),
         "precision": made.job.train.precision,
-        "cpu_s": round(sum((spent.ru_utime, spent.ru_stime, inside.ru_utime, inside.ru_stime)), 1),
-        "clock_s": round(time.monotonic() - began, 1),
-        "found": found,
+        **memory,
+        "found": unit.measure(made.directory, Path(prepared)),
     }
-
-
-def job_prepare(config: str) -> str:
-    """Return the text of a config and of those that it extends."""
-    text = (CONFIGS / f"{config}.yaml").read_text()
-    base = next((line.split()[1] for line in text.splitlines() if line.startswith("extends:")), None)
-    return text + (job_prepare(base.removesuffix(".yaml")) if base else "")
 
 
 def unit_run(name: str) -> Path:
@@ -243,7 +277,7 @@ def unit_run(name: str) -> Path:
 
 @dataclass
 class Ledger:
-    """The rows of the units that were made at this commit."""
+    """The newest row of each unit."""
 
     here: str
     rows: dict[str, Row] = field(default_factory=dict)
@@ -257,7 +291,7 @@ class Ledger:
 
 def make(name: str, ledger: Ledger) -> None:
     """Make a unit in a process of its own, which has one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{CONFIGS}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *PLUGINS])}
     log = unit_run(name).parent.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(Path(__file__)), "--unit", name]
@@ -267,6 +301,11 @@ def make(name: str, ledger: Ledger) -> None:
         raise SystemExit(f"{name} ended with status {done.returncode}: see {log}")
     ledger.add({**json.loads(done.stdout), "commit": ledger.here, "machine": cpu(), "date": time.strftime("%Y-%m-%d")})
     print(json.dumps(ledger.rows[name]), flush=True)
+
+
+def alone(unit: Unit | Measurement) -> bool:
+    """Return whether a unit is made while no other one is."""
+    return isinstance(unit, Measurement) and unit.alone
 
 
 def main() -> int:
@@ -284,71 +323,146 @@ def main() -> int:
         parser.error(f"there is no {SMOLLM2}: run `make models`, or set PTF_MODELS")
     ledger = Ledger(commit())
     if KEPT.exists():
-        ledger.rows = {row["unit"]: row for row in rows(KEPT) if row["commit"] == ledger.here}
+        ledger.rows = {row["unit"]: row for row in rows(KEPT)}
     wanted = [
         name
         for name in units()
         if (not asked.only or name.startswith(tuple(asked.only))) and (asked.anew or name not in ledger.rows)
     ]
-    for first in (True, False):  # those that start from another unit's model come last
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda n: make(n, ledger), [n for n in wanted if (not units()[n].after) == first]))
+    whole = units()
+    first = [name for name in wanted if not whole[name].after and not alone(whole[name])]
+    then = [name for name in wanted if whole[name].after]  # those that start from another unit's model
+    for at_once, names in ((2, first), (2, then), (1, [name for name in wanted if alone(whole[name])])):
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lambda name: make(name, ledger), names))
     return page(ledger.rows)
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def shown(value: Interval) -> str:
-    """Return a mean and its interval as text."""
-    return f"{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]"
+def shown(value: Interval, digits: int = 3) -> str:
+    """Return a mean and its interval as text; a value that has none alone."""
+    mean, low, high = (f"{each:.{digits}f}" for each in value)
+    return f"{mean} [{low}, {high}]" if low != high else f"{value[0]:g}"
+
+
+OF_ANSWERS = {
+    "reward before": "reward before",
+    "change of the reward": "change",
+    "share of readable answers before": "readable before",
+    "change of the share of readable answers": "change",
+    "accuracy of the readable before": "accuracy of the readable before",
+    "change of the accuracy of the readable": "change",
+}
+OF_CODER = {
+    "rate before": "solved before",
+    "rate after": "after 5 steps",
+    "mean reward before": "mean reward before",
+    "mean reward after": "after",
+    "rewards in training": "rewards in training",
+    "of them computed again otherwise": "of them computed again otherwise",
+}
+OF_PAIRS = ("accuracy", "accuracy of the longer answer")
+# title, how the names of its units begin, columns
+TRAININGS: Sequence[tuple[str, tuple[str, ...], Mapping[str, str]]] = (
+    ("SFT", ("SFT",), {c: c for c in ("loss before", "change of the loss", "gap before", "change of the gap")}),
+    ("DPO", ("DPO",), {c: c for c in OF_PAIRS}),
+    ("Reward model", ("reward",), {c: c for c in OF_PAIRS}),
+    ("GRPO on sums", ("form", "GRPO"), OF_ANSWERS),
+    ("GRPO of the 0.5B, with adapters", ("coder",), OF_CODER),
+)
 
 
 def page(found: Mapping[str, Row]) -> int:
     """Write the page from the rows; return 1 if a unit is not there."""
-    missed = [name for name in units() if name not in found]
-    lines = []
-    titles = {
-        "SFT": ["loss before", "change of the loss", "gap before", "change of the gap"],
-        "DPO": ["accuracy", "accuracy of the longer answer"],
-        "reward": ["accuracy", "accuracy of the longer answer"],
-        "GRPO": [
-            "reward before",
-            "change of the reward",
-            "share of readable answers before",
-            "change of the share of readable answers",
-            "accuracy of the readable before",
-            "change of the accuracy of the readable",
+    order = list(units())
+    made = sorted((row for row in found.values() if row["unit"] in order), key=lambda row: order.index(row["unit"]))
+    lines = list[str]()
+    for title, begins, columns in TRAININGS:
+        header = ["unit", *columns.values(), "steps", "tokens", "precision", "CPU-seconds", "commit"]
+        cells = [
+            [
+                row["unit"],
+                *(shown(row["found"][column]) for column in columns),
+                str(row["steps"]),
+                f"{row['tokens']:,}",
+                row["precision"],
+                f"{row['cpu_s']:.0f}",
+                row["commit"],
+            ]
+            for row in made
+            if row["unit"].startswith(begins)
+        ]
+        lines += ["", f"## {title}", "", ABOUT.get(title, ""), "", *table(header, cells)]
+    lines += ["", "## Log-probs of the engines beside the trainer's", "", ABOUT["log-probs"], ""]
+    measured = [row for row in made if row["unit"].startswith("log-probs")]
+    names = list(measured[0]["found"]) if measured else []
+    lines += table(
+        ["engine, precision", *names, "commit"],
+        [
+            [row["unit"].removeprefix("log-probs, "), *(f"{row['found'][n][0]:.3g}" for n in names), row["commit"]]
+            for row in measured
         ],
-    }
-    for begin, columns in titles.items():
-        here = [row for name, row in found.items() if name.startswith(begin) and columns[0] in row["found"]]
-        here.sort(key=lambda row: list(units()).index(row["unit"]))
-        if not here:
-            continue
-        lines += ["", f"## {'Reward model' if begin == 'reward' else begin}", ""]
-        lines += ["| unit | " + " | ".join(columns) + " | steps | tokens | CPU-seconds |"]
-        lines += ["|---|" + "---|" * (len(columns) + 3)]
-        for row in here:
-            cells = [shown(row["found"][column]) for column in columns]
-            lines.append(
-                f"| {row['unit']} | {' | '.join(cells)} | {row['steps']} | {row['tokens']:,} | {row['cpu_s']:.0f} |"
+    )
+    lines += ["", "## Memory beside the plan", "", ABOUT["memory"], ""]
+    lines += table(
+        ["unit", "precision", "plan, GiB", "most that was resident, GiB"],
+        [
+            [row["unit"], row["precision"], f"{row['plan_gib']:.2f}", f"{row['peak_gib']:.2f}"]
+            for row in made
+            if "plan_gib" in row
+        ],
+    )
+    for row in made:
+        if row["unit"] == "beside TRL":
+            lines += ["", "## The SFT step beside TRL's", "", ABOUT["TRL"].format(row["commit"]), ""]
+            lines += table(
+                ["", "tokens per CPU-second, or ratio"], [[n, shown(value, 2)] for n, value in row["found"].items()]
             )
-    some = next(iter(found.values()), {"machine": cpu(), "date": time.strftime("%Y-%m-%d"), "commit": commit()})
-    precisions = ", ".join(sorted({row["precision"] for row in found.values()}))
+    lines += ["", "## Commands", ""] + [f"- {r['unit']}: `{r['command'].strip()}`" for r in made if "command" in r]
+    machines = ", ".join(sorted({row["machine"] for row in made}) or [cpu()])
+    dates = sorted({row["date"] for row in made}) or [time.strftime("%Y-%m-%d")]
     about = (
         "# Training pretrained models\n\n"
-        f"Command: `python benchmarks/real_models.py`  \nHardware: {some['machine']}, no GPU; two units at once, a "
-        f"thread each; {precisions}  \nDate: {some['date']}, commit {some['commit']}\n\n"
-        "SmolLM2-135M-Instruct, dequantised from GGUF (Q4_1), not the published weights. Each row is one job of\n"
-        "[configs/smollm2](../../configs/smollm2/sft.yaml). Brackets are 95 % intervals: over trees of OpenAssistant\n"
-        "for SFT, over pairs (Wilson) for accuracies of pairs, over questions for GRPO.\n\n"
-        "*Gap*: the loss of the last answer after another tree's conversation, less its loss after its own. It grows\n"
-        "only where a model uses the question more. In the control each training answer is another question's.\n"
-        "Held-out pairs prefer the shorter answer half of the time.\n"
-        "GRPO: 60 held-out questions, answered greedily; an answer is readable if it gives one number in digits.\n"
+        f"Command: `python benchmarks/real_models.py`  \nHardware: {machines}, no GPU; two units at once, a thread "
+        f"each  \nDate: {dates[-1]}\n\n{ABOUT['page']}\n"
     )
-    return write_page(RESULTS, about, lines, missed)
+    return write_page(RESULTS, about, lines, [name for name in order if name not in found])
+
+
+ABOUT = {
+    "page": (
+        "SmolLM2-135M-Instruct (Q4_1) and Qwen2.5-Coder-0.5B-Instruct (Q4_K_M), dequantised from GGUF: not the\n"
+        "published weights. Each row is one job of [configs/smollm2](../../configs/smollm2/sft.yaml) or\n"
+        "[configs/qwen2p5_coder](../../configs/qwen2p5_coder/code.yaml). Brackets are 95 % intervals: over trees of\n"
+        "OpenAssistant for SFT, over pairs or tasks (Wilson) for rates, over questions for GRPO on sums."
+    ),
+    "SFT": (
+        "*Gap*: the loss of the last answer after another tree's conversation, less its loss after its own. It grows\n"
+        "where a model uses the question more. In the control each training answer is another question's."
+    ),
+    "DPO": "Half of the held-out pairs prefer the shorter answer, so that length alone scores 0.5.",
+    "Reward model": "The same pairs.",
+    "GRPO on sums": (
+        "100 held-out questions, answered greedily before and after. An answer is readable if it gives one number in\n"
+        "digits. *form*: SFT in which numbers are written in digits, without arithmetic. In the controls the training\n"
+        "questions have the answers of others."
+    ),
+    "GRPO of the 0.5B, with adapters": (
+        "100 held-out tasks, greedy. Five steps of 64 responses show that all parts work on a real model; they are no\n"
+        "claim of learning. Every reward of the training was computed again from the stored text."
+    ),
+    "log-probs": "160 responses of 128 tokens at temperature 1; engine and trainer have one precision. Nats.",
+    "memory": (
+        "The plan counts a GPU's memory: weights, gradients, optimizer, and the activations of a full sequence. What\n"
+        "was resident has Python and its libraries too (about half a GiB)."
+    ),
+    "TRL": (
+        "fp32, one sequence of 1,024 tokens a step, one thread; real tokens per CPU-second, median and range of three\n"
+        "interleaved rounds, the same weights, tokens and losses ([train_step.md](train_step.md) says how). Commit {}."
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -190,6 +190,7 @@ def measured(name: str, dtype: str, rounds: int) -> dict[str, Any]:
         documents(path, MODELS[name]["vocab_size"], SEQUENCES[name], written)
         given = {
             "model": model,
+            "width": WIDTH,
             "documents": str(path),
             "rows": SEQUENCES[name],
             "dtype": dtype,

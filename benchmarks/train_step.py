@@ -56,17 +56,17 @@ from train_page import write
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 
 
-def documents(path: Path, vocab: int, rows: int, steps: int) -> None:
+def documents(path: Path, vocab: int, rows: int, steps: int, width: int = WIDTH) -> None:
     """`lengths` and `tokens` of the documents of so many steps, in the order of their rows, and how many each row has
     (`rows`)."""
     from ptf.data.packing import pack_all
     from ptf.data.sample import Sample, length
 
     rng = np.random.default_rng(0)
-    drawn = np.clip(rng.lognormal(np.log(180), 1.03, 600), 8, WIDTH).astype(int)
+    drawn = np.clip(rng.lognormal(np.log(180), 1.03, 600), 8, width).astype(int)
     packed = [
         [length(a) for a in row]
-        for row in pack_all([(Sample(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], WIDTH)
+        for row in pack_all([(Sample(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], width)
     ]
     # passes of 4 or 8 documents need as many as that divides
     starts = [i for i in range(len(packed) - rows) if sum(map(len, packed[i : i + rows])) % (8 if rows > 1 else 4) == 0]
@@ -137,7 +137,7 @@ def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
             compiled=train.compile,
             fused=train.fused,
         )
-        yield Trainer(model, world, train), [Batch.of(of_step, WIDTH) for of_step in steps]
+        yield Trainer(model, world, train), [Batch.of(of_step, given["width"]) for of_step in steps]
 
 
 def ours(given: dict[str, Any]) -> None:

@@ -18,13 +18,36 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
 MODEL = "data/models/smollm2-135m-instruct"
-WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-seventeen eighteen nineteen twenty twenty-one twenty-two twenty-three twenty-four twenty-five twenty-six twenty-seven
-twenty-eight twenty-nine thirty""".split()
-FIRST, SECOND = range(27), range(5)  # the numbers that are added, or subtracted
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+WORDS += ["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]
 ASKED = "Calculate {} {} {}. Give only the number in digits."
-WRITTEN = "Write {} in digits."
-FORM = "The answer is {}."
+HOW_MANY = "How many {} does {} have? Give only the number in digits."
+COUNTED = {  # things that are counted, and how many of them the owner has
+    "days": [("a week", 7)],
+    "months": [("a year", 12)],
+    "hours": [("a day", 24)],
+    "minutes": [("an hour", 60)],
+    "seconds": [("a minute", 60)],
+    "legs": [("a spider", 8), ("an insect", 6), ("a dog", 4), ("a chicken", 2)],
+    "arms": [("an octopus", 8)],
+    "wheels": [("a bicycle", 2), ("a car", 4), ("a tricycle", 3)],
+    "sides": [("a triangle", 3), ("a square", 4), ("a pentagon", 5), ("a hexagon", 6), ("an octagon", 8)],
+    "strings": [("a violin", 4), ("a guitar", 6)],
+    "keys": [("a piano", 88)],
+    "letters": [("the English alphabet", 26)],
+    "cards": [("a deck", 52)],
+    "players": [("a football team", 11), ("a basketball team", 5)],
+    "squares": [("a chessboard", 64)],
+    "faces": [("a cube", 6)],
+    "fingers": [("a hand", 5)],
+}
+THINGS = """lamp chair table radio clock mirror carpet basket heater sofa pillow shelf camera printer bicycle helmet
+kettle toaster guitar umbrella suitcase blender""".split()  # noqa: SIM905
+MESSAGES = {
+    "delivery": ["Where is my {}?", "The {} is two weeks late.", "When will the {} arrive?"],
+    "billing": ["I paid twice for the {}.", "Please refund the {}.", "Send me the invoice for my {}."],
+    "repair": ["My {} is broken.", "The {} makes a strange noise.", "The {} does not switch on."],
+}
 NUMBER = re.compile(r"\d+")
 Row = dict[str, Any]
 
@@ -78,8 +101,8 @@ def sums(directory: str, *, held_out: int = 100, shuffle_answers: bool = False):
     With `shuffle_answers` the training prompts have the answers of others: a control.
     """
     draw = random.Random("sums")
-    questions = [("plus", a, b, a + b) for a in FIRST for b in SECOND]
-    questions += [("minus", a, b, a - b) for a in FIRST for b in SECOND if b <= a]
+    questions = [("times", a, b, a * b) for a in range(1, 13) for b in range(1, 13)]
+    questions += [("plus", a, b, a + b) for a in range(1, 21) for b in range(1, 4)]
     asked = [{**user(ASKED, WORDS[a], sign, WORDS[b]), "answer": str(answer)} for sign, a, b, answer in questions]
     draw.shuffle(asked)
     test, train = asked[:held_out], asked[held_out:]
@@ -87,10 +110,32 @@ def sums(directory: str, *, held_out: int = 100, shuffle_answers: bool = False):
         answers = [row["answer"] for row in train]
         draw.shuffle(answers)
         train = [{**row, "answer": answer} for row, answer in zip(train, answers, strict=True)]
-    written = [(user(WRITTEN, word), FORM.format(number)) for number, word in enumerate(WORDS)]
-    form = [{"messages": [*row["messages"], {"role": "assistant", "content": text}]} for row, text in written]
+    facts = [(things, owner, n) for things, owners in COUNTED.items() for owner, n in owners]
+    form = [
+        {
+            "messages": [
+                *user(HOW_MANY, things, owner)["messages"],
+                {"role": "assistant", "content": f"{owner[0].upper()}{owner[1:]} has {n} {things}."},
+            ]
+        }
+        for things, owner, n in facts
+    ]
     for name, found in (("train", train), ("test", test), ("form", form)):
         write(directory, name, found)
+
+
+def tickets(directory: str):
+    """Write `train.jsonl` and `test.jsonl`: messages to a shop, each with the team that answers it and the thing that
+    it is about. The things of the test occur in no training row."""
+    for name, things in (("train", THINGS[:16]), ("test", THINGS[16:])):
+        rows = [
+            {"prompt": words.format(thing), "completion": f"{team}: {thing}", "answer": f"{team}: {thing}"}
+            for team, forms in MESSAGES.items()
+            for words in forms
+            for thing in things
+        ]
+        random.Random(name).shuffle(rows)
+        write(directory, name, rows)
 
 
 def user(text: str, *words: str) -> Row:
