@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import ptf
 from ptf import cli
@@ -28,7 +29,9 @@ def files(pages: list[Path]) -> dict[str, str]:
         for kind, text in BLOCK.findall(page.read_text()):
             named = re.match(r"# (\S+/\S+)\n", text)
             assert named or kind not in ("python", "yaml"), f"{page.name}: a block names no file: {text[:60]}"
-            if named and named[1].startswith("tutorial/"):
+            if named and named[1].startswith("configs/"):
+                assert yaml.safe_load(text) == yaml.safe_load((ROOT / named[1]).read_text()), named[1]
+            elif named and named[1].startswith("tutorial/"):
                 assert found.setdefault(named[1], text) == text, f"{page.name} gives another {named[1]}"
     return found
 
@@ -111,12 +114,15 @@ def test_commands_exist(page: Path) -> None:
         if line[0] == "ptf":
             options = cli._parser().parse_args(line[1:])
             named = getattr(options, "config", None) or [getattr(options, "where", "")]
-            assert all(name in given for name in named if name.endswith(".yaml")), line
+            assert all(name in given or (ROOT / name).is_file() for name in named if name.endswith(".yaml")), line
         elif line[0] == "python":
             assert line[1] in given or (ROOT / line[1]).is_file(), line
-            assert all(word in given for word in line if word.endswith(".yaml")), line
+            words = [word for word in line if word.endswith(".yaml")]
+            assert all(word in given or (ROOT / word).is_file() for word in words), line
+        elif line[0] == "make":
+            assert f"\n{line[1]}:" in (ROOT / "Makefile").read_text(), line
         else:
-            assert line[0] in ("mkdir", "export"), line
+            assert line[0] in ("mkdir", "export", "source", "tensorboard"), line
 
 
 def test_the_advantages_that_the_page_quotes_are_those_of_grpo() -> None:
