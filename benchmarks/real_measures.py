@@ -3,8 +3,11 @@ engines beside the trainer's, rewards computed again from the text, and the SFT 
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +48,6 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
     from ptf.data.sample import Sample
     from ptf.data.tokenizer import Tokenizer
     from ptf.model.sampling import NO_LOGITS_PROCESSING
-    from ptf.rl.engines.protocol import Request, Sampling, generate_all
     from ptf.rl.forward_passes import sample_logprobs
     from ptf.train.trainer import load_model
 
@@ -55,11 +57,8 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
         np.array(tokenizer.render([{"role": "user", "content": text}], generation_prompt=True), np.int32)
         for text in asked
     ]
-    made = generate_all(
-        engine_of(model, engine, precision),
-        [Request(context, Sampling(LENGTH, 1.0, ()), seed=i) for i, context in enumerate(contexts)],
-        3600,
-    )
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # vLLM's process group is one a process
+        made = apart.submit(sampled, model, engine, precision, contexts).result()
     samples = [
         Sample(
             np.concatenate([g.context, g.sampled_ids]),
@@ -84,6 +83,14 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
     return {name: exactly(value) for name, value in found.items()}
 
 
+def sampled(model: Path, engine: str, precision: str, contexts: Sequence[np.ndarray]) -> list[Any]:
+    """Return the engine's responses to contexts, at temperature 1."""
+    from ptf.rl.engines.protocol import Request, Sampling, generate_all
+
+    asked = [Request(context, Sampling(LENGTH, 1.0, ()), seed=i) for i, context in enumerate(contexts)]
+    return generate_all(engine_of(model, engine, precision), asked, 3600)
+
+
 def engine_of(model: Path, engine: str, precision: str) -> Any:
     """Return an engine with the model's weights."""
     import torch
@@ -93,8 +100,6 @@ def engine_of(model: Path, engine: str, precision: str) -> Any:
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         return NativeEngine(str(model), device=torch.device("cpu"), dtype=dtype, version=0)
-    import os
-
     from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
     os.environ.update(engine_env(Path(tempfile.mkdtemp())))
@@ -131,7 +136,7 @@ def rewarded(run: Path, prepared: Path) -> dict[str, Interval]:
 
 def recomputed(row: Row) -> float:
     """Return the reward of a stored response: of the code by its tests, of an agent by the turns' text."""
-    from coder_rows import reward_of
+    from coder_rows import reward_of  # pyright: ignore[reportMissingImports]
 
     from ptf.rl.rewards import code
 
@@ -162,7 +167,7 @@ def beside_trl(model: Path) -> dict[str, Interval]:
         for _ in range(ROUNDS):
             for system in ("ptf", "ptf, train.compile: true", *TRL):
                 cell = CELLS[system]
-                made = round_of(system, given | cell, peer=cell.get("script", PEER))
+                made = round_of(system, given | cell, peer=str(cell.get("script", PEER)))
                 assert "refused" not in made, made
                 first = first or made
                 assert_same(made, first, "fp32")

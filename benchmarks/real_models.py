@@ -168,7 +168,7 @@ def pairs(run: Path, prepared: Path) -> dict[str, Interval]:
 
 def answers(run: Path, prepared: Path) -> dict[str, Interval]:
     """Return what training changed of greedy answers: reward, share of readable ones, accuracy of the readable."""
-    from smollm2_rows import readable, right
+    from smollm2_rows import readable, right  # pyright: ignore[reportMissingImports]
 
     asked = rows(prepared / "test.jsonl")
     found = {}
