@@ -131,13 +131,18 @@ def model_paths(job: Job) -> dict[str, str]:
 
 
 def sources_of(job: Job) -> dict[str, Source]:
-    """Return all sources of the job by config key: those for training, for validation and for held-out prompts."""
-    sections = {
+    """Return all sources of the job by config key."""
+    sections = source_sections(job).items()
+    return {f"{section}.{name}": source for section, sources in sections for name, source in sources.items()}
+
+
+def source_sections(job: Job) -> dict[str, dict[str, Source]]:
+    """Return the sources for training, for validation and for held-out prompts, by section and name."""
+    return {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
         "evaluate.sources": job.evaluate.sources,
     }
-    return {f"{section}.{name}": source for section, sources in sections.items() for name, source in sources.items()}
 
 
 def resolve(

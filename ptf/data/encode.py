@@ -427,8 +427,8 @@ class Encoder:
         """Create an encoder for the rows of one source.
 
         `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
-        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row that is encoded, as the file has it and as
-        it is read, and its place.
+        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row as the file has it and as it is read, and
+        its place.
         """
         self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
         self._too_long: TooLong = too_long
@@ -441,6 +441,8 @@ class Encoder:
         try:
             raw = row = place.read()
             row = shaped(raw, self._columns, self._kind, place.columnar)
+            if self._unread is not None:
+                self._unread(raw, row, place.where)
             whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
             fitted = [limit_length(unit, self._seq_len, self._too_long) for unit in whole_units]
         except FAULTS as e:
@@ -454,8 +456,6 @@ class Encoder:
             self.counts["rows_without_samples"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
-        if self._unread is not None:
-            self._unread(raw, row, place.where)
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]
         if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):

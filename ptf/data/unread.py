@@ -5,7 +5,7 @@ costs no more than others.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ptf.data.chat import SWITCHES, WEIGHT
@@ -13,7 +13,7 @@ from ptf.data.forms import Row, adopt_known_forms, rename_columns
 from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, shaped
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.blocks import Location, Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 
@@ -26,17 +26,24 @@ MOST = 500  # names; what comes after so many is not looked for
 class Unread:
     """The names that nothing reads. Online recipes pass every column to the reward, so sources of prompts have none."""
 
-    def __init__(self, spec: SourceSpec, tokenizer: Tokenizer | None, keys: Iterable[str] = ()):
-        """`spec` has its kind already; `keys` are further keys of messages that the recipe reads."""
-        self.names: list[str] = []
-        self.say: Callable[[str], None] | None = None  # gets a line for names that are new
+    def __init__(
+        self,
+        spec: SourceSpec,
+        tokenizer: Tokenizer | None,
+        keys: Iterable[str] = (),
+        say: Callable[[str], None] | None = None,
+    ):
+        """`spec` has its kind already; `keys` are further keys of messages that the recipe reads; `say` gets a line for
+        names that are new."""
+        self.names: dict[str, str] = {}  # and the place of the row where each appeared
+        self.say = say
         self._spec, self._off = spec, spec.kind not in READ_COLUMNS
         self._columns = {*KINDS.get(spec.kind, ()), *READ_COLUMNS.get(spec.kind, ())}
         self._keys = {*MESSAGE_KEYS, *keys, *NAMED.findall(str(tokenizer.hf.chat_template) if tokenizer else "")}
 
-    def read_first(self, reader: Reader) -> "Unread":
+    def read_first(self) -> "Unread":
         """Note the names in the first rows."""
-        for place in () if self._off else rows_once(reader, FIRST_ROWS):
+        for place in () if self._off else rows_once(Reader(Location.of(self._spec)), FIRST_ROWS):
             try:
                 raw = place.read()
                 self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.columnar), place.where)
@@ -59,10 +66,15 @@ class Unread:
                 self._keys |= set(keys)
                 new += [f"{key} (of messages)" for key in keys]
         if new:
-            self.names += new
-            self._off = len(self.names) > MOST
-            if self.say is not None:
-                self.say(f"{where}: nothing reads {', '.join(new)}")
+            self.note(dict.fromkeys(new, where))
+
+    def note(self, names: Mapping[str, str]) -> None:
+        """Note names, which another process may have found, and tell those that are new."""
+        new = {name: where for name, where in names.items() if name not in self.names}
+        self.names |= new
+        self._off = self._off or len(self.names) > MOST
+        for where in dict.fromkeys(new.values()) if self.say is not None else ():
+            self.say(f"{where}: nothing reads {', '.join(name for name in new if new[name] == where)}")
 
 
 def _messages(row: Row, kind: str) -> Iterable[dict[str, Any]]:
