@@ -23,8 +23,8 @@ from ptf.rl.policy.policy import Policy
 def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
     """Raise HttpError (400) if sampling is to end with the first tool call, and the format writes a list of them."""
     if chat.one_call and isinstance(form, Mistral | Llama4Pythonic):
-        name = "parallel_tool_calls"
-        raise HttpError(400, f"{name}: this model writes its tool calls as a list; leave it out", name, name)
+        reason = "parallel_tool_calls: this model writes its tool calls as a list; leave it out"
+        raise HttpError(400, reason, "parallel_tool_calls")
 
 
 class Choice:
