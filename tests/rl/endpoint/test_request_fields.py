@@ -45,7 +45,7 @@ def test_what_has_no_effect_is_accepted_and_all_else_is_refused_by_name() -> Non
     for field in ({"messages": []}, {"tools": 1}, {"n": 0}, {"stop": [""]}):
         with pytest.raises(HttpError) as caught:
             parse({**BODY, **field})
-        assert json.loads(caught.value.response().body)["error"]["param"] == [*field][0]
+        assert json.loads(caught.value.response().body)["error"]["param"] == next(iter(field))
     assert HttpError(400, "", "invalid_text").param is None
     parse({**BODY, "messages": [{**user("a"), "unknown": 1}]})
 
