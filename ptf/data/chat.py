@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.completion import complete_answer
+from ptf.data.completion import INSIDE, complete_answer
 from ptf.data.context import raise_if_unseen
 from ptf.data.incremental_encode import encode_incrementally
 from ptf.data.messages import LARGEST, belongs_to
@@ -178,7 +178,9 @@ def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[li
 
 def is_blank(message: Mapping[str, Any]) -> bool:
     """Return whether a message has no text, beside its thinking, and no tool calls."""
-    return not (str(message.get("content") or "").strip() or message.get("tool_calls"))
+    content = str(message.get("content") or "")
+    inside = INSIDE.fullmatch(content)
+    return not ((inside[2] if inside else content).strip() or message.get("tool_calls"))
 
 
 def _marked(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.sources.json_values import JsonObject
+from ptf.data.sources.json_values import JsonObject, levels
 from ptf.errors import UserError
 
 Message = dict[str, Any]
@@ -79,7 +79,10 @@ def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) ->
     """Return the messages with each tool call that is a message of its own in the assistant's turn before it."""
     joined: list[Message] = []
     for raw, message in zip(value, messages, strict=True):
-        if joined and _is_call(raw) and belongs_to(joined[-1], message):
+        agree = (
+            (joined[-1].get(key), v) for key, v in message.items() if joined and key not in ("content", "tool_calls")
+        )
+        if joined and _is_call(raw) and all(v in (None, known) for known, v in agree):
             calls = [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]
             joined[-1] = {**joined[-1], "tool_calls": calls}
         else:
@@ -267,16 +270,11 @@ def without_nulls(value: Any) -> Any:
 
 def raise_if_unprintable(value: Any, what: str) -> None:
     """Raise UserError where a value holds bytes, or more than `MAX_DEPTH` objects and lists inside each other."""
-    level, depth = [value], 0
-    while level:
+    for depth, level in enumerate(levels(value)):
         if depth > MAX_DEPTH:
             raise UserError(f"{what}: more than {MAX_DEPTH} objects and lists inside each other")
         if any(isinstance(v, bytes) for v in level):
             raise UserError(f"{what}: bytes are not text; write text, or leave the column out")
-        level = [
-            inner for v in level if isinstance(v, dict | list) for inner in (v.values() if isinstance(v, dict) else v)
-        ]
-        depth += 1
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptf.data.chat import SWITCHES, WEIGHT
 from ptf.data.forms import Row, adopt_known_forms, rename_columns
-from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, shaped
+from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, label_of, shaped
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
 from ptf.data.sources.blocks import Location, Reader
@@ -60,6 +60,8 @@ class Unread:
             adopted = adopt_known_forms(rename_columns(raw, self._spec.columns), self._spec.kind)
             new = [name for name in adopted if name not in self._columns]
             self._columns |= raw.keys()
+        if row.get("label") is not None and "label" not in self.names and label_of(row) is None:
+            new.append("label")
         for message in _messages(row, self._spec.kind):
             if not message.keys() <= self._keys:
                 keys = [key for key, v in message.items() if v is not None and key not in self._keys]

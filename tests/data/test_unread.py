@@ -107,6 +107,14 @@ def test_every_key_with_a_value_is_told_once(printable: Tokenizer, keys: list[di
     assert told == list(unread.names)
 
 
+def test_a_label_that_says_nothing_of_the_response_is_told() -> None:
+    unread = Unread(SourceSpec("", kind="completion"), None)
+    for label in (1, "yes", None, 3, "math"):
+        row = {"prompt": "a", "completion": "b", "label": label}
+        unread(row, row, f"{label}:1")
+    assert unread.names == {"label": "3:1"}
+
+
 def test_names_are_bounded() -> None:
     unread = Unread(SourceSpec("", kind="text"), None)
     for i in range(2 * MOST):

@@ -1,9 +1,9 @@
 """The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py PLACE`.
 
 It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
-it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "own": […], "file": …}`, to which the
-line `{}` or `{"error": …}` is the answer; `path` has the first directories on the path of modules, `own` the last, those
-of the user's modules, and `file` is that of the module, or null if it is found by its name. Then
+it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "own": […], "file": …}`, to which
+the line `{}` or `{"error": …}` is the answer; `path` has the first directories on the path of modules, `own` the last,
+those of the user's modules, and `file` is that of the module, or null if it is found by its name. Then
 `{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
 `{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input, and removes its
 directory `PLACE` then: what wrote to it may have been killed. What agents print goes to standard error.

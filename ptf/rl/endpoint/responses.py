@@ -6,7 +6,6 @@ follows: the items of one response (reasoning, text, function calls) become one 
 function's output a message of the tool.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -13,7 +13,7 @@ from ptf.rl.rewards.judge_prompt import JudgePrompt, nonce_of
 
 NONCE = "{nonce}"  # in the form of a score: characters that no response can contain
 BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*,\s*{nonce}\s*\}"
-THINKING, THINKING_ENDS = "<think>", "</think>"
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 AGAIN = "This reply has no score in the required form, so it cannot be used. Give the score in that form."
 
 
@@ -189,9 +189,9 @@ def checked_scale(scale: Any) -> tuple[float, float] | None:
 
 
 def without_thinking(content: str) -> str:
-    """Return a judge's reply without its thinking; of thinking that has no end, nothing."""
-    rest = content.rpartition(THINKING_ENDS)[2]
-    return "" if rest.lstrip().startswith(THINKING) else rest
+    """Return a judge's reply without its thinking, which may begin in the prompt, and may have no end."""
+    _, ended, rest = content.partition("</think>")
+    return THINKING.sub("", rest if ended else content)
 
 
 def checked_pattern(pattern: Any) -> str:
