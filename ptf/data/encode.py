@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, is_blank, served_turns, trained_turns
+from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, raise_if_unwanted, shaped
@@ -147,10 +147,6 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
     names = KINDS["preference"]
     if any(name not in row for name in names):
         raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)} ({advice(row)})")
-    for name in names:
-        answer = row[name][-1] if isinstance(row[name], list) and row[name] else row[name]
-        if is_blank(answer if isinstance(answer, dict) else {"content": answer}):
-            raise UserError(f"`{name}` is empty")
     history = history_of(row)
     if history is None and not all(is_conversation(row[name]) for name in names):
         raise UserError(
