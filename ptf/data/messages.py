@@ -90,18 +90,6 @@ def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) ->
     return joined
 
 
-def belongs_to(first: Message, second: Message) -> bool:
-    """Return whether two messages can be one turn of the assistant: their keys beside their contents agree.
-
-    The thinking of the first is that of the turn; the second has none of its own.
-    """
-    ours, others = (
-        {key: v for key, v in message.items() if v is not None and key not in ("content", "tool_calls", *left_out)}
-        for message, left_out in ((first, THOUGHTS), (second, ()))
-    )
-    return ours == others and ours["role"] == "assistant" and "</think>" not in (second.get("content") or "")
-
-
 def _is_plain(message: Any) -> bool:
     """Return whether a message is {role, content} and needs no conversion, as most are."""
     return (
@@ -175,12 +163,10 @@ def _pairs(pairs: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
 
 def _text(parts: Sequence[Any], where: str) -> str:
     """Return the text of a content that is a list with one part."""
-    kinds = sorted(
-        {str(part.get("type", "part without a type"))[:40] if isinstance(part, dict) else _kind(part) for part in parts}
-    )
-    if kinds != ["text"] or any(
-        part.get(key) for part in parts for key in (*MEDIA, "image_url", "input_audio", "video_url")
-    ):
+    unnamed = "part without a type"
+    kinds = sorted({str(p.get("type", unnamed))[:40] if isinstance(p, dict) else _kind(p) for p in parts})
+    others = (*MEDIA, "image_url", "input_audio", "video_url")
+    if kinds != ["text"] or any(part.get(key) for part in parts for key in others):
         raise UserError(
             f"{where} holds {', '.join(kinds) or 'no parts'}; ptf trains text only: "
             "leave such rows out with data.prepare, or data.on_bad_row: skip"

@@ -6,7 +6,6 @@ costs no more than others.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from ptf.data.chat import SWITCHES, WEIGHT
 from ptf.data.forms import Row, adopt_known_forms, rename_columns
@@ -62,8 +61,9 @@ class Unread:
             self._columns |= raw.keys()
         if row.get("label") is not None and "label" not in self.names and label_of(row) is None:
             new.append("label")
-        for message in _messages(row, self._spec.kind):
-            if not message.keys() <= self._keys:
+        found = [row.get(name) for name in MESSAGE_COLUMNS.get(self._spec.kind, ())]
+        for message in (m for value in found for m in (value if isinstance(value, list) else [value])):
+            if isinstance(message, dict) and not message.keys() <= self._keys:
                 keys = [key for key, v in message.items() if v is not None and key not in self._keys]
                 self._keys |= set(keys)
                 new += [f"{key} (of messages)" for key in keys]
@@ -77,12 +77,3 @@ class Unread:
         self._off = self._off or len(self.names) > MOST
         for where in dict.fromkeys(new.values()) if self.say is not None else ():
             self.say(f"{where}: nothing reads {', '.join(name for name in new if new[name] == where)}")
-
-
-def _messages(row: Row, kind: str) -> Iterable[dict[str, Any]]:
-    """Yield the messages in a row's columns."""
-    for name in MESSAGE_COLUMNS.get(kind, ()):
-        value = row.get(name)
-        for message in value if isinstance(value, list) else (value,):
-            if isinstance(message, dict):
-                yield message

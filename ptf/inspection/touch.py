@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptf.config import Job, Plugin, model_paths, plugin, resolve, sources_of
 from ptf.config.load import source_sections
-from ptf.config.plugin_checks import plugins
+from ptf.config.plugin_checks import plugins, warnings
 from ptf.config.plugin_code import code_of
 from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
@@ -47,7 +47,7 @@ def touch(job: Job) -> list[str]:
     key_of_tokenizer = "model.tokenizer" if job.model.tokenizer else "model.path"
     named[key_of_tokenizer] = job.model.tokenizer or job.model.path
     here = {key for key, path in named.items() if is_here(path)}
-    lines = code_of([job.model_dump()[section] for section in ("recipe", "model")]).unseen
+    lines = [*warnings(job), *code_of([job.model_dump()[section] for section in ("recipe", "model")]).unseen]
     lines += job.algo.without_effect(job) if isinstance(job.algo, GRPOConfig) else []
     model = look_at_models(job) if "model.path" in here else None
     if key_of_tokenizer in here:

@@ -125,12 +125,8 @@ class Choice:
     def whole(self) -> dict[str, Any]:
         """Return the response as a choice of a chat completion."""
         logprobs = {"content": self.entries} if self.chat.logprobs else None
-        return {
-            "index": self.index,
-            "message": self.message,
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason,
-        }
+        ended = {"message": self.message, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        return {"index": self.index, **ended}
 
 
 class Exchange:
@@ -194,13 +190,8 @@ class Exchange:
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return what whole replies and chunks have in common."""
-        return {
-            "id": f"chatcmpl-{self.number}",
-            "object": kind,
-            "created": self.created,
-            "model": self.chat.model,
-            "system_fingerprint": f"version-{self.policy.version}",
-        }
+        of_model = {"model": self.chat.model, "system_fingerprint": f"version-{self.policy.version}"}
+        return {"id": f"chatcmpl-{self.number}", "object": kind, "created": self.created, **of_model}
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens."""
