@@ -75,5 +75,6 @@ class Unread:
         new = {name: where for name, where in names.items() if name not in self.names}
         self.names |= new
         self._off = self._off or len(self.names) > MOST
-        for where in dict.fromkeys(new.values()) if self.say is not None else ():
-            self.say(f"{where}: nothing reads {', '.join(name for name in new if new[name] == where)}")
+        for where in dict.fromkeys(new.values()):
+            if self.say is not None:
+                self.say(f"{where}: nothing reads {', '.join(name for name in new if new[name] == where)}")
