@@ -254,7 +254,9 @@ def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Pat
 
 
 def test_what_is_not_here_is_named(raw: dict[str, Any], check: Any) -> None:
-    raw["model"] |= {"path": "someone/model", "init": "pretrained"}
+    raw["model"] |= {"path": "some one/model", "init": "pretrained"}
+    assert "not looked at: model.path (some one/model)" in check(raw, "--skip-paths")[1]
+    raw["model"]["path"] = "someone/model"
     raw["data"]["validation"]["held_out"]["path"] = "s3://bucket/held_out.jsonl"
     status, said = check(raw)
     assert status == 0

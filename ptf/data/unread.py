@@ -4,6 +4,7 @@ A key that the chat template names counts as read. The names are bounded, so a s
 costs no more than others.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,6 +16,7 @@ from ptf.data.quarantine import FAULTS
 from ptf.data.sources.blocks import Location, Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", *THOUGHTS, *MEDIA, WEIGHT, *SWITCHES)
 NAMED = re.compile(r"""[.'"](\w+)""")  # an attribute or a key in a template
@@ -59,8 +61,8 @@ class Unread:
             adopted = adopt_known_forms(rename_columns(raw, self._spec.columns), self._spec.kind)
             new = [name for name in adopted if name not in self._columns]
             self._columns |= raw.keys()
-        if row.get("label") is not None and "label" not in self.names and label_of(row) is None:
-            new.append("label")
+        with contextlib.suppress(UserError):  # where it is unclear, and read, the row is refused
+            new += ["label"] if row.get("label") is not None and label_of(row) is None else []
         found = [row.get(name) for name in MESSAGE_COLUMNS.get(self._spec.kind, ())]
         for message in (m for value in found for m in (value if isinstance(value, list) else [value])):
             if isinstance(message, dict) and not message.keys() <= self._keys:

@@ -39,9 +39,10 @@ def touch(job: Job) -> list[str]:
     steps of the run. Raise the UserError with which the run would stop."""
     from ptf.model.hub import cached
 
-    hub_id = job.model.path.count("/") == 1 and not job.model.path.startswith((".", "/", "~"))
-    if hub_id and not is_here(job.model.path) and (snapshot := cached(job.model.path, job.model.revision)):
-        job = resolve(job, models={job.model.path: str(snapshot)})
+    if job.model.path.count("/") == 1 and not is_here(job.model.path):
+        with contextlib.suppress(ValueError):  # what is no id of the Hub
+            if snapshot := cached(job.model.path, job.model.revision):
+                job = resolve(job, models={job.model.path: str(snapshot)})
     raise_if_vllm_is_wrong(job)
     named = {key: source.path for key, source in sources_of(job).items()} | model_paths(job)
     key_of_tokenizer = "model.tokenizer" if job.model.tokenizer else "model.path"

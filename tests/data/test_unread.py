@@ -113,6 +113,9 @@ def test_a_label_that_says_nothing_of_the_response_is_told() -> None:
         row = {"prompt": "a", "completion": "b", "label": label}
         unread(row, row, f"{label}:1")
     assert unread.names == {"label": "3:1"}
+    unread = Unread(SourceSpec("", kind="text"), None)
+    unread({"text": "a", "label": 0.5}, {"text": "a", "label": 0.5}, "a:1")
+    assert unread.names == {"label": "a:1"}, "of a text no label is read, whatever it says"
 
 
 def test_names_are_bounded() -> None:
