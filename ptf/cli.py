@@ -69,7 +69,7 @@ def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
     from ptf import api
     from ptf.config import dump
-    from ptf.config.plugin_checks import load_checked, warnings
+    from ptf.config.plugin_checks import load_checked
     from ptf.inspection.places import missing
 
     more = None if options.skip_paths else missing
@@ -83,7 +83,7 @@ def check(options: argparse.Namespace) -> int:
         console().print(Syntax(text, "yaml", background_color="default"))
     else:
         sys.stdout.write(text)
-    for line in [*warnings(job), *found.splitlines()]:
+    for line in found.splitlines():
         print(f"check: {redacted(line)}", file=sys.stderr)
     return 0
 

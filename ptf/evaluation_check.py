@@ -9,7 +9,6 @@ from ptf.config import ConfigError, Job
 from ptf.config.plugin import bind
 from ptf.config.renames import METRICS
 from ptf.config.section import Plugin
-from ptf.config.sections.evaluate import SAMPLES
 from ptf.events.ranking_metrics import MEASURES, TASKS
 from ptf.recipes import registry
 
@@ -56,8 +55,7 @@ def former_names(job: Job) -> dict[str, str]:
     """Return the names that metrics of responses and rankings had in earlier versions, each with the name that it has
     now, METRIC/NAME: they were NAME/METRIC, and some had other names before and after that."""
     evaluate_config, ranking = job.evaluate, job.evaluate.ranking
-    samples = evaluate_config.samples_per_prompt or SAMPLES
-    sampled = [f"pass@{samples}"] if samples > 1 else []
+    sampled = [f"pass@{evaluate_config.samples}"] if evaluate_config.samples > 1 else []
     names = {
         former: f"{now}/{source}"
         for source in evaluate_config.sources

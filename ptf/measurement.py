@@ -22,7 +22,6 @@ from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind, own_copy
 from ptf.config.section import Plugin
-from ptf.config.sections.evaluate import PROMPTS, SAMPLES
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -294,14 +293,13 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     starting = StartingModel.of(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
     prompts, trie = (
-        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.limit or PROMPTS),
+        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.prompts),
         trie_of(job.rollout, tokenizer),
     )
     models = {"": run / "model"} | (
         {"start/": starting.with_weights()} if evaluate_config.measure_starting_model else {}
     )
-    gpu = pick_device(job.compute.device).type == "cuda"
-    prompts, job = affordable(prompts, job, run / "model", len(models), gpu)
+    prompts, job = affordable(prompts, job, run / "model", len(models))
     metrics: dict[str, float] = {}
     length = (
         max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
@@ -350,7 +348,7 @@ def measure_responses_to(
         prompts,
         0,
         f"evaluate {source}",
-        samples=evaluate_config.samples_per_prompt or SAMPLES,
+        samples=evaluate_config.samples,
         temperature=evaluate_config.temperature,
         max_new_tokens=evaluate_config.max_new_tokens,
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,

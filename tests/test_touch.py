@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from ptf import cli
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.model import hub
 from ptf.run import run
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 
@@ -168,6 +169,60 @@ def test_one_bad_row_that_is_skipped_passes(raw: dict[str, Any], tmp_path: Path,
     assert check(raw)[0] == 0
 
 
+def test_bad_first_rows_of_a_longer_source_are_told(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "1", "answer": "2"}\n' * 35 + file.read_text())
+    raw["data"] |= {"on_bad_row": "skip", "max_bad_rows_share": 0.5}
+    status, said = check(raw)
+    assert status == 0
+    assert "data.sources.sums: the first 32 rows are all bad" in said
+
+
+def test_names_of_sources_may_have_dots(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    raw["data"]["validation"] = {"held.out": raw["data"]["validation"]["held_out"]}
+    raw["evaluate"] = {
+        "sources": {"sums.test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
+        "reward": {"use": "tests.test_touch:exact"},
+    }
+    status, said = check(raw)
+    assert (status, "exact gives an empty response 0" in said) == (0, True), said
+    online(raw, tmp_path, "exact", max_new_tokens=raw["data"]["seq_len"] - 2)
+    raw["data"]["sources"] = {"sums.train": raw["data"]["sources"]["sums"]}
+    status, said = check(raw)
+    assert status == 2
+    assert "sums.train" in said
+
+
+def test_what_nothing_reads_of_held_out_data_is_told(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
+    rows = [json.loads(line) | {"note": 1} for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    write_jsonl(tmp_path / "held_out.jsonl", rows)
+    assert "data.validation.held_out: nothing reads note" in check(raw)[1]
+
+
+def test_code_that_a_key_does_not_know_is_told(
+    raw: dict[str, Any], tmp_path: Path, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import importlib\nimportlib.import_module('json')\nfrom ptf.recipes.sft.recipe import SFT as Mine\n"
+    (tmp_path / "of_mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    raw["recipe"] = {"use": "of_mine:Mine"}
+    status, said = check(raw)
+    assert "of_mine.py:2 imports a module by a name that is computed" in said
+    assert status == 0
+
+
+def test_a_model_in_the_cache_of_the_hub_is_looked_at(
+    raw: dict[str, Any], tmp_path: Path, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = with_weights(raw)
+    monkeypatch.setattr(hub, "cached", lambda path, revision=None: directory if path == "me/tiny" else None)
+    raw["model"]["path"] = "me/tiny"
+    status, said = check(raw)
+    assert (status, "not looked at" in said) == (0, False)
+    quantised(directory, "gptq")
+    assert check(raw)[0] == 2
+
+
 def test_prompts_are_rendered_for_evaluation_and_rollouts(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     online(raw, tmp_path, "exact")
     assert check(raw)[0] == 0
@@ -184,7 +239,8 @@ def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Pat
     assert status == 0
     assert "exact gives an empty response 0, one that repeats the prompt 0" in said
     status, said = check(online(raw, tmp_path, "broken"))
-    assert status == 2
+    assert status == 0, "it may score other responses"
+    assert "broken gives an empty response no result" in said
     assert "this reward is broken" in said
     status, said = check(online(raw, tmp_path, "untouched"))
     assert status == 0
@@ -198,7 +254,9 @@ def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Pat
 
 
 def test_what_is_not_here_is_named(raw: dict[str, Any], check: Any) -> None:
-    raw["model"] |= {"path": "someone/model", "init": "pretrained"}
+    raw["model"] |= {"path": "some one/model", "init": "pretrained"}
+    assert "not looked at: model.path (some one/model)" in check(raw, "--skip-paths")[1]
+    raw["model"]["path"] = "someone/model"
     raw["data"]["validation"]["held_out"]["path"] = "s3://bucket/held_out.jsonl"
     status, said = check(raw)
     assert status == 0

@@ -29,7 +29,7 @@ from ptf.credentials import HIDDEN, REFERENCE
 from ptf.errors import UserError
 
 PLUGIN_PATH = "PTF_PLUGIN_PATH"  # of which ptf/__init__.py takes notice
-PLUGINS = "plugins.json"  # in a run's directory: the directories of its plugins, and the digests of their modules
+PLUGINS = "ptf_plugins.json"  # in a run's directory: the directories of its plugins, and the digests of their modules
 
 
 class ConfigError(UserError):
@@ -66,7 +66,10 @@ def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
     for file in files:
         parent = Path(file).resolve().parent
         recorded = parent / PLUGINS
-        directories += json.loads(recorded.read_bytes())["directories"] if recorded.is_file() else [str(parent)]
+        try:
+            directories += json.loads(recorded.read_bytes())["directories"] if recorded.is_file() else [str(parent)]
+        except (ValueError, TypeError, LookupError):
+            raise ConfigError(f"{recorded} is damaged: restore it, or begin a run with another name") from None
     for directory in dict.fromkeys([*directories, os.getcwd()]):
         if directory not in sys.path:
             sys.path.append(directory)
@@ -131,13 +134,18 @@ def model_paths(job: Job) -> dict[str, str]:
 
 
 def sources_of(job: Job) -> dict[str, Source]:
-    """Return all sources of the job by config key: those for training, for validation and for held-out prompts."""
-    sections = {
+    """Return all sources of the job by config key."""
+    sections = source_sections(job).items()
+    return {f"{section}.{name}": source for section, sources in sections for name, source in sources.items()}
+
+
+def source_sections(job: Job) -> dict[str, dict[str, Source]]:
+    """Return the sources for training, for validation and for held-out prompts, by section and name."""
+    return {
         "data.sources": job.data.sources,
         "data.validation": job.data.validation,
         "evaluate.sources": job.evaluate.sources,
     }
-    return {f"{section}.{name}": source for section, sources in sections.items() for name, source in sources.items()}
 
 
 def resolve(

@@ -49,12 +49,20 @@ def own_copy(value: T) -> T:
     return pickle.loads(pickle.dumps(value))
 
 
+class Bound(functools.partial[Any]):
+    """A callable with keyword arguments, of which each call has a copy."""
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        """Call it."""
+        return self.func(*args, **{**own_copy(self.keywords), **keywords})
+
+
 def bind(plugin: Plugin) -> Callable[..., Any]:
-    """Return the plugin's callable with a copy of its `args` bound as keyword arguments."""
+    """Return the plugin's callable with its `args` bound as keyword arguments."""
     target = resolve(plugin.use)
     if not callable(target):
         raise ConfigError(f"{plugin.use} is not callable: it is of type {type(target).__name__}")
-    return functools.partial(target, **own_copy(resolved(plugin.args, plugin.use)))
+    return Bound(target, **resolved(plugin.args, plugin.use))
 
 
 def _module(name: str, use: str) -> ModuleType:

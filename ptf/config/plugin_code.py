@@ -7,12 +7,12 @@ and no module is run.
 
 import ast
 import hashlib
-import importlib.util
 import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,10 @@ def uses(value: Any) -> Iterator[str]:
 def code_of(value: Any) -> Code:
     """Return the code of all plugins at or below a value of a config."""
     code, seen = Code(), set[str]()
-    named = [use.partition(":")[0] for use in uses(value)]
-    for module in named:
+    waiting = [use.partition(":")[0] for use in uses(value)]
+    for module in waiting:
         if module.partition(".")[0] != "ptf" and _spec(module) is None:
             code.unseen.append(f"the module {module} is not found here, so a change of its code goes unnoticed")
-    waiting = named
     while waiting:
         parts = waiting.pop().split(".")
         for module in (".".join(parts[: n + 1]) for n in range(len(parts))):  # its packages, too
@@ -85,9 +84,8 @@ def _read(module: str, code: Code) -> list[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             imported += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
-            code.unseen.append(
-                f"{file}:{node.lineno} imports a module by a name that is computed: a change of its code goes unnoticed"
-            )
+            what = f"{file}:{node.lineno} imports a module by a name that is computed"
+            code.unseen.append(f"{what}: a change of its code goes unnoticed")
     return imported
 
 
@@ -97,7 +95,7 @@ def _spec(module: str) -> ModuleSpec | None:
     if top in sys.stdlib_module_names:
         return None
     try:
-        spec = importlib.util.find_spec(top)
+        spec = find_spec(top)
     except ValueError:  # it is the program that runs
         return None
     for part in rest:

@@ -12,7 +12,6 @@ from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
 from ptf.config.schema import Job
 from ptf.config.section import AlgoConfig
-from ptf.config.sections.evaluate import SAMPLES
 from ptf.config.sections.train import TrainConfig
 from ptf.credentials import is_secret
 
@@ -107,8 +106,7 @@ def held_out_errors(job: Job) -> list[str]:
         errors.append(
             "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts"
         )
-    pass_at = f"pass@{job.evaluate.samples_per_prompt or SAMPLES}"
-    taken = {"greedy_pass_rate", pass_at, "greedy_reward", "no_result_share"}
+    taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples}", "greedy_reward", "no_result_share"}
     errors += [
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
         "choose another"

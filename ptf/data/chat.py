@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.completion import complete_answer
+from ptf.data.completion import INSIDE, complete_answer
 from ptf.data.context import raise_if_unseen
 from ptf.data.incremental_encode import encode_incrementally
-from ptf.data.messages import LARGEST, belongs_to
+from ptf.data.messages import LARGEST, THOUGHTS
 from ptf.data.rendering import WAYS_OUT
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
@@ -29,8 +29,7 @@ WEIGHT = "weight"  # key of a message that says how much its turn counts
 SWITCHES = ("loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")  # keys that say whether it counts
 AMBIGUOUS = {  # keys of a message that say what is trained in a way that is not read, and what they mean
     "mask": "which some tools read as trained and others as left out",
-    "train_detail": "which trains parts of a turn",
-    "training_detail": "which trains parts of a turn",
+    **dict.fromkeys(("train_detail", "training_detail"), "which trains parts of a turn"),
 }
 
 
@@ -130,7 +129,12 @@ def in_turns(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[
                 f"messages {i - 1} and {i} are both of the assistant, and may be one turn or two: "
                 "data.consecutive_turns: join makes one of them, keep makes each a turn that ends by itself"
             )
-        if last.get("tool_calls") or not belongs_to(last, message):
+        # the thinking of the first is that of the turn; the second has none of its own
+        ours, others = (
+            {key: v for key, v in m.items() if key not in ("content", "tool_calls", *left_out)}
+            for m, left_out in ((last, THOUGHTS), (message, ()))
+        )
+        if last.get("tool_calls") or ours != others or "</think>" in message["content"]:
             raise UserError(
                 f"messages {i - 1} and {i} cannot be joined to one turn (data.consecutive_turns): a call, "
                 "thinking or a key of one would be lost or moved; write them as one message with data.prepare"
@@ -178,7 +182,9 @@ def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[li
 
 def is_blank(message: Mapping[str, Any]) -> bool:
     """Return whether a message has no text, beside its thinking, and no tool calls."""
-    return not (str(message.get("content") or "").strip() or message.get("tool_calls"))
+    content = str(message.get("content") or "")
+    inside = INSIDE.fullmatch(content)
+    return not ((inside[2] if inside else content).strip() or message.get("tool_calls"))
 
 
 def _marked(
@@ -348,10 +354,7 @@ def _parts(message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any] | None]
     which may also format the text between the tags of thinking inside the content.
     """
     pieces, calls = re.split("(</?think>)", message["content"]), message.get("tool_calls") or []
-    parts = [
-        (message.get(key) or "", {k: v for k, v in message.items() if k != key})
-        for key in ("reasoning_content", "thinking")
-    ]
+    parts = [(message.get(key) or "", {k: v for k, v in message.items() if k != key}) for key in THOUGHTS]
     parts += [
         (pieces[k], {**message, "content": "".join(pieces[:k] + pieces[k + 1 :])}) for k in range(0, len(pieces), 2)
     ]
@@ -393,13 +396,10 @@ def _clean(i: int, message: Any) -> dict[str, Any]:
     """Return message i as servers pass it to a template. Raises UserError for an invalid message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"message {i} must be an object with a `role`")
-    if not isinstance(message.get("content"), str | None) or (
-        message.get("content") is None and not message.get("tool_calls")
-    ):
+    content = message.get("content")
+    if not isinstance(content, str | None) or (content is None and not message.get("tool_calls")):
         raise UserError(f"message {i} ({message['role']}): `content` must be a string; ptf trains text only")
-    message = {key: value for key, value in message.items() if value is not None} | {
-        "content": message.get("content") or ""
-    }
+    message = {**{key: v for key, v in message.items() if v is not None}, "content": content or ""}
     if message.get("tool_calls"):
         message["tool_calls"] = [_clean_call(i, call) for call in message["tool_calls"]]
     return message

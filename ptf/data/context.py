@@ -50,13 +50,8 @@ def raise_if_unseen(
         return
     parts = [part for i in range(since, len(messages)) for part in _parts(i, messages[i])]
     parts += [_tool(k, tool) for k, tool in enumerate(tools or ()) if since == 0]
-    corpus = "\0".join(
-        [
-            *(str(m["content"]) for m in messages),
-            json.dumps(tools, ensure_ascii=False, default=str) if tools else "",
-            str(tokenizer.hf.chat_template),
-        ]
-    )
+    written = json.dumps(tools, ensure_ascii=False, default=str) if tools else ""
+    corpus = "\0".join([*(str(m["content"]) for m in messages), written, str(tokenizer.hf.chat_template)])
     hidden = [part for part in parts if not any(_certain(t, corpus) and t in text for t in part.texts)]
     if not hidden:
         return
@@ -137,20 +132,15 @@ def _tool(k: int, tool: Any) -> Part:
 
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     inside = function if isinstance(function, dict) else {}
-    texts = [
-        json.dumps(tool, ensure_ascii=False, default=str),
-        json.dumps(function, ensure_ascii=False, default=str),
-        str(inside.get("description") or ""),
-    ]
-    return Part(f"tool {k}", str(inside.get("name", tool)), tuple(texts), replace)
+    written = [json.dumps(value, ensure_ascii=False, default=str) for value in (tool, function)]
+    texts = (*written, str(inside.get("description") or ""))
+    return Part(f"tool {k}", str(inside.get("name", tool)), texts, replace)
 
 
 def _named(tool: Any, word: str) -> Any:
     """Return a tool, or a call of one, with another name."""
     if not isinstance(tool, dict):
         return tool
-    return (
-        {**tool, "function": {**tool["function"], "name": word}}
-        if isinstance(tool.get("function"), dict)
-        else {**tool, "name": word}
-    )
+    if isinstance(function := tool.get("function"), dict):
+        return {**tool, "function": {**function, "name": word}}
+    return {**tool, "name": word}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, is_blank, served_turns, trained_turns
+from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, raise_if_unwanted, shaped
@@ -46,21 +46,12 @@ def encode_document(
     """
     if "messages" in row or "completion" in row:
         raise_if_unwanted(row)
-    if "messages" in row:
-        return [
-            (sample,)
-            for sample in chat_samples(
-                row["messages"], tokenizer, source, train_on, row.get("tools"), row_arguments(row)
-            )
-        ]
-    if "prompt" in row and "completion" in row:
-        return [
-            (
-                answered(
-                    row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)
-                ),
-            )
-        ]
+        tools, arguments = row.get("tools"), row_arguments(row)
+        if "messages" in row:
+            samples = chat_samples(row["messages"], tokenizer, source, train_on, tools, arguments)
+            return [(sample,) for sample in samples]
+        if "prompt" in row:
+            return [(answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments),)]
     if "text" in row:
         return encode_text(row, tokenizer, source)
     if "events" in row:
@@ -147,10 +138,6 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
     names = KINDS["preference"]
     if any(name not in row for name in names):
         raise UserError(f"a preference needs `chosen` and `rejected`, this row has {sorted(row)} ({advice(row)})")
-    for name in names:
-        answer = row[name][-1] if isinstance(row[name], list) and row[name] else row[name]
-        if is_blank(answer if isinstance(answer, dict) else {"content": answer}):
-            raise UserError(f"`{name}` is empty")
     history = history_of(row)
     if history is None and not all(is_conversation(row[name]) for name in names):
         raise UserError(
@@ -183,13 +170,11 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
     [n] hold the reward and the response's number of tokens; elsewhere they are 0. The row becomes one pack unit, or
     several where a template cannot show all turns of a conversation at once.
     """
+    tools, arguments = row.get("tools"), row_arguments(row)
     if row.get("messages") is not None:
         messages = in_turns(clean(row["messages"]), tokenizer)
-        rewards = {
-            i: _reward(m["reward"], f"message {i}: `reward`")
-            for i, m in enumerate(messages)
-            if m.get("reward") is not None
-        }
+        judged = [(i, m["reward"]) for i, m in enumerate(messages) if m.get("reward") is not None]
+        rewards = {i: _reward(value, f"message {i}: `reward`") for i, value in judged}
         for i in rewards:
             if messages[i]["role"] != "assistant":
                 raise UserError(
@@ -197,20 +182,15 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
                 )
         if not rewards:
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
-        plain_messages, counted = trained_turns(
-            [{key: value for key, value in m.items() if key != "reward"} for m in messages], "assistant"
-        )
+        unscored = [{key: value for key, value in m.items() if key != "reward"} for m in messages]
+        plain_messages, counted = trained_turns(unscored, "assistant")
         counted = {i: weight for i, weight in counted.items() if i in rewards}
         if not counted:
             raise UserError("every response that has a `reward` has a `weight` of 0: nothing to learn scores from")
-        rewards_in_order = iter([rewards[i] for i in counted])
-        documents = served_turns(plain_messages, counted, tokenizer, row.get("tools"), row_arguments(row))
+        in_order = iter([rewards[i] for i in counted])
+        documents = served_turns(plain_messages, counted, tokenizer, tools, arguments)
         return [
-            (
-                _scored(
-                    ids, [(turn.start, len(turn.ids), next(rewards_in_order), turn.weight) for turn in turns], source
-                ),
-            )
+            (_scored(ids, [(t.start, len(t.ids), next(in_order), t.weight) for t in turns], source),)
             for ids, turns in documents
         ]
     if any(row.get(name) is None for name in KINDS["scored"]):
@@ -220,19 +200,10 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
             f"this row has {present} ({advice(row)})"
         )
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(
-        row["prompt"], row["completion"], tokenizer, source, row.get("tools"), arguments=row_arguments(row)
-    )
-    trained = np.flatnonzero(sample.loss_weights)
-    return [
-        (
-            _scored(
-                sample.tokens,
-                [(int(trained[0]), int(trained[-1]) + 1, reward, float(sample.loss_weights[trained[-1]]))],
-                source,
-            ),
-        )
-    ]
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
+    trained = np.flatnonzero(sample.loss_weights).tolist()
+    span = trained[0], trained[-1] + 1, reward, float(sample.loss_weights[trained[-1]])
+    return [(_scored(sample.tokens, [span], source),)]
 
 
 def _reward(value: Any, name: str) -> float:
@@ -427,8 +398,8 @@ class Encoder:
         """Create an encoder for the rows of one source.
 
         `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
-        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row that is encoded, as the file has it and as
-        it is read, and its place.
+        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row as the file has it and as it is read, and
+        its place.
         """
         self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
         self._too_long: TooLong = too_long
@@ -441,6 +412,8 @@ class Encoder:
         try:
             raw = row = place.read()
             row = shaped(raw, self._columns, self._kind, place.columnar)
+            if self._unread is not None:
+                self._unread(raw, row, place.where)
             whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
             fitted = [limit_length(unit, self._seq_len, self._too_long) for unit in whole_units]
         except FAULTS as e:
@@ -454,8 +427,6 @@ class Encoder:
             self.counts["rows_without_samples"] += 1
             self._set_aside(BadRow(place.where, reason), self.counts)
             return []
-        if self._unread is not None:
-            self._unread(raw, row, place.where)
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]
         if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):

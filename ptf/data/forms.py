@@ -13,71 +13,33 @@ from ptf.errors import UserError
 Row = Mapping[str, Any]
 Columns = Mapping[str, str | None]  # ptf's name → the name in the data; None: the column of that name is not used
 COLUMNS = "data.sources.NAME.columns"
-ADVICE = (  # columns of forms that are ambiguous, and what to do
-    (("question", "chosen"), f"{COLUMNS}: {{prompt: question}} makes it the prompt"),
-    (
-        ("question", "answer"),
-        (
-            f"{COLUMNS}: {{prompt: question, completion: answer}} trains the answers; for online recipes, {{prompt: "
-            "question}"
-        ),
-    ),
-    (
-        ("problem", "solution"),
-        (
-            f"{COLUMNS}: {{prompt: problem, completion: solution}} trains the solutions; for online recipes, "
-            "{prompt: problem}"
-        ),
-    ),
-    (
-        ("prompt", "response"),
-        (
-            f"{COLUMNS}: {{completion: response}} trains the responses; kind: scored learns a score, with {{reward: "
-            "its column} too"
-        ),
-    ),
-    (
-        ("definition", "inputs", "targets"),
-        f"{COLUMNS}: {{instruction: definition, input: inputs, output: targets}} trains the targets",
-    ),
-    (("inputs", "targets"), f"{COLUMNS}: {{prompt: inputs, completion: targets}} trains the targets"),
-    (
-        ("prompt", "canonical_solution"),
-        f"{COLUMNS}: {{completion: canonical_solution}} trains the solutions; online recipes read `prompt`",
-    ),
-    (
-        ("text", "code"),
-        f"{COLUMNS}: {{prompt: text, completion: code}} trains the code; kind: text trains `text` alone",
-    ),
-    (
-        ("message_id", "parent_id", "text"),
-        (
-            "its rows are messages of a tree: make conversations of them with data.prepare; kind: "
-            "text trains each by itself"
-        ),
-    ),
-    (
-        ("question", "input_output"),
-        f"for online recipes, {COLUMNS}: {{prompt: question}}; solutions to imitate are written with data.prepare",
-    ),
-    (
-        ("problem_statement", "patch"),
-        f"an environment runs it: online recipes, {COLUMNS}: {{prompt: problem_statement}} and rollout.environment",
-    ),
-    (
-        ("prompt", "answers"),
-        "several responses to one prompt: write `chosen` and `rejected`, or `completion`, with data.prepare",
-    ),
-    (
-        ("chosen", "rejected"),
-        (
-            f"recipes dpo and rm learn from pairs; {COLUMNS}: {{completion: chosen}}, or {{messages: chosen}}, "
-            "trains what was chosen"
-        ),
-    ),
-    (("chat",), "a conversation that is one text: write `messages` with data.prepare"),
-    (("prompt", "reward_model"), "rows to answer, for online recipes"),
-)
+ADVICE = {  # columns of forms that are ambiguous, and what to do
+    "question chosen": f"{COLUMNS}: {{prompt: question}} makes it the prompt",
+    "question answer": f"{COLUMNS}: {{prompt: question, completion: answer}} trains the answers; "
+    "for online recipes, {prompt: question}",
+    "problem solution": f"{COLUMNS}: {{prompt: problem, completion: solution}} trains the solutions; "
+    "for online recipes, {prompt: problem}",
+    "prompt response": f"{COLUMNS}: {{completion: response}} trains the responses; "
+    "kind: scored learns a score, with {reward: its column} too",
+    "definition inputs targets": f"{COLUMNS}: {{instruction: definition, input: inputs, output: targets}} "
+    "trains the targets",
+    "inputs targets": f"{COLUMNS}: {{prompt: inputs, completion: targets}} trains the targets",
+    "prompt canonical_solution": f"{COLUMNS}: {{completion: canonical_solution}} trains the solutions; "
+    "online recipes read `prompt`",
+    "text code": f"{COLUMNS}: {{prompt: text, completion: code}} trains the code; kind: text trains `text` alone",
+    "message_id parent_id text": "its rows are messages of a tree: make conversations of them with data.prepare; "
+    "kind: text trains each by itself",
+    "question input_output": f"for online recipes, {COLUMNS}: {{prompt: question}}; "
+    "solutions to imitate are written with data.prepare",
+    "problem_statement patch": f"an environment runs it: online recipes, {COLUMNS}: {{prompt: problem_statement}} "
+    "and rollout.environment",
+    "prompt answers": "several responses to one prompt: write `chosen` and `rejected`, or `completion`, "
+    "with data.prepare",
+    "chosen rejected": f"recipes dpo and rm learn from pairs; {COLUMNS}: {{completion: chosen}}, or "
+    "{messages: chosen}, trains what was chosen",
+    "chat": "a conversation that is one text: write `messages` with data.prepare",
+    "prompt reward_model": "rows to answer, for online recipes",
+}
 
 
 def rename_columns(row: Row, columns: Columns) -> dict[str, Any]:
@@ -183,13 +145,13 @@ def advice(row: Row) -> str:
     """Return what to do with a row that lacks the columns of every kind."""
     present = {name for name, value in row.items() if value is not None}
     return next(
-        (remedy for names, remedy in ADVICE if present.issuperset(names)),
+        (remedy for names, remedy in ADVICE.items() if present.issuperset(names.split())),
         f"{COLUMNS} maps ptf's column names to the names in the data",
     )
 
 
 def raise_if_other_texts(row: Row) -> None:
     """Raise UserError for a row whose `text` may be something else than a document."""
-    for names, remedy in ADVICE:
-        if "text" in names and all(row.get(name) is not None for name in names):
+    for names, remedy in ADVICE.items():
+        if "text" in names.split() and all(row.get(name) is not None for name in names.split()):
             raise UserError(f"`text` is not the only content of this row, which has {sorted(row)}: {remedy}")

@@ -52,6 +52,7 @@ MESSAGE_COLUMNS = {  # the columns that hold messages
 }
 NUMBER_COLUMNS = ("weight", "reward", "margin", "label")  # a format of texts (CSV) writes these numbers as text
 LABELS = {"yes": 1, "no": 0, "good": 1, "bad": 0}  # what texts other than numbers and booleans say of a response
+UNCLEAR = ("accepted", "rejected", "chosen", "positive", "negative", "correct", "incorrect", "right", "wrong", "y", "n")
 
 
 def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = False) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def with_detected_kind(spec: SourceSpec, reader: Reader) -> SourceSpec:
 
 def raise_if_unwanted(row: Row) -> None:
     """Raise UserError where a `label` says that the response is not to be imitated."""
-    if _label(row) == 0:
+    if label_of(row) == 0:
         raise UserError(
             "`label` says that this response is not to be imitated: leave such rows out with data.prepare, "
             "or learn a score from them "
@@ -117,18 +118,18 @@ def raise_if_unwanted(row: Row) -> None:
         )
 
 
-def _label(row: Row) -> float | None:
-    """Return the `label` of a response, 1 or 0; None where it has none. Raises UserError for any other label."""
+def label_of(row: Row) -> float | None:
+    """Return the `label` of a response, 1 or 0; None where it has none, or one that names something else, as a topic.
+    Raises UserError for a label that may say whether the response is to be imitated, in another way."""
     label = row.get("label")
-    if label is None:
-        return None
-    label = LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
-    if not isinstance(label, int | float) or label not in (0, 1):
+    word = label.strip().lower() if isinstance(label, str) else None
+    label = LABELS.get(word, label) if word else label
+    if word in UNCLEAR or (isinstance(label, int | float) and -1 <= label <= 1 and label not in (0, 1)):
         raise UserError(
             "`label` must say whether the response is to be imitated (true, false, 1, 0, yes, no, good or bad), not "
-            f"{str(label)[:60]!r}; {COLUMNS}: {{label: null}} if the column means something else"
+            f"{label!r}; {COLUMNS}: {{label: null}} if the column means something else"
         )
-    return float(label)
+    return float(label) if isinstance(label, int | float) and label in (0, 1) else None
 
 
 def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _normalized(row: dict[str, Any], kind: str, columnar: bool) -> dict[str, Any
         _with_system(row, kind, present)
     for name in present if tools else ():
         _raise_if_tools_twice(tools or [], row[name])
-    if kind in ("completion", "scored") and row.get("reward") is None and (reward := _label(row)) is not None:
+    if kind in ("completion", "scored") and row.get("reward") is None and (reward := label_of(row)) is not None:
         row["reward"] = reward
     return row
 

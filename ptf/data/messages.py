@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.sources.json_values import JsonObject
+from ptf.data.sources.json_values import JsonObject, levels
 from ptf.errors import UserError
 
 Message = dict[str, Any]
@@ -79,24 +79,15 @@ def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) ->
     """Return the messages with each tool call that is a message of its own in the assistant's turn before it."""
     joined: list[Message] = []
     for raw, message in zip(value, messages, strict=True):
-        if joined and _is_call(raw) and belongs_to(joined[-1], message):
+        agree = (
+            (joined[-1].get(key), v) for key, v in message.items() if joined and key not in ("content", "tool_calls")
+        )
+        if joined and _is_call(raw) and all(v in (None, known) for known, v in agree):
             calls = [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]
             joined[-1] = {**joined[-1], "tool_calls": calls}
         else:
             joined.append(message)
     return joined
-
-
-def belongs_to(first: Message, second: Message) -> bool:
-    """Return whether two messages can be one turn of the assistant: their keys beside their contents agree.
-
-    The thinking of the first is that of the turn; the second has none of its own.
-    """
-    ours, others = (
-        {key: v for key, v in message.items() if v is not None and key not in ("content", "tool_calls", *left_out)}
-        for message, left_out in ((first, THOUGHTS), (second, ()))
-    )
-    return ours == others and ours["role"] == "assistant" and "</think>" not in (second.get("content") or "")
 
 
 def _is_plain(message: Any) -> bool:
@@ -172,12 +163,10 @@ def _pairs(pairs: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
 
 def _text(parts: Sequence[Any], where: str) -> str:
     """Return the text of a content that is a list with one part."""
-    kinds = sorted(
-        {str(part.get("type", "part without a type"))[:40] if isinstance(part, dict) else _kind(part) for part in parts}
-    )
-    if kinds != ["text"] or any(
-        part.get(key) for part in parts for key in (*MEDIA, "image_url", "input_audio", "video_url")
-    ):
+    unnamed = "part without a type"
+    kinds = sorted({str(p.get("type", unnamed))[:40] if isinstance(p, dict) else _kind(p) for p in parts})
+    others = (*MEDIA, "image_url", "input_audio", "video_url")
+    if kinds != ["text"] or any(part.get(key) for part in parts for key in others):
         raise UserError(
             f"{where} holds {', '.join(kinds) or 'no parts'}; ptf trains text only: "
             "leave such rows out with data.prepare, or data.on_bad_row: skip"
@@ -267,16 +256,11 @@ def without_nulls(value: Any) -> Any:
 
 def raise_if_unprintable(value: Any, what: str) -> None:
     """Raise UserError where a value holds bytes, or more than `MAX_DEPTH` objects and lists inside each other."""
-    level, depth = [value], 0
-    while level:
+    for depth, level in enumerate(levels(value)):
         if depth > MAX_DEPTH:
             raise UserError(f"{what}: more than {MAX_DEPTH} objects and lists inside each other")
         if any(isinstance(v, bytes) for v in level):
             raise UserError(f"{what}: bytes are not text; write text, or leave the column out")
-        level = [
-            inner for v in level if isinstance(v, dict | list) for inner in (v.values() if isinstance(v, dict) else v)
-        ]
-        depth += 1
 
 
 def _kind(value: Any) -> str:

@@ -93,9 +93,9 @@ class Partitions:
     def unread(self, name: str) -> Unread:
         """Return what nothing reads of a source, from its first rows on; later names are printed as they appear."""
         if name not in self._unread:
-            ordered, spec = self.opened(name)
-            self._unread[name] = unread = Unread(spec, self.tokenizer, self.read_keys).read_first(ordered.reader)
+            unread = Unread(self.opened(name)[1], self.tokenizer, self.read_keys).read_first()
             unread.say = lambda line: print(f"source {name}: {line}", flush=True)
+            self._unread[name] = unread
         return self._unread[name]
 
     def _encoded(self, name: str, partition: int) -> Encoded:
@@ -103,16 +103,8 @@ class Partitions:
         ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
-        encoder = encoder_of(
-            name,
-            spec,
-            self.encode,
-            self.seq_len,
-            self.too_long,
-            aside,
-            self.share_prefixes,
-            self.unread(name),
-        )
+        unread, prefixes = self.unread(name), self.share_prefixes
+        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, prefixes, unread)
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         source, encoder = ordered.partition(partition, self.window), self.wrap(name, encoder)
         return Encoded(

@@ -45,18 +45,14 @@ class Closing(NamedTuple):
 
 def closings_of(tokenizer: "Tokenizer") -> dict[str, Closing]:
     """Return how the template closes a response and a tool call."""
-    special = set(tokenizer.hf.all_special_ids) | {
-        i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special
-    }
+    added = tokenizer.hf.added_tokens_decoder.items()
+    special = {*tokenizer.hf.all_special_ids, *(i for i, token in added if token.special)}
     closings = {}
     for kind, (build, then) in {"answer": (_answer, _USER), "call": (_tool_call, _RESULT)}.items():
-        last, inside = (
-            _ending(tokenizer, build),
-            _ending(tokenizer, lambda word, build=build, then=then: [*build(word), then]),
-        )
-        both = next(
-            (n for n, (a, b) in enumerate(zip(last, inside, strict=False)) if a != b), min(len(last), len(inside))
-        )
+        last = _ending(tokenizer, build)
+        inside = _ending(tokenizer, lambda word, build=build, then=then: [*build(word), then])
+        pairs = enumerate(zip(last, inside, strict=False))
+        both = next((n for n, (a, b) in pairs if a != b), min(len(last), len(inside)))
         own = [i for i in last[:both] if i in special] or [i for i in last if i in special]
         borrowed = [i for i in inside if i in special][:1]
         if own or not borrowed:
@@ -100,22 +96,13 @@ def cuts_of(tokenizer: "Tokenizer") -> dict[str, int]:
     Added tokens split a text like this; the probes verify it, and where they disagree no cut is returned.
     """
     cuts = {tokenizer.decode([i]): i for i in tokenizer.stop_ids if i in tokenizer.hf.added_tokens_decoder}
-    texts = [
-        t
-        for cut in cuts
-        for a, b in zip(PROBES, PROBES[1:] + PROBES[:1], strict=True)
-        for t in (a + cut + b, a + cut, cut + b)
-    ]
+    pairs = list(zip(PROBES, PROBES[1:] + PROBES[:1], strict=True))
+    texts = [t for cut in cuts for a, b in pairs for t in (a + cut + b, a + cut, cut + b)]
     ids = iter(tokenizer.hf(texts, add_special_tokens=False)["input_ids"] if texts else [])
     cut_ids = (i for i in cuts.values() for _ in PROBES)
-    return (
-        cuts
-        if all(
-            left[-1] == right[0] == i and whole == left[:-1] + right
-            for i, whole, left, right in zip(cut_ids, ids, ids, ids, strict=True)
-        )
-        else {}
-    )
+    split = zip(cut_ids, ids, ids, ids, strict=True)
+    agree = all(left[-1] == right[0] == i and whole == left[:-1] + right for i, whole, left, right in split)
+    return cuts if agree else {}
 
 
 def takes_text_arguments(render: Callable[[Sequence[Message]], str]) -> bool:
@@ -136,11 +123,8 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the arguments of their calls as JSON text."""
 
     def with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        return {
-            **call,
-            "function": {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)},
-        }
+        arguments = json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     return [
         {**m, "tool_calls": [with_json_arguments(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m

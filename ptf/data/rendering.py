@@ -90,7 +90,7 @@ def with_arguments(template: str, arguments: Mapping[str, Any]) -> str:
     return (
         "".join(
             f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
-            for name, value in _valid_items(arguments)
+            for name, value in valid_items(arguments)
         )
         + template
     )
@@ -111,14 +111,14 @@ def row_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             parsed = None
         if not isinstance(parsed, dict):
             raise UserError(f"`{key}` must be an object of the template's arguments, not {str(value)[:60]!r}")
-        return dict(_valid_items({name: argument for name, argument in parsed.items() if argument is not None}))
+        return dict(valid_items({name: argument for name, argument in parsed.items() if argument is not None}))
     return {}
 
 
-def _valid_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def valid_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the arguments as pairs; raise UserError for a name that no argument can have."""
     for name in arguments:
-        if name in RESERVED or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        if name in RESERVED or name == "self" or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UserError(f"{name!r} cannot be an argument of a chat template (model.template_args)")
     return list(arguments.items())
 

@@ -99,7 +99,7 @@ def survey(
     """Read the first `limit` rows of each source and pack them; a step has `sequences` packed sequences."""
     surveyed, units = [], {}
     for name, spec in sources.items():
-        one, units[name] = _survey_source(
+        one, units[name] = survey_source(
             name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share_prefixes, read_keys
         )
         surveyed.append(one)
@@ -132,7 +132,7 @@ def survey(
     )
 
 
-def _survey_source(
+def survey_source(
     name: str,
     spec: SourceSpec,
     tokenizer: Tokenizer,
@@ -140,14 +140,14 @@ def _survey_source(
     seq_len: int,
     too_long: TooLong,
     limit: int,
-    examples: int,
-    share_prefixes: bool,
-    read_keys: Sequence[str],
+    examples: int = 0,
+    share_prefixes: bool = False,
+    read_keys: Sequence[str] = (),
 ) -> tuple[SourceSurvey, list[PackUnit]]:
     """Return the survey of one source and its units."""
     bad: list[BadRow] = []
     reader, spec = opened(spec, tokenizer)
-    unread = Unread(spec, tokenizer, read_keys).read_first(reader)
+    unread = Unread(spec, tokenizer, read_keys)
     encoder = encoder_of(
         name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share_prefixes, unread
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ ROWS_AT_ONCE = 256  # rows that a process receives at a time
 FEW_BYTES = 8 << 20  # a smaller source is encoded in one process
 BAD_ROWS = "bad_rows.jsonl"
 
-Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow]]  # columns by row, counts, rows set aside
+# columns by row, counts, rows set aside, and names that nothing reads with the places where they appeared
+Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow], dict[str, str]]
 
 
 @dataclass
@@ -48,7 +50,7 @@ class _Work:
     too_long: TooLong
     spec: SourceSpec
     skip_bad: bool
-    unread: Unread | None
+    unread: Unread
 
     def __call__(self, block: Block, uri: str, before: int) -> Encoded:
         bad_rows: list[BadRow] = []
@@ -63,7 +65,7 @@ class _Work:
             unread=self.unread,
         )
         rows = [unit_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
-        return side_by_side(rows), encoder.counts, bad_rows
+        return side_by_side(rows), encoder.counts, bad_rows, self.unread.names
 
 
 _work: _Work | None = None  # set at the start of each process of the pool, so it need not be picklable
@@ -73,7 +75,7 @@ def _start(work: _Work, parent: int) -> None:
     """Prepare a process of the pool."""
     global _work
     end_with_parent(parent)
-    _work = work
+    _work, work.unread.say = work, None
 
 
 def _run(block: Block, uri: str, before: int) -> Encoded:
@@ -94,13 +96,13 @@ def write(
     config_fingerprint: str,
     max_bad_rows_share: float | None = None,
     processes: int = 1,
-    unread: Unread | None = None,
+    read_keys: Iterable[str] = (),
 ) -> Mapping[str, Any]:
     """Encode every row of a source into a local directory, and return its manifest.
 
-    A large source is encoded in `processes`. With `max_bad_rows_share`, that
-    share of the rows may be bad; they are listed in `bad_rows.jsonl`. The manifest is written last; where one exists
-    already, from the same tokenizer and config, nothing is done.
+    A large source is encoded in `processes`. With `max_bad_rows_share`, that share of the rows may be bad; they are
+    listed in `bad_rows.jsonl`. The recipe reads `read_keys` of messages; what nothing reads is printed. The manifest is
+    written last; where one exists already, from the same tokenizer and config, nothing is done.
     """
     made_with = {**made_by(tokenizer), "config": config_fingerprint}
     root = Path(directory)
@@ -113,14 +115,15 @@ def write(
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share or 0.0)
         reader = Reader(Location.of(spec))
-        work = _Work(
-            encode, name, seq_len, too_long, with_detected_kind(spec, reader), max_bad_rows_share is not None, unread
-        )
+        spec = with_detected_kind(spec, reader)
+        unread = Unread(spec, tokenizer, read_keys, partial(print, f"tokenize: source {name}:", flush=True))
+        work = _Work(encode, name, seq_len, too_long, spec, max_bad_rows_share is not None, unread)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
-            for columns, counted, bad in _encoded(work, reader, spec.limit, processes):
+            for columns, counted, bad, names in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)
                 for row in bad:
                     quarantine.add(row, counts)
+                unread.note(names)
                 file.write(columns)
         made_with |= {"commit": reader.commit} if reader.commit else {}  # the commit of a dataset on the Hub
         manifest = storage.commit(
@@ -198,17 +201,18 @@ def _grouped(encoded: Iterable[Encoded]) -> Iterator[Encoded]:
     """Yield the same rows in groups of at least `ROWS_IN_GROUP`."""
     columns: dict[str, list[Any]] = {}
     counts: Counter[str] = Counter()
-    bad: list[BadRow] = []
-    for more, counted, bad_rows in encoded:
+    bad, names = list[BadRow](), dict[str, str]()
+    for more, counted, bad_rows, told in encoded:
         for column, rows in more.items():
             columns.setdefault(column, []).extend(rows)
         counts.update(counted)
         bad += bad_rows
+        names = told | names
         if len(columns["atoms"]) >= ROWS_IN_GROUP:
-            yield columns, counts, bad
+            yield columns, counts, bad, names
             columns, counts, bad = {}, Counter(), []
     if columns:
-        yield columns, counts, bad
+        yield columns, counts, bad, names
 
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:

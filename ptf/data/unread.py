@@ -4,18 +4,19 @@ A key that the chat template names counts as read. The names are bounded, so a s
 costs no more than others.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from ptf.data.chat import SWITCHES, WEIGHT
 from ptf.data.forms import Row, adopt_known_forms, rename_columns
-from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, shaped
+from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, label_of, shaped
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.blocks import Location, Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", *THOUGHTS, *MEDIA, WEIGHT, *SWITCHES)
 NAMED = re.compile(r"""[.'"](\w+)""")  # an attribute or a key in a template
@@ -26,17 +27,24 @@ MOST = 500  # names; what comes after so many is not looked for
 class Unread:
     """The names that nothing reads. Online recipes pass every column to the reward, so sources of prompts have none."""
 
-    def __init__(self, spec: SourceSpec, tokenizer: Tokenizer | None, keys: Iterable[str] = ()):
-        """`spec` has its kind already; `keys` are further keys of messages that the recipe reads."""
-        self.names: list[str] = []
-        self.say: Callable[[str], None] | None = None  # gets a line for names that are new
+    def __init__(
+        self,
+        spec: SourceSpec,
+        tokenizer: Tokenizer | None,
+        keys: Iterable[str] = (),
+        say: Callable[[str], None] | None = None,
+    ):
+        """`spec` has its kind already; `keys` are further keys of messages that the recipe reads; `say` gets a line for
+        names that are new."""
+        self.names: dict[str, str] = {}  # and the place of the row where each appeared
+        self.say = say
         self._spec, self._off = spec, spec.kind not in READ_COLUMNS
         self._columns = {*KINDS.get(spec.kind, ()), *READ_COLUMNS.get(spec.kind, ())}
         self._keys = {*MESSAGE_KEYS, *keys, *NAMED.findall(str(tokenizer.hf.chat_template) if tokenizer else "")}
 
-    def read_first(self, reader: Reader) -> "Unread":
+    def read_first(self) -> "Unread":
         """Note the names in the first rows."""
-        for place in () if self._off else rows_once(reader, FIRST_ROWS):
+        for place in () if self._off else rows_once(Reader(Location.of(self._spec)), FIRST_ROWS):
             try:
                 raw = place.read()
                 self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.columnar), place.where)
@@ -53,22 +61,22 @@ class Unread:
             adopted = adopt_known_forms(rename_columns(raw, self._spec.columns), self._spec.kind)
             new = [name for name in adopted if name not in self._columns]
             self._columns |= raw.keys()
-        for message in _messages(row, self._spec.kind):
-            if not message.keys() <= self._keys:
+        with contextlib.suppress(UserError):  # where it is unclear, and read, the row is refused
+            new += ["label"] if row.get("label") is not None and label_of(row) is None else []
+        found = [row.get(name) for name in MESSAGE_COLUMNS.get(self._spec.kind, ())]
+        for message in (m for value in found for m in (value if isinstance(value, list) else [value])):
+            if isinstance(message, dict) and not message.keys() <= self._keys:
                 keys = [key for key, v in message.items() if v is not None and key not in self._keys]
                 self._keys |= set(keys)
                 new += [f"{key} (of messages)" for key in keys]
         if new:
-            self.names += new
-            self._off = len(self.names) > MOST
+            self.note(dict.fromkeys(new, where))
+
+    def note(self, names: Mapping[str, str]) -> None:
+        """Note names, which another process may have found, and tell those that are new."""
+        new = {name: where for name, where in names.items() if name not in self.names}
+        self.names |= new
+        self._off = self._off or len(self.names) > MOST
+        for where in dict.fromkeys(new.values()):
             if self.say is not None:
-                self.say(f"{where}: nothing reads {', '.join(new)}")
-
-
-def _messages(row: Row, kind: str) -> Iterable[dict[str, Any]]:
-    """Yield the messages in a row's columns."""
-    for name in MESSAGE_COLUMNS.get(kind, ()):
-        value = row.get(name)
-        for message in value if isinstance(value, list) else (value,):
-            if isinstance(message, dict):
-                yield message
+                self.say(f"{where}: nothing reads {', '.join(name for name in new if new[name] == where)}")

@@ -4,6 +4,7 @@ Rows go through the same encoder, mixer and packer as in training. Numbers for m
 extrapolated, and the report marks them.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -159,23 +160,18 @@ def _source(source: SourceSurvey, planned: DataPlan | None) -> dict[str, Any]:
 def _samples(report: Report) -> list[dict[str, Any]]:
     """Return one entry per document. The two responses of a preference have the same number `pair`; other documents
     have none."""
-    listed: list[dict[str, Any]] = []
-    pairs = 0
-    for source in report.survey.sources:
-        for place, unit in source.examples:
-            pairs += len(unit) > 1
-            for sample in unit:
-                listed.append(
-                    {
-                        "source": source.name,
-                        "place": place,
-                        "text": report.tokenizer.decode(sample.tokens),
-                        "ids": sample.tokens.tolist(),
-                        "weights": [round(w, 6) for w in sample.loss_weights.tolist()],
-                        "pair": pairs - 1 if len(unit) > 1 else None,
-                    }
-                )
-    return listed
+    pairs = itertools.count()
+    units = [(source.name, place, unit) for source in report.survey.sources for place, unit in source.examples]
+    return [
+        {
+            **{"source": name, "place": place, "text": report.tokenizer.decode(sample.tokens)},
+            **{"ids": sample.tokens.tolist(), "weights": [round(w, 6) for w in sample.loss_weights.tolist()]},
+            "pair": pair,
+        }
+        for name, place, unit in units
+        for pair in [next(pairs) if len(unit) > 1 else None]
+        for sample in unit
+    ]
 
 
 def errors_as_json(error: UserError) -> str:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptf.config import Job, Plugin, model_paths, plugin, resolve, sources_of
-from ptf.config.plugin_checks import plugins
+from ptf.config.load import source_sections
+from ptf.config.plugin_checks import plugins, warnings
+from ptf.config.plugin_code import code_of
 from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
 from ptf.recipes.grpo.config import GRPOConfig
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 
 if TYPE_CHECKING:
-    from ptf.data.quarantine import BadRow
     from ptf.data.tokenizer import Tokenizer
     from ptf.data.trajectory import Prompt
     from ptf.recipes.protocol import Recipe
@@ -36,12 +37,19 @@ HOW = "`ptf inspect` prints the number of passes over the data and of steps"
 def touch(job: Job) -> list[str]:
     """Open what a job names and this machine has, and return sentences on what to know of it, such as the passes and
     steps of the run. Raise the UserError with which the run would stop."""
+    from ptf.model.hub import cached
+
+    if job.model.path.count("/") == 1 and not is_here(job.model.path):
+        with contextlib.suppress(ValueError):  # what is no id of the Hub
+            if snapshot := cached(job.model.path, job.model.revision):
+                job = resolve(job, models={job.model.path: str(snapshot)})
     raise_if_vllm_is_wrong(job)
     named = {key: source.path for key, source in sources_of(job).items()} | model_paths(job)
     key_of_tokenizer = "model.tokenizer" if job.model.tokenizer else "model.path"
     named[key_of_tokenizer] = job.model.tokenizer or job.model.path
     here = {key for key, path in named.items() if is_here(path)}
-    lines = job.algo.without_effect(job) if isinstance(job.algo, GRPOConfig) else []
+    lines = [*warnings(job), *code_of([job.model_dump()[section] for section in ("recipe", "model")]).unseen]
+    lines += job.algo.without_effect(job) if isinstance(job.algo, GRPOConfig) else []
     model = look_at_models(job) if "model.path" in here else None
     if key_of_tokenizer in here:
         lines += look_at_rows(job, here, model)
@@ -110,11 +118,12 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     for a tokenizer and rows that training would refuse."""
     from ptf.data.added import tokenizer_of
     from ptf.data.prompts import prompts_once
-    from ptf.data.source_units import pack_units_once
+    from ptf.data.survey import survey_source
     from ptf.model.bridge import decoder_config
     from ptf.model.vocabulary import raise_if_larger_tokenizer
     from ptf.recipes import registry
     from ptf.rl.prompts import raise_if_too_long
+    from ptf.train.dataloading import read_keys
     from ptf.train.job_tokenizer import rendered
     from ptf.train.source_specs import specs
 
@@ -122,35 +131,41 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     tokenizer = rendered(job, tokenizer_of(path, job.model.tokens), None)
     if model and not job.model.tokens:
         raise_if_larger_tokenizer(model, path, tokenizer.vocab_size)
-    skips = job.data.on_bad_row == "skip"
+    lines: list[str] = []
     prompts: dict[str, Prompt] = {}
     longest = job.data.seq_len if recipe.online else 0
-    for key, source in sources_of(job).items():
-        if key not in here:
-            continue
-        section, _, name = key.rpartition(".")
-        spec = specs({name: source}, verify_up_to=0)[name]
-        spec = replace(spec, limit=min(spec.limit or ROWS, ROWS))
-        if section != "evaluate.sources" and not recipe.online:
-            bad: list[BadRow] = []
-            units = pack_units_once(
-                {name: spec},
-                tokenizer=tokenizer,
-                encode=lambda row, source: recipe.encode(row, tokenizer, source),
-                seq_len=job.data.seq_len,
-                too_long=job.data.too_long,
-                set_aside=(lambda row, _, bad=bad: bad.append(row)) if skips else None,
+    for section, sources in source_sections(job).items():
+        some = {name: source for name, source in sources.items() if f"{section}.{name}" in here}
+        for name, spec in specs(some, verify_up_to=0).items():
+            key = f"{section}.{name}"
+            if section == "evaluate.sources" or recipe.online:
+                for prompt in prompts_once(replace(spec, limit=min(spec.limit or ROWS, ROWS)), name, tokenizer):
+                    prompts.setdefault(key, prompt)
+                    if section == "data.sources" and job.rollout and job.data.too_long != "drop":
+                        raise_if_too_long(prompt, job.data.seq_len - job.rollout.max_new_tokens)
+                continue
+            found, units = survey_source(
+                name,
+                spec,
+                tokenizer,
+                lambda row, source: recipe.encode(row, tokenizer, source),
+                job.data.seq_len,
+                job.data.too_long,
+                ROWS,
+                read_keys=read_keys(job, recipe),
             )
-            if not (lengths := [len(sample) for unit in units for sample in unit]) and bad:
-                raise UserError(f"{key}: the first {len(bad)} rows are all bad; {bad[0].where}: {bad[0].reason}")
-            longest = max([longest, *lengths])
-            continue
-        for prompt in prompts_once(spec, name, tokenizer):
-            prompts.setdefault(key, prompt)
-            if section == "data.sources" and job.rollout and job.data.too_long != "drop":
-                raise_if_too_long(prompt, job.data.seq_len - job.rollout.max_new_tokens)
+            if found.bad and job.data.on_bad_row != "skip":
+                raise UserError(f"{found.bad[0].where} (source {name}): {found.bad[0].reason}")
+            if found.bad and not units:
+                where, reason = found.bad[0].where, found.bad[0].reason
+                lines.append(f"{key}: the first {found.counts['bad']} rows are all bad; {where}: {reason}")
+                if found.whole:
+                    raise UserError(lines[-1])
+            if found.unread:
+                lines.append(f"{key}: nothing reads {', '.join(found.unread)}")
+            longest = max([longest, *(len(sample) for unit in units for sample in unit)])
     beyond = decoder_config(model, job.model.backend).beyond(longest) if model else ""
-    lines = [*([beyond] if beyond else []), *try_rewards(job, prompts)]
+    lines += [*([beyond] if beyond else []), *try_rewards(job, prompts)]
     if all(f"data.sources.{name}" in here for name in job.data.sources):
         lines.append(length_of_run(job, recipe, tokenizer))
     return lines
@@ -158,7 +173,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
 
 def try_rewards(job: Job, prompts: "Mapping[str, Prompt]") -> list[str]:
     """Have each reward score an empty response and one that repeats the prompt, and return what they gave; `prompts`
-    are the first ones of the sources, by key. Raise UserError for a reward that has no result for either."""
+    are the first ones of the sources, by key."""
     from ptf.data.response_conversation import as_history, history_of
     from ptf.data.trajectory import Reward
     from ptf.rl.rewards.scoring import RewardWorkers
@@ -180,8 +195,6 @@ def try_rewards(job: Job, prompts: "Mapping[str, Prompt]") -> list[str]:
         with contextlib.closing(RewardWorkers(called, retries=0, **limits)) as workers:
             outcomes = workers.score([(prompt.row, ""), (prompt.row, asked)])
         empty, repeated = (f"{o.value:g}" if isinstance(o, Reward) else f"no result ({o.reason})" for o in outcomes)
-        if not any(isinstance(outcome, Reward) for outcome in outcomes):
-            raise UserError(f"{reward.use} has {empty} for a response to the first prompt of {prompt.source}")
         lines[repr(reward)] = f"{reward.use} gives an empty response {empty}, one that repeats the prompt {repeated}"
     return list(lines.values())
 

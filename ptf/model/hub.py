@@ -94,8 +94,6 @@ def _cached(get: partial[str]) -> Path | None:
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from ptf.model.tensor_files import weight_map
-
     try:
         snapshot = Path(get(local_files_only=True))
     except LocalEntryNotFoundError as error:
@@ -103,6 +101,8 @@ def _cached(get: partial[str]) -> Path | None:
         if partly is None:
             return None
         snapshot = Path(partly)
+    from ptf.model.tensor_files import weight_map
+
     index = snapshot / "model.safetensors.index.json"
     weights = set(weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     return snapshot if all((snapshot / name).is_file() for name in ("config.json", *weights)) else None

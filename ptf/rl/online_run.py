@@ -10,13 +10,11 @@ from typing import Any, cast
 from ptf import progress
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
-from ptf.compute.device_defaults import computes_on_gpu
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal
 from ptf.compute.world import CPU
 from ptf.config import Job, Plugin
 from ptf.config.logprob_limits import logprob_limits
-from ptf.config.sections.evaluate import PROMPTS
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.credentials import redacted
@@ -182,8 +180,8 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path
     """
     held_out: dict[str, list[Prompt]] = {}
     if job.train.validate_every:
-        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.limit or PROMPTS)
-        held_out, _ = affordable(held_out, job, directory, 1, computes_on_gpu(job.compute), samples=1)
+        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.prompts)
+        held_out, _ = affordable(held_out, job, directory, 1, samples=1)
     if trie is not None:
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
         raise_if_cut_responses(trie, job, max(lengths, default=0))

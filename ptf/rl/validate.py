@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ptf import progress
+from ptf.compute.device_defaults import computes_on_gpu
 from ptf.compute.meter import peak_flops
 from ptf.config import Job
-from ptf.config.sections.evaluate import SAMPLES
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
@@ -25,19 +25,17 @@ SHARE = 0.4  # of the peak of a CPU's products, which the native engine reaches 
 Prompts = dict[str, list[Prompt]]
 
 
-def affordable(
-    prompts: Prompts, job: Job, directory: Path, models: int, gpu: bool, samples: int = 0
-) -> tuple[Prompts, Job]:
+def affordable(prompts: Prompts, job: Job, directory: Path, models: int, samples: int = 0) -> tuple[Prompts, Job]:
     """Return the prompts of each source to measure, and the job with the number of samples of each; print how many
     tokens and how much time that is.
 
-    Without `gpu`, what `evaluate.limit` and `evaluate.samples_per_prompt` leave open is lowered until `models` of the
+    On a CPU, what `evaluate.limit` and `evaluate.samples_per_prompt` leave open is lowered until `models` of the
     size of the one in the directory need no more than `CPU_FLOPS`. `samples`: in place of the job's.
     """
-    config = job.evaluate
+    config, gpu = job.evaluate, computes_on_gpu(job.compute)
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     flops = 2 * weights / bridge.export_dtype(directory).itemsize  # of a token
-    samples, read = samples or config.samples_per_prompt or SAMPLES, sum(map(len, prompts.values()))
+    samples, read = samples or config.samples, sum(map(len, prompts.values()))
 
     def tokens() -> int:
         lengths = [len(prompt.tokens) for of_source in prompts.values() for prompt in of_source]

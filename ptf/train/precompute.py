@@ -101,6 +101,10 @@ def _named(
         for role, frozen_model in recipe.frozen_models.items()
     }
     vocabulary = model.config.vocab if any(frozen_model.path for frozen_model in recipe.frozen_models.values()) else 0
+    # of the recipe and of the model's components; without plugins there is none
+    plugins = code_of([job.model_dump()["recipe"], job.model.model_dump()])
+    for reason in plugins.unseen:
+        print(f"precompute: {reason}", flush=True)
     made_by = (
         models,
         vocabulary,
@@ -110,8 +114,7 @@ def _named(
         matrix_product.record(next(model.parameters()).device, job.train.precision),
         tokenizer.fingerprint(),
         code(),
-        # of the recipe and of the model's components; without plugins there is none
-        *code_of([job.model_dump()["recipe"], job.model.model_dump()]).digests.items(),
+        *plugins.digests.items(),
     )
     sources = {**job.data.sources, **job.data.validation}.items()
     made_of = {name: (storage.manifest_of(source.path)["digest"], source.limit) for name, source in sources}

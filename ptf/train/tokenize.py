@@ -2,19 +2,16 @@
 
 import hashlib
 import time
-from functools import partial
 
 from ptf import progress
 from ptf.config import Job, fingerprint
 from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
 from ptf.data.encode import FORM
-from ptf.data.source_units import opened
 from ptf.data.sources.blocks import Location, resolve_files
 from ptf.data.sources.files import described
 from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.unread import Unread
 from ptf.recipes import registry
 from ptf.train.dataloading import read_keys
 from ptf.train.source_specs import specs
@@ -53,14 +50,9 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
         directories[name] = f"{job.output}/tokenized/{name}-{key}"
         began = time.perf_counter()
         with progress.stage("tokenize"):
-            reader, spec = opened(specs({name: source}, None, job.verify_bytes)[name], tokenizer)
-            unread = Unread(spec, tokenizer, read_keys(job, recipe)).read_first(reader)
-            unread.say = partial(print, f"tokenize: source {name}:", flush=True)
-            if unread.names:
-                unread.say(f"nothing reads {', '.join(unread.names)}")
             counts = tokenized.write(
                 directories[name],
-                spec,
+                specs({name: source}, None, job.verify_bytes)[name],
                 name,
                 encode=lambda row, source: recipe.encode(row, tokenizer, source),
                 seq_len=data.seq_len,
@@ -69,7 +61,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
                 config_fingerprint=key,
                 max_bad_rows_share=data.max_bad_rows_share if data.on_bad_row == "skip" else None,
                 processes=processes,
-                unread=unread,
+                read_keys=read_keys(job, recipe),
             )
         spent = time.perf_counter() - began
         print(

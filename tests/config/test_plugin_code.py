@@ -83,6 +83,13 @@ def test_a_run_knows_where_its_plugins_are_and_whether_they_changed(
     assert plugin_path()[0] == str(place)
     assert str(run) not in plugin_path()
     assert plugin_path()[-1] == str(tmp_path)
+    for damaged in ('{"directories": "/"', "[]", "{}"):
+        (tmp_path / PLUGINS).write_text(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            on_path([tmp_path / "job.yaml"])
+    (tmp_path / PLUGINS).unlink()
+    (tmp_path / "plugins.json").write_text("[]")  # of the user's own
+    on_path([tmp_path / "job.yaml"])
     place.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=f"the run began with modules in {place}, which is gone"):
         plugin.resolve("own.made:make")

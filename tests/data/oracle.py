@@ -76,7 +76,8 @@ class Oracle:
             raise Refusal(None, "no assistant turn")
         turns = turns[-1:] if last else turns
         for i in turns:
-            if not cleaned[i]["content"].strip() and not cleaned[i].get("tool_calls"):
+            thought, closed, behind = cleaned[i]["content"].partition("</think>")
+            if not (behind if closed else thought).strip() and not cleaned[i].get("tool_calls"):
                 raise Refusal(i, "blank")
         groups: list[list[Span]] = []
         for span in [self._span(cleaned[:i], cleaned[i], tools or None) for i in turns]:

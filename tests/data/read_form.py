@@ -109,8 +109,8 @@ def plainly(form: Form, tokenizer: Tokenizer) -> list[PackUnit] | list[Prompt]:
 
 
 def not_read(form: Form, path: Path) -> tuple[str, ...]:
-    reader, spec = opened(replace(spec_of(form, path)), None)
-    return tuple(Unread(spec, None, ("reward",) if form.recipe.startswith("rm") else ()).read_first(reader).names)
+    _, spec = opened(replace(spec_of(form, path)), None)
+    return tuple(Unread(spec, None, ("reward",) if form.recipe.startswith("rm") else ()).read_first().names)
 
 
 def trained(units: list[PackUnit], tokenizer: Tokenizer) -> tuple[str, ...]:

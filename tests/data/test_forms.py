@@ -299,7 +299,7 @@ def test_what_csv_writes_as_text_is_what_it_says(printable: Tokenizer, tmp_path:
 
 @pytest.mark.parametrize("recipe", ["sft", "rm regression"])
 def test_a_label_of_any_form_is_read_or_refused(printable: Tokenizer, recipe: str) -> None:
-    """SFT trains what is good alone; a reward model learns both; what is neither is refused by name."""
+    """SFT trains what is good alone; a reward model learns both; what may be either is refused by name."""
     row = {"prompt": "1", "completion": "2"}
 
     def encoded(label: Any) -> list[PackUnit]:
@@ -314,9 +314,15 @@ def test_a_label_of_any_form_is_read_or_refused(printable: Tokenizer, recipe: st
         else:
             assert same(encoded(bad)[0], encoded(False)[0])
             assert not same(encoded(bad)[0], encoded(True)[0])
-    for other in ("wrong", -1, 0.5, ["no"]):
+    for other in ("wrong", -1, 0.5):
         with pytest.raises(UserError, match=r"`label` must say .*\{label: null\} if"):
             encoded(other)
+    for topic in (3, "math", ["no"]):
+        if recipe == "sft":
+            assert same(encoded(topic)[0], encoded(True)[0])
+        else:
+            with pytest.raises(UserError, match="reward"):
+                encoded(topic)
 
 
 @pytest.mark.parametrize("content", ["", " \n"])

@@ -58,6 +58,9 @@ def test_calls_that_are_messages_belong_to_the_turn_before_them(role: str) -> No
     assert messages[3]["tool_calls"] == [CALL]
     untrained = normalize_messages([ASK, text, call | {"loss": False}], "messages")
     assert len(untrained) == 3, "what counts otherwise is not joined"
+    assert normalize_messages([ASK, text | {"loss": True}, call], "messages")[1:] == [
+        text | {"loss": True, "tool_calls": [CALL]}
+    ]
 
 
 def test_a_function_call_of_a_message_is_its_tool_call() -> None:

@@ -103,7 +103,7 @@ def test_a_measured_loss_is_not_taken_for_a_switch(characters: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all", "field:w"])
-@pytest.mark.parametrize("content", ["", " \n"])
+@pytest.mark.parametrize("content", ["", " \n", "<think>\nx\n</think>\n\n"])
 def test_a_blank_turn_is_refused_where_it_is_trained(characters: Tokenizer, train_on: str, content: str) -> None:
     messages = chat(1, 1)
     messages[-1]["content"] = content

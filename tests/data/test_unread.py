@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.data import tokenized
 from ptf.data.kinds import shaped
 from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import SourceSpec
@@ -15,6 +16,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import MESSAGE_KEYS, MOST, Unread
 from ptf.recipes.sft.recipe import SFT
 from tests.data import read_form
+from tests.tiny import write_jsonl
 
 ASK = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
@@ -43,12 +45,38 @@ def test_a_name_after_the_first_rows_is_told_once_and_the_first_ones_before(
         seq_len=64,
         lookahead=4,
     )
-    assert made.unread("s").names == ["id", "early (of messages)"]
+    assert list(made.unread("s").names) == ["id", "early (of messages)"]
     assert not capsys.readouterr().out, "the first ones are for the run's first lines"
     for partition in (made(0), made(1)):
         for _ in partition:
             pass
     assert capsys.readouterr().out == f"source s: {path}:201: nothing reads other, late (of messages)\n"
+
+
+def test_processes_that_tokenize_tell_a_name_once(
+    printable: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized, "FEW_BYTES", 0)
+    monkeypatch.setattr(tokenized, "ROWS_AT_ONCE", 2)
+    rows = [{"messages": [ASK, ANSWER | ({"late": 1} if i > 150 else {})], "id": i} for i in range(300)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    for processes in (1, 3):
+        tokenized.write(
+            str(tmp_path / f"{processes}"),
+            SourceSpec(str(path)),
+            "s",
+            encode=lambda row, source: SFT().encode(row, printable, source),
+            seq_len=64,
+            too_long="error",
+            tokenizer=printable,
+            config_fingerprint="",
+            processes=processes,
+        )
+        lines = [line for line in capfd.readouterr().out.splitlines() if "nothing reads" in line]
+        assert lines == [
+            f"tokenize: source s: {path}:{number}: nothing reads {name}"
+            for number, name in ((1, "id"), (152, "late (of messages)"))
+        ]
 
 
 def test_what_the_template_or_the_recipe_reads_is_not_told(printable: Tokenizer) -> None:
@@ -60,8 +88,8 @@ def test_what_the_template_or_the_recipe_reads_is_not_told(printable: Tokenizer)
     printable.hf.chat_template = before
     for unread in (found, aware):
         unread(row, shaped(row, {}), "a:1")
-    assert found.names == ["speaker (of messages)", "mood (of messages)"]
-    assert aware.names == ["mood (of messages)"], "a word of the template's text is no key"
+    assert list(found.names) == ["speaker (of messages)", "mood (of messages)"]
+    assert list(aware.names) == ["mood (of messages)"], "a word of the template's text is no key"
 
 
 @settings(max_examples=50, deadline=None)
@@ -76,7 +104,18 @@ def test_every_key_with_a_value_is_told_once(printable: Tokenizer, keys: list[di
     expected = {key for more in keys for key, value in more.items() if value is not None} - {*MESSAGE_KEYS}
     assert sorted(unread.names) == sorted(f"{key} (of messages)" for key in expected)
     told = [name for line in lines for name in line.removeprefix("a:1: nothing reads ").split(", ")]
-    assert told == unread.names
+    assert told == list(unread.names)
+
+
+def test_a_label_that_says_nothing_of_the_response_is_told() -> None:
+    unread = Unread(SourceSpec("", kind="completion"), None)
+    for label in (1, "yes", None, 3, "math"):
+        row = {"prompt": "a", "completion": "b", "label": label}
+        unread(row, row, f"{label}:1")
+    assert unread.names == {"label": "3:1"}
+    unread = Unread(SourceSpec("", kind="text"), None)
+    unread({"text": "a", "label": 0.5}, {"text": "a", "label": 0.5}, "a:1")
+    assert unread.names == {"label": "a:1"}, "of a text no label is read, whatever it says"
 
 
 def test_names_are_bounded() -> None:

@@ -28,8 +28,11 @@ def measured(
 ) -> tuple[int, int]:
     """Return the number of prompts and of samples for a model of this size."""
     planned = job(place, metric, **keys)
+    if gpu:  # of the cluster, whatever this machine has
+        cluster = planned.compute.model_copy(update={"device": "auto", "address": "ray://head:10001"})
+        planned = planned.model_copy(update={"compute": cluster})
     save_file({"x": torch.zeros(parameters)}, place / "model" / "model.safetensors")
-    prompts, found = affordable({"dev": PROMPTS}, planned, place / "model", models, gpu)
+    prompts, found = affordable({"dev": PROMPTS}, planned, place / "model", models)
     assert prompts["dev"] == PROMPTS[: len(prompts["dev"])]
     return len(prompts["dev"]), found.evaluate.samples_per_prompt or 0
 

@@ -22,9 +22,6 @@ class RankingConfig(Section):
     """Width of the beam search for ids of several tokens: number of partial ids that are kept on each level."""
 
 
-PROMPTS, SAMPLES = 512, 8  # of each source, and of each prompt, by default
-
-
 class EvaluateConfig(Section):
     """The evaluate stage: generate on held-out prompts and score with the reward."""
 
@@ -57,3 +54,13 @@ class EvaluateConfig(Section):
     max_new_tokens: Positive = changeable(256)
     """Largest number of tokens of a held-out response, in the evaluate stage and in validation. It is not taken from
     `rollout.max_new_tokens`: set both, or longer responses are cut here."""
+
+    @property
+    def prompts(self) -> int:
+        """The largest number of prompts of each source."""
+        return self.limit or 512
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of each prompt."""
+        return self.samples_per_prompt or 8

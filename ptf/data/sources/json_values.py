@@ -5,7 +5,9 @@ in, so each of them becomes what `datasets` gives back, and what JSON lines woul
 """
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -29,28 +31,19 @@ def parsed(text: str | bytes, object_type: type[dict] | None = None) -> Any:
     except RecursionError:
         raise UserError(NESTED) from None
     brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(map(text.count, brackets)) > MAX_DEPTH:  # type: ignore[arg-type]
-        _raise_if_nested(value)
+    # another thread may have a smaller stack, so a value that this one parses could exhaust it there
+    many = sum(map(text.count, brackets)) > MAX_DEPTH  # type: ignore[arg-type]
+    if many and any(isinstance(v, dict | list) for v in next(islice(levels(value), MAX_DEPTH, None), ())):
+        raise UserError(NESTED)
     return value
 
 
-def _raise_if_nested(value: Any) -> None:
-    """Raise UserError for a value that is nested too deeply.
-
-    Another thread may have a smaller stack, so a value that this one parses could exhaust it there.
-    """
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values inside of no object or list, then those inside of one, of two, and so on."""
     level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for v in level
-            if isinstance(v, dict | list)
-            for inner in (v.values() if isinstance(v, dict) else v)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise UserError(NESTED)
+    while level:
+        yield level
+        level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
 
 
 @lru_cache(maxsize=4096)
@@ -82,6 +75,8 @@ def json_value(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return json_value(value, kind.value_type)
     if pa.types.is_map(kind):
+        if any(isinstance(k, bytes) for k, _ in value):
+            raise UserError("a map has keys that are bytes, not text")
         return {str(json_value(k, kind.key_type)): json_value(v, kind.item_type) for k, v in value}
     if pa.types.is_struct(kind):
         return {field.name: json_value(value[field.name], field.type) for field in kind}

@@ -1,7 +1,7 @@
-"""Tool calls in the text that a policy sampled: parsers by format, the format of a chat template, and streaming.
+"""Tool calls in the text that a policy sampled: parsers by format, and the format of a chat template.
 
 A format is chosen by name with `parser`, or found in a tokenizer's chat template with `format_of`. `Format.parse` takes
-a whole response; `StreamedAnswer` takes it in pieces and gives the same result. The text is the response decoded with
+a whole response; `Format.certain` says what of its content is known before. The text is the response decoded with
 its special tokens (`[TOOL_CALLS]`, `<tool_call>`) and without the token that ends the turn.
 
 What holds for every format:
@@ -22,6 +22,5 @@ The other formats agree with the parsers of those names in vLLM 0.28, apart from
 from ptf.data.tool_calls.detection import format_of
 from ptf.data.tool_calls.protocol import Format, ParsedAnswer, ToolCall
 from ptf.data.tool_calls.registry import FORMATS, parser
-from ptf.data.tool_calls.streaming import StreamedAnswer
 
-__all__ = ["FORMATS", "Format", "ParsedAnswer", "StreamedAnswer", "ToolCall", "format_of", "parser"]
+__all__ = ["FORMATS", "Format", "ParsedAnswer", "ToolCall", "format_of", "parser"]

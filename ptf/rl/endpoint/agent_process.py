@@ -82,10 +82,9 @@ class AgentProcess:
             start_new_session=True,
             encoding="utf-8",
         )
-        first = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        path = {"first": [*first], "own": [*plugin_path(), os.getcwd()]}
-        arguments = resolved(self.agent.args, self.agent.use)
-        self.lines.put(json_line(use=self.agent.use, args=arguments, path=path, file=own_file(self.agent.use)))
+        path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        own, args = [*plugin_path(), os.getcwd()], resolved(self.agent.args, self.agent.use)
+        self.lines.put(json_line(use=self.agent.use, args=args, path=path, own=own, file=own_file(self.agent.use)))
         for target in (self._read, self._write):
             threading.Thread(target=target, name="agent process", daemon=True).start()
 

@@ -1,15 +1,16 @@
 """The program of a process that plays episodes with an agent's function, many at once: `python agent_program.py PLACE`.
 
 It is run as a file by the interpreter that has the agent's packages, and imports nothing of ptf. On its standard input
-it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": {…}, "file": …}`, to which the line `{}`
-or `{"error": …}` is the answer; `path` has the directories that are `first` on the path of modules, and those of the
-user's `own` modules, and `file` is that of the module, or null if it is found by its name. Then
+it reads lines of JSON: first `{"use": "module:function", "args": {…}, "path": […], "own": […], "file": …}`, to which
+the line `{}` or `{"error": …}` is the answer; `path` has the first directories on the path of modules, `own` the last,
+those of the user's modules, and `file` is that of the module, or null if it is found by its name. Then
 `{"episode": n, "row": …, "base_url": …, "api_key": …, "seed": …}`, to which `{"episode": n, "reward": …}` or
 `{"episode": n, "error": …}` is the answer, and `{"cancel": n}`. It ends with its standard input, and removes its
 directory `PLACE` then: what wrote to it may have been killed. What agents print goes to standard error.
 """
 
 import asyncio
+import copy
 import functools
 import importlib
 import importlib.machinery
@@ -43,11 +44,8 @@ def main():
     if not line:
         leave()
     first = json.loads(line)
-    sys.path[:1] = first["path"]["first"]  # in place of this file's directory
-    # before installed packages, and after Python's own modules, which a file such as queue.py must not hide
-    installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
-    at = next(installed, len(sys.path))
-    sys.path[at:at] = first["path"]["own"]
+    sys.path[:1] = first["path"]  # in place of this file's directory
+    sys.path += first["own"]  # last: a file such as queue.py or httpx.py must hide no other module
     try:
         module, _, name = first["use"].partition(":")
         loaded = from_file(module, first["file"]) if first["file"] else importlib.import_module(module)
@@ -101,12 +99,17 @@ def checked(value):
     return float(value)
 
 
+def called(function, message):
+    """Call the agent's function for an episode; what it does to its arguments is not seen by others."""
+    return function.func(*(message[name] for name in ARGUMENTS), **copy.deepcopy(function.keywords))
+
+
 def in_threads(function, tasks, reply):
     """Play each episode in a thread of its own. A thread cannot be cancelled: it ends when its next request fails."""
 
     def play(message):
         try:
-            reward = checked(function(*(message[name] for name in ARGUMENTS)))
+            reward = checked(called(function, message))
         except BaseException as error:
             reply(episode=message["episode"], error=said(error))
         else:
@@ -132,8 +135,8 @@ def in_loop(function, tasks, reply):
 
     def take(message):
         if "cancel" not in message:
-            number, arguments = message["episode"], (message[name] for name in ARGUMENTS)
-            playing[number] = loop.create_task(function(*arguments))
+            number = message["episode"]
+            playing[number] = loop.create_task(called(function, message))
             playing[number].add_done_callback(functools.partial(ended, number))
         elif message["cancel"] in playing:
             playing[message["cancel"]].cancel()

@@ -11,9 +11,12 @@ from tokenizers.decoders import DecodeStream
 
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tool_calls import Format, ToolCall
+from ptf.data.tool_calls.llama3_json import Llama3Json
 from ptf.data.trajectory import Generation
 
 BEGINS, ENDS = "<think>", "</think>"
+JSON_ENDS = ("}",)
+CALL_ENDS = ("</tool_call>", "</function>", "<|call|>", "<tool_call>", "<function=")  # or the next call begins
 
 
 class Divide(Protocol):
@@ -75,20 +78,22 @@ class AnswerStream:
         self.held.append(token)
         if piece is None:  # the token ends inside a character
             piece = self.tokenizer.decode(self.held).rstrip("\ufffd") if self.stops else ""
-            if not self._completes_a_stop(piece):
+            if not self._completes(self.stops, piece):
                 return
         self.held.clear()
-        self.stopped = self._completes_a_stop(piece)
+        self.stopped = self._completes(self.stops, piece)
+        called = self.one_call and self._completes(JSON_ENDS if isinstance(self.form, Llama3Json) else CALL_ENDS, piece)
         self.text += piece
-        self.stopped = self.stopped or (self.one_call and self._completes_a_call(piece))
+        self.stopped = self.stopped or (called and self._has_a_call())
 
-    def _completes_a_stop(self, piece: str) -> bool:
-        recent = self.text[-max(map(len, self.stops), default=1) :] + piece
-        return any(stop in recent for stop in self.stops)
+    def _completes(self, texts: Sequence[str], piece: str) -> bool:
+        """Return whether the piece completes one of some texts."""
+        recent = self.text[-max(map(len, texts), default=1) :] + piece
+        return any(text in recent for text in texts)
 
-    def _completes_a_call(self, piece: str) -> bool:
+    def _has_a_call(self) -> bool:
         """Return whether the text has a tool call that nothing after it can change."""
-        if self.form is None or not any(end in piece for end in ">}"):
+        if self.form is None:
             return False
         body = (self.divide(self.text, ended=True) if self.divide else self._split(self.text))[1]
         return body is not None and bool(self.form.parse(f"{body}\n.", self.tools).tool_calls)

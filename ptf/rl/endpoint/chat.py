@@ -6,57 +6,25 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from ptf.data.rendering import valid_items
+from ptf.errors import UserError
 from ptf.rl.endpoint.answer_stream import AnswerParts
 from ptf.rl.endpoint.http_message import HttpError
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # what would change the tokens, and the values that do not
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "tool_choice": ("auto", "none"),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "documents": ([],),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "ignore_eos", "echo", "continue_final_message"), (False,)),
+    **dict.fromkeys(("functions", "stop_token_ids", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
+    **{"logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],)},
+    **{"add_generation_prompt": (True,), "verbosity": ("medium",)},
 }
-WITHOUT_EFFECT = (  # on tokens
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "request_id",
-    "priority",
-    "cache_salt",
-)
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention")
+WITHOUT_EFFECT = (*WITHOUT_EFFECT, "safety_identifier", "request_id", "priority", "cache_salt")  # on tokens
 READ = ("model", "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # the job's own values win
 READ = (*READ, "logprobs", "chat_template_kwargs", "parallel_tool_calls", *SAMPLING)
-RENDERING = (
-    "messages",
-    "tools",
-    "conversation",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-)
 MAX_MESSAGES, MAX_CHOICES, MAX_STOPS = 4096, 128, 16
 
 
@@ -78,23 +46,28 @@ class ChatRequest:
     one_call: bool  # sampling ends with the first tool call
 
 
-def raise_if_unsupported(given: Mapping[str, Any], read: Sequence[str]) -> None:
+def raise_if_unsupported(
+    given: Mapping[str, Any], read: Sequence[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> None:
     """Raise HttpError (400) for the first field that would change what is sampled, or that nobody knows."""
     for name, value in given.items():
-        if name in read or name in WITHOUT_EFFECT or value is None or value in NEUTRAL.get(name, ()):
+        if name in read or name in WITHOUT_EFFECT or value is None or value in neutral.get(name, ()):
             continue
-        near = get_close_matches(name, (*read, *NEUTRAL, *WITHOUT_EFFECT), 1) if name not in NEUTRAL else ()
-        hint = f"; did you mean {near[0]}?" if near else ": responses are sampled from the policy's own distribution"
-        raise HttpError(400, f"{name[:80]} is not supported here{hint}", name[:80], name[:80])
+        near = get_close_matches(name, (*read, *neutral, *WITHOUT_EFFECT), 1, 0.85) if name not in neutral else ()
+        hint = f"did you mean {near[0]}?" if near else "leave it out: responses have the policy's own distribution"
+        raise HttpError(400, f"{name[:80]} is not supported here; {hint}", name[:80])
 
 
 def parse(given: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
     raise_if_unsupported(given, READ)
     arguments = given.get("chat_template_kwargs") or {}
-    if not isinstance(arguments, dict) or any(name in RENDERING for name in arguments):
-        reason = f"chat_template_kwargs must be an object without {', '.join(RENDERING)}"
-        raise HttpError(400, reason, "chat_template_kwargs", "chat_template_kwargs")
+    if not isinstance(arguments, dict):
+        raise HttpError(400, "chat_template_kwargs must be an object", "chat_template_kwargs")
+    try:
+        valid_items(arguments)
+    except UserError as error:
+        raise HttpError(400, str(error), "chat_template_kwargs") from None
     messages = given.get("messages")
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         raise HttpError(400, f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")

@@ -56,12 +56,20 @@ class HttpResponse:
     lost: Callable[[], None] | None = None
 
 
+NO_FIELDS = ("invalid_messages", "invalid_text", "context_length_exceeded")  # codes of refused requests
+
+
 class HttpError(Exception):
     """A request that is refused, with the status and the reason that the client gets."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status, self.code = status, code
+
+    @property
+    def param(self) -> str | None:
+        """Return the field of the request that is at fault: its name is the error's code."""
+        return self.code if self.status == 400 and self.code not in NO_FIELDS else None
 
     def response(self) -> HttpResponse:
         """Return the answer, in the form of OpenAI's errors."""

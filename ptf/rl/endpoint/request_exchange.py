@@ -23,8 +23,8 @@ from ptf.rl.policy.policy import Policy
 def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
     """Raise HttpError (400) if sampling is to end with the first tool call, and the format writes a list of them."""
     if chat.one_call and isinstance(form, Mistral | Llama4Pythonic):
-        name = "parallel_tool_calls"
-        raise HttpError(400, f"{name}: this model writes its tool calls as a list; leave it out", name, name)
+        reason = "parallel_tool_calls: this model writes its tool calls as a list; leave it out"
+        raise HttpError(400, reason, "parallel_tool_calls")
 
 
 class Choice:
@@ -125,12 +125,8 @@ class Choice:
     def whole(self) -> dict[str, Any]:
         """Return the response as a choice of a chat completion."""
         logprobs = {"content": self.entries} if self.chat.logprobs else None
-        return {
-            "index": self.index,
-            "message": self.message,
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason,
-        }
+        ended = {"message": self.message, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        return {"index": self.index, **ended}
 
 
 class Exchange:
@@ -194,13 +190,8 @@ class Exchange:
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return what whole replies and chunks have in common."""
-        return {
-            "id": f"chatcmpl-{self.number}",
-            "object": kind,
-            "created": self.created,
-            "model": self.chat.model,
-            "system_fingerprint": f"version-{self.policy.version}",
-        }
+        of_model = {"model": self.chat.model, "system_fingerprint": f"version-{self.policy.version}"}
+        return {"id": f"chatcmpl-{self.number}", "object": kind, "created": self.created, **of_model}
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens."""

@@ -6,7 +6,6 @@ follows: the items of one response (reasoning, text, function calls) become one 
 function's output a message of the tool.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,29 +17,17 @@ from ptf.rl.endpoint.http_message import HttpError
 Message = Mapping[str, Any]
 Earlier = Callable[[str], Sequence[Message]]  # id of a response → the conversation up to its end; raises HttpError
 
-REFUSED = {  # parameters that are not supported, and the values that ask for nothing
-    "background": (None, False),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "prompt": (None,),
-    "reasoning": (None, {}, {"effort": None}, {"effort": None, "summary": None}, {"summary": None}),
-    "text": (None, {}, {"format": {"type": "text"}}, {"format": None}),
-    "truncation": (None, "disabled"),
+NEUTRAL = {  # what is not supported, and the values that ask for nothing
+    **chat_completions.NEUTRAL,
+    **dict.fromkeys(("conversation", "max_tool_calls", "prompt"), ()),
+    **{"background": (False,), "context_management": ([],), "truncation": ("disabled",)},
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}, {"summary": None}),
+    "text": ({}, {"format": {"type": "text"}}, {"format": None}),
 }
 INCLUDED = ("reasoning.encrypted_content",)  # reasoning is returned as text, which makes it superfluous
 SAME = ("model", "stream", "tool_choice", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs")
 SAME = (*SAME, *chat_completions.SAMPLING)  # as in chat completions
-READ = (
-    *SAME,
-    "input",
-    "instructions",
-    "previous_response_id",
-    "tools",
-    "max_output_tokens",
-    "include",
-    "stream_options",
-)
+READ = ("input", "instructions", "previous_response_id", "tools", "max_output_tokens", "include", "stream_options")
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -57,10 +44,7 @@ class ResponsesRequest:
 
 def parse(given: Mapping[str, Any], earlier: Earlier) -> ResponsesRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
-    for name, harmless in REFUSED.items():
-        if name in given and given[name] not in harmless:
-            raise HttpError(400, f"{name} is not supported here; leave it out, or give {_shown(harmless)}", name, name)
-    chat_completions.raise_if_unsupported(given, (*READ, *REFUSED))
+    chat_completions.raise_if_unsupported(given, (*READ, *SAME), NEUTRAL)
     for name in given.get("include") or ():
         if name not in INCLUDED:
             raise HttpError(400, f"include: {str(name)[:80]} is not supported here", "include")
@@ -86,10 +70,6 @@ def parse(given: Mapping[str, Any], earlier: Earlier) -> ResponsesRequest:
         "tools": given.get("tools") or [],
     }
     return ResponsesRequest(chat, messages, given.get("store") is not False, echo)
-
-
-def _shown(harmless: Sequence[Any]) -> str:
-    return json.dumps(harmless[-1])
 
 
 def _longest(given: Any) -> int | None:

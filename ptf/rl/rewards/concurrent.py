@@ -61,8 +61,8 @@ def asynchronous(what: Plugin) -> Callable[..., Any]:
     target = plugin.resolve(what.use)
     if (equivalent := getattr(target, "asynchronous", None)) and target.where(**what.args):
         target = equivalent
-    arguments = plugin.own_copy(resolved(what.args, what.use))
-    return target(**arguments) if isinstance(target, type) else functools.partial(target, **arguments)
+    bound = plugin.Bound(target, **resolved(what.args, what.use))
+    return bound() if isinstance(target, type) else bound
 
 
 def first_lines(what: Plugin) -> list[str]:

@@ -65,23 +65,20 @@ class HttpReward:
         return reward
 
     def body(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> dict[str, Any]:
-        """Return what is sent of a response."""
+        """Return what is sent of a response. Raises RequestFault for a column that JSON cannot hold."""
         sent = {"episode": episode.as_json()} if self.send_episode and episode is not None else {}
-        columns = {name: self._column(name, value) for name, value in row.items()}
+        columns = dict(row)
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                if name not in self.with_nulls:
+                    self.with_nulls.add(name)
+                    print(f"reward: column {name!r} has numbers that JSON does not have, such as NaN: null is sent")
+                columns[name] = finite(value)
+            except TypeError as error:
+                raise RequestFault(f"the column {name!r} of the row cannot be written as JSON: {error}") from None
         return {"row": columns, "text": text, **sent}
-
-    def _column(self, name: str, value: Any) -> Any:
-        """Return a column as JSON has it: null for a number that is not finite. Raises RequestFault, which names it."""
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            if name not in self.with_nulls:
-                self.with_nulls.add(name)
-                print(f"reward: column {name!r} has numbers that JSON does not have, such as NaN: null is sent")
-            return finite(value)
-        except TypeError as error:
-            raise RequestFault(f"the column {name!r} of the row cannot be written as JSON: {error}") from None
-        return value
 
     @classmethod
     def check_arguments(cls, **args: Any) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from ptf.errors import UserError
 
 COLUMN = re.compile(r"row\[([^\]]+)\]")
-CONTROL = re.compile(r"<\|(\w+)\|>")  # the form of tokens with which chat templates end and begin messages
+# the forms of tokens with which chat templates end and begin messages, and of thinking, in which no score is searched
+CONTROL = re.compile(r"<(\|\w+\||/?think)>")
 
 
 def nonce_of(text: str) -> str:
@@ -50,7 +51,7 @@ class JudgePrompt:
     def filled(self, row: Mapping[str, Any], text: str, closing: str) -> str:
         """Return the message for a response, with `closing` at its end. Raises ValueError if a column is missing."""
         mark = f"response-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
-        response = CONTROL.sub(r"< |\1| >", text)
+        response = CONTROL.sub(r"< \1 >", text)
         values = {"response": f"<{mark}>\n{response}\n</{mark}>", "nonce": nonce_of(text)}
         pieces = []
         for literal, name, _, _ in self.parts:

@@ -13,7 +13,7 @@ from ptf.rl.rewards.judge_prompt import JudgePrompt, nonce_of
 
 NONCE = "{nonce}"  # in the form of a score: characters that no response can contain
 BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*,\s*{nonce}\s*\}"
-THINKING, THINKING_ENDS = "<think>", "</think>"
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 AGAIN = "This reply has no score in the required form, so it cannot be used. Give the score in that form."
 
 
@@ -60,21 +60,12 @@ class JudgeReward:
             raise UserError("samples: several judgements are the same at temperature 0: give a temperature above 0")
         if not isinstance(model, str):
             raise UserError(f"model: it must be the name of a model of the server, not {model!r}")
-        self.endpoint = JsonEndpoint(
-            completions_url(url),
-            headers_from_env or {},
-            timeout_s,
-            retries,
-            wait_s,
-            max_bytes,
-            bearer_from_env=api_key_env,
-        )
+        address, headers = completions_url(url), headers_from_env or {}
+        self.endpoint = JsonEndpoint(address, headers, timeout_s, retries, wait_s, max_bytes, api_key_env)
         self.prompt, self.scale = JudgePrompt(prompt), checked_scale(scale)
         self.score = checked_pattern(BOXED if score is None else score)
         if score is not None and NONCE in score and "nonce" not in self.prompt.names:
-            raise UserError(
-                "score: it has {nonce}, which the prompt must have too, where it says the form of the score"
-            )
+            raise UserError("score: it has {nonce}, which the prompt must have too, where it says the form of it")
         self.closing = "" if score is not None else boxed_instruction(self.scale)
         self.samples, self.retries, self.max_concurrent_calls = samples, retries, max_concurrent_calls
         fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
@@ -106,11 +97,8 @@ class JudgeReward:
                     raise
             content = content_of(reply)
             if content:  # the same request would get the same reply at temperature 0
-                messages = [
-                    messages[0],
-                    {"role": "assistant", "content": content},
-                    {"role": "user", "content": f"{AGAIN} {closing}".strip()},
-                ]
+                again = {"role": "user", "content": f"{AGAIN} {closing}".strip()}
+                messages = [messages[0], {"role": "assistant", "content": content}, again]
         raise AssertionError("unreachable")
 
     def score_of(self, reply: Any, nonce: str) -> float:
@@ -189,9 +177,9 @@ def checked_scale(scale: Any) -> tuple[float, float] | None:
 
 
 def without_thinking(content: str) -> str:
-    """Return a judge's reply without its thinking; of thinking that has no end, nothing."""
-    rest = content.rpartition(THINKING_ENDS)[2]
-    return "" if rest.lstrip().startswith(THINKING) else rest
+    """Return a judge's reply without its thinking, which may begin in the prompt, and may have no end."""
+    _, ended, rest = content.partition("</think>")
+    return THINKING.sub("", rest if ended else content)
 
 
 def checked_pattern(pattern: Any) -> str:

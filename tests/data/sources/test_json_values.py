@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ptf.data.prompts import prompts_once, prompts_stream
 from ptf.data.source_units import pack_units_once
 from ptf.data.sources.blocks import Reader
+from ptf.data.sources.json_values import json_value
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -194,3 +195,8 @@ def test_bytes_are_refused_where_they_would_be_printed(where: str, printable: To
     )
     with pytest.raises(UserError, match="bytes are not text"):
         read_row()
+
+
+def test_keys_of_maps_that_are_bytes_are_refused() -> None:
+    with pytest.raises(UserError, match="keys that are bytes"):
+        json_value([(b"k", 1)], pa.map_(pa.binary(), pa.int64()))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.tool_calls import ParsedAnswer, StreamedAnswer, ToolCall, parser
+from ptf.data.tool_calls import ParsedAnswer, ToolCall, parser
 from ptf.data.tool_calls.harmony import divide, messages
+from tests.data.tool_calls.streamed import StreamedAnswer
 
 HARMONY = parser("harmony")
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.tool_calls import FORMATS, StreamedAnswer, parser
+from ptf.data.tool_calls import FORMATS, parser
 from ptf.data.tool_calls.protocol import Format, ParsedAnswer
 from tests.data.tool_calls.sampled_texts import FRAGMENTS, sampled
+from tests.data.tool_calls.streamed import StreamedAnswer
 
 Tools = Sequence[Mapping[str, Any]] | None
 

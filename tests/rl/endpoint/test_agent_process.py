@@ -72,6 +72,12 @@ async def coroutine(row, base_url, api_key, seed):
         await asyncio.sleep(600)
     return os.getpid() if row["do"] == "pid" else 0.75
 
+def counts(row, base_url, api_key, seed, seen):
+    import installed
+    ask(base_url, api_key)
+    seen.append(row)
+    return len(seen) + installed.BONUS
+
 def idle(row, base_url, api_key, seed):
     return 1.0
 """
@@ -132,6 +138,17 @@ def test_episodes_are_played_at_once_in_one_process(harness, tokenizer):
     a, b = outcomes(play, tokenizer, ["seed", "seed"])
     assert b - a == 1000
     assert outcomes(play, tokenizer, ["pid"]) == [first]
+
+
+def test_an_agent_has_arguments_of_its_own_and_its_files_hide_no_installed_module(
+    harness, tokenizer, python, tmp_path, monkeypatch
+):
+    (packages,) = Path(python).parents[1].glob("lib/*/site-packages")
+    (packages / "installed.py").write_text("BONUS = 0.5\n")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "installed.py").write_text("BONUS = 0\n")
+    monkeypatch.setenv("PTF_PLUGIN_PATH", str(tmp_path / "beside"))
+    assert outcomes(harness("counts", {"seen": []}), tokenizer, ["a", "b"]) == [1.5, 1.5]
 
 
 def test_episodes_are_divided_over_the_processes(harness, tokenizer):

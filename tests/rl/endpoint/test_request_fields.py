@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from ptf.data.tool_calls import FORMATS
+from ptf.data.tool_calls.qwen3_coder import Qwen3Coder
 from ptf.rl.endpoint.answer_stream import AnswerStream
 from ptf.rl.endpoint.chat import parse
 from ptf.rl.endpoint.http_message import HttpError
@@ -34,8 +35,18 @@ def test_what_has_no_effect_is_accepted_and_all_else_is_refused_by_name() -> Non
         with pytest.raises(HttpError) as caught:
             parse({**BODY, name: value})
         assert (caught.value.status, caught.value.param) == (400, name)
-    with pytest.raises(HttpError, match="did you mean temperature"):
-        parse({**BODY, "temprature": 1})
+    for name, hint in (("temprature", "did you mean temperature"), ("reasoning_effort", "; leave it out")):
+        with pytest.raises(HttpError, match=hint):
+            parse({**BODY, name: 1})
+    for argument in ("return_assistant_tokens_mask", "documents", "padding", "self", "not a name"):
+        with pytest.raises(HttpError, match=argument) as caught:
+            parse({**BODY, "chat_template_kwargs": {argument: True}})
+        assert caught.value.param == "chat_template_kwargs"
+    for field in ({"messages": []}, {"tools": 1}, {"n": 0}, {"stop": [""]}):
+        with pytest.raises(HttpError) as caught:
+            parse({**BODY, **field})
+        assert json.loads(caught.value.response().body)["error"]["param"] == next(iter(field))
+    assert HttpError(400, "", "invalid_text").param is None
     parse({**BODY, "messages": [{**user("a"), "unknown": 1}]})
 
 
@@ -89,6 +100,22 @@ TEXTS = {
     "qwen3_coder": "<function=f><parameter=s>a</parameter><parameter=t>b</parameter></function>",
     "llama3_json": '{"name": "f", "parameters": {"s": "}"}}',
 }
+
+
+def test_parameters_that_never_end_are_read_in_linear_time() -> None:
+    class Counting(Qwen3Coder):
+        parses = 0
+
+        def parse(self, text, tools):
+            self.parses += 1
+            return super().parse(text, tools)
+
+    tokenizer, form = templated("plain"), Counting()
+    stream = AnswerStream(tokenizer, form, None, (), False, None, True)
+    for token in tokenizer.encode("<function=f>" + "<parameter=a>}" * 200 + "</parameter></function>"):
+        stream.feed(token)
+    assert stream.stopped
+    assert form.parses < 10
 
 
 @pytest.mark.parametrize("name", TEXTS)
