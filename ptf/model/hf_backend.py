@@ -421,7 +421,7 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
         _, problems = fill_from(model.hf, InMemory(values), model._adapter_names(), converted=False)
         assert not problems, problems
     else:
-        with TensorFiles(directory) as files, model.whole():
+        with TensorFiles(directory) as files:
             new = fill_from_files(model, files)
     for name in new:
         _initialise(name, model.hf.get_parameter(name), model.hf.config, seed)
@@ -434,14 +434,15 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
     """Fill the model, which may be on the meta device, and return the names of tensors of a head that is new. Raise
     UserError that lists every missing, unexpected or misshapen tensor."""
     try:
-        new, problems = fill_from(
-            model.hf,
-            files,
-            model._adapter_names(),
-            lacks=_head_names(model),
-            ignores=_other_heads(model),
-            carried=model.outside_names,
-        )
+        with model.whole():
+            new, problems = fill_from(
+                model.hf,
+                files,
+                model._adapter_names(),
+                lacks=_head_names(model),
+                ignores=_other_heads(model),
+                carried=model.outside_names,
+            )
     except SafetensorError as error:
         raise UserError(f"model.path: {files.directory} cannot be read: {error}") from error
     if problems:

@@ -59,7 +59,7 @@ def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scal
             if spec.backend == "hf":
                 from ptf.model import hf_backend
 
-                hf_backend.fill_from_files(cast("HFDecoder", model), files)
+                hf_backend.fill_from_files(cast("HFDecoder", model.to("meta")), files)
             else:
                 bridge.stored_mappings(model, directory, family, files)
     return model
