@@ -13,12 +13,15 @@ from ptf.config.load import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
+from ptf.gate import unmeasured
 from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
+EVALUATE = "ptf evaluate writes it anew"
 
 
 @dataclass(frozen=True)
@@ -120,16 +123,23 @@ def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
 
 def evaluated_metrics(directory: Path) -> dict[str, float]:
     """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
-    return _record(directory, EVALUATED, "ptf evaluate writes it anew").get("metrics", {})
+    return _record(directory, EVALUATED, EVALUATE).get("metrics", {})
 
 
-def raise_if_not_evaluated(directory: Path) -> None:
-    """Raise UserError unless the run's exported model was evaluated."""
-    record = _record(directory, EVALUATED, "ptf evaluate writes it anew")
-    if not record or record.get("model", _exported(directory)) != _exported(directory):
-        what = "the evaluation was of an earlier model of this run" if record else "the run was not evaluated"
+def raise_if_not_evaluated(job: Job, directory: Path) -> None:
+    """Raise UserError unless all that the gate may compare was measured on the run's exported model."""
+    if not unmeasured(job, {}):
+        return
+    record, exported, fault = _record(directory, EVALUATED, EVALUATE), _exported(directory), ""
+    if not record:
+        fault = "the run was not evaluated"
+    elif record.get("model", exported) != exported:
+        fault = "the evaluation was of an earlier model of this run"
+    elif missing := unmeasured(job, with_current_names(job, record["metrics"])):
+        fault = f"the evaluation did not measure {abbreviated(missing)}"
+    if fault:
         raise UserError(
-            f"not published: {what}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
+            f"not published: {fault}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
             "publish.gate: off"
         )
 

@@ -7,10 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
+import yaml
 from transformers import GenerationConfig
 
 from ptf import storage
 from ptf.compute.world import World
+from ptf.config import loads
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import write_tokenizer
@@ -22,7 +24,7 @@ from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.job_tokenizer import renders_a_date
 from ptf.training_run import raise_if_not_evaluated, record_evaluation
-from tests.tiny import checkpoint
+from tests.tiny import arithmetic, checkpoint
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -161,10 +163,20 @@ def test_only_what_was_evaluated_is_compared(tmp_path: Path) -> None:
         storage.commit(tmp_path / "model", {})
 
     write(b"one")
+    job = loads(yaml.safe_dump(arithmetic(tmp_path)))
     with pytest.raises(UserError, match=r"the run was not evaluated.* run ptf evaluate"):
-        raise_if_not_evaluated(tmp_path)
-    record_evaluation(tmp_path, {})
-    raise_if_not_evaluated(tmp_path)
+        raise_if_not_evaluated(job, tmp_path)
+    found = {"loss/held_out": 1.0, "starting_model/loss/held_out": 1.0}
+    record_evaluation(tmp_path, found)
+    raise_if_not_evaluated(job, tmp_path)
+    sums = {"path": "p.jsonl", "kind": "prompt"}
+    further = {"sources": {"sums": sums}, "reward": {"use": "ptf.tasks.arithmetic:exact"}}
+    further_job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"evaluate": further}))
+    with pytest.raises(UserError, match="did not measure greedy_reward/sums, greedy_pass_rate/sums"):
+        raise_if_not_evaluated(further_job, tmp_path)
+    record_evaluation(tmp_path, {"loss/held_out": 1.0})
+    with pytest.raises(UserError, match="did not measure starting_model/loss/held_out"):
+        raise_if_not_evaluated(job, tmp_path)
     write(b"two")
     with pytest.raises(UserError, match="the evaluation was of an earlier model of this run"):
-        raise_if_not_evaluated(tmp_path)
+        raise_if_not_evaluated(job, tmp_path)
