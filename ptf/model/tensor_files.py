@@ -132,9 +132,10 @@ def has_weights(directory: Path) -> bool:
 
 
 def equal(files: Any, one: str, other: str) -> bool:
-    """Return whether two tensors of TensorFiles, or of what reads like them, have the same shape and values; those of
-    Headers are read for it."""
-    shape, read = files.shape(one), functools.partial(TensorFiles.read, files) if isinstance(files, Headers) else files.read
+    """Return whether two tensors of TensorFiles, or of what reads like them, have the same shape and values, for which
+    those of Headers are read."""
+    shape = files.shape(one)
+    read = functools.partial(TensorFiles.read, files) if isinstance(files, Headers) else files.read
     if shape != files.shape(other):
         return False
     rest = tuple(slice(0, n) for n in shape[1:])

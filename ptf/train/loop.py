@@ -95,9 +95,8 @@ class OfflineAttempt:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
         kernels = computed_with(self.model, world, job.train.precision)
-        self.made_with = cast(
-            "dict[str, Any]",
-            world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),
+        self.made_with = world.together(
+            lambda: provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = self.measured_peak()
@@ -113,7 +112,7 @@ class OfflineAttempt:
             print(f"train: {trap}", flush=True)
         if self.recipe.head == "scalar":  # raises before training what an export would
             classifier_config(starting.directory, self.tokenizer)
-        starting = cast("StartingModel", world.broadcast_object(starting.adapter_base() if world.leads else None))
+        starting = world.together(starting.adapter_base)
         self.spec, self.directory = starting.section, starting.directory
         self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model
         self.model, self.family = load_model(
@@ -354,10 +353,10 @@ class OfflineAttempt:
         checkpoint; None if there is no checkpoint.
         """
         world = self.world
-        newest = world.broadcast_object(self.saves.latest() if world.leads else None)
+        newest = world.together(self.saves.latest)
         if newest is None:
             return None
-        step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
+        step, path, manifest = newest
         raise_if_fixed_keys_changed(manifest["job"], self.job)
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, world.leads
@@ -396,9 +395,9 @@ class OfflineAttempt:
         """Export the final weights, or those of the best checkpoint if the job keeps one."""
         world, model = self.world, self.model
         self.lease.check()
-        best = world.broadcast_object(self.saves.best_whole() if world.leads else None)
+        best = world.together(self.saves.best_whole)
         if best is not None and best != self.ends:
-            path = self.saves.path(cast("int", best))
+            path = self.saves.path(best)
             with self.trainer.whole_optimizer():
                 checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
