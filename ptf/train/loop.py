@@ -245,10 +245,8 @@ class OfflineAttempt:
 
     def compare_with_transformers(self, micro: Sequence[Batch]) -> None:
         """See ptf.train.load_comparison; the row is the first document of the first step."""
-        row = micro[0].tokens[0][micro[0].segments[0] == micro[0].segments[0, 0]].tolist() if micro else []
-        row = cast("list[int]", self.world.broadcast_object(row if self.world.leads else None))
-        precision = self.job.train.precision
-        compare_with_transformers(self.model, self.directory, self.spec, row, self.model_world, precision)
+        row = self.world.together(lambda: micro[0].tokens[0][micro[0].segments[0] == micro[0].segments[0, 0]].tolist())
+        compare_with_transformers(self.model, self.directory, self.spec, row, self.world, self.job.train.precision)
 
     def with_measurements(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float

@@ -50,8 +50,8 @@ class StartingModel:
     def _written(cls, job: Job, run: Path, located: Path) -> "StartingModel":
         if bridge.unties(located):
             print(
-                f"model: {located} stores an output projection unlike its embedding, though its config.json ties the "
-                "two: they are not tied, as in transformers 5, and exports say tie_word_embeddings: false",
+                f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
+                "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
                 flush=True,
             )
         section, directory = extended(job.model, located, run, job.seed)
