@@ -108,6 +108,19 @@ def test_a_reward_model_is_padded_with_what_ends_no_response(base: Path) -> None
         assert head_difference(model, kept["tokens"], kept["values"], own) > 0.01
 
 
+def test_a_reward_model_of_texts_without_an_end_is_read_at_their_last_token(base: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    tokenizer.hf.eos_token, tokenizer.hf.chat_template = None, "{% for m in messages %}{{ m.content }}{% endfor %}"
+    write_tokenizer(tokenizer.hf, base)
+    config = bridge.read_config(base)
+    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    assert not Tokenizer.load(str(base)).stop_ids
+    model = exported(base, "scalar")
+    kept = probe_of(model.parent)
+    assert bridge.read_config(model)["pad_token_id"] not in kept["tokens"]
+    assert head_difference(model, kept["tokens"], kept["values"], LayerFactory()) < 1e-4
+
+
 def tokenizer_changes(before: Path, after: Path) -> set[str]:
     """Return what differs in the ids that two tokenizers give, but for the padding."""
     one, other = (Tokenizer.load(str(place)) for place in (before, after))
