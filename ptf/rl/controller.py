@@ -258,7 +258,8 @@ class Controller:
             raise UserError(
                 f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result "
                 f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}. Fix "
-                "its cause (ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share"
+                "its cause (ptf try CONFIG plays episodes without training), or raise "
+                "rollout.max_no_result_share, which may change on resume"
             )
         versions = [generation.versions for t in trajectories for generation in t.generations]
         if not versions:

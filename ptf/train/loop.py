@@ -158,7 +158,7 @@ class OfflineAttempt:
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
         self._warm_up()
-        self.warned = False  # of a document that is longer than the model was made for
+        self.said = set[str]()
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
@@ -278,22 +278,30 @@ class OfflineAttempt:
         stopping, peak_memory, longest = world.maxima(
             float(self.stop_signal.is_set), peak_memory_gib(world.device), float(max(lengths, default=0))
         )
-        if world.leads and not self.warned and (text := self.model.config.beyond(int(longest))):
-            self.warned = True
-            print(f"train: a document of {text}", flush=True)
+        if text := self.model.config.beyond(int(longest)):
+            self.say_once("a document of", text)
         metrics |= {"tokens_per_s": tokens / spent, **self.mfu(work / spent), "peak_memory_gib": peak_memory}
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
+
+    def say_once(self, what: str, rest: str) -> None:
+        """Print a line that begins with `what`, once."""
+        if self.world.leads and what not in self.said:
+            self.said.add(what)
+            print(f"train: {what} {rest}", flush=True)
 
     def measured_peak(self) -> float:
         """Return the FLOP/s that all ranks reach at most."""
         return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
 
     def mfu(self, rate: float) -> dict[str, float]:
-        """Return the share of the peak that so many FLOP/s are; none if it is above 1. The peak was then measured too
-        low, as on a CPU that others used meanwhile, and is measured again."""
+        """Return the share of the peak that so many FLOP/s are. If it is above 1, the peak is measured again, because
+        others may have used the CPU meanwhile; if it still is, that is an error of ptf's, which is said once."""
         if rate > self.peak:
             self.peak = max(self.peak, self.measured_peak())
-        return {"mfu": rate / self.peak} if rate <= self.peak else {}
+        if rate <= self.peak:
+            return {"mfu": rate / self.peak}
+        self.say_once("mfu", f"is left out: {rate / self.peak:.3f} is above 1, an error of ptf's; please report it")
+        return {}
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.
