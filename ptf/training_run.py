@@ -14,7 +14,7 @@ from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
 from ptf.gate import unmeasured
-from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
 from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
 from ptf.train.resume import raise_if_fixed_keys_changed
@@ -86,11 +86,7 @@ class Run:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
         self.raise_if_unfinished()
         return Artifact(
-            self.name,
-            run=str(self.directory),
-            model=str(self.model),
-            metrics=self.metrics,
-            data=_data(self.directory),
+            self.name, run=str(self.directory), model=str(self.model), metrics=self.metrics, data=_data(self.directory)
         )
 
 
@@ -99,7 +95,6 @@ def train(job: Job, run_name: str | None = None) -> Run:
     exists goes on from its newest checkpoint."""
     if run_name is None:
         run_name = new_run_name(job)
-    check_run_name(run_name)
     print(f"run name {run_name} (after a failure: the same command with --run-name {run_name})", flush=True)
     job = resolved(job, recorded_models(job, run_name), run_name)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read

@@ -42,14 +42,7 @@ from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, merged
 from ptf.model.hf_checks import check
-from ptf.model.hf_language_model import (
-    Outside,
-    is_multimodal,
-    language_model,
-    multimodal_class,
-    text_config,
-    tied,
-)
+from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
 from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renamings, stored_groups, stored_names
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters

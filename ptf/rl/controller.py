@@ -26,16 +26,7 @@ from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import (
-    Group,
-    NoResult,
-    Prompt,
-    Reward,
-    Trajectory,
-    last_sample_of,
-    samples_of,
-    token_column,
-)
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
 from ptf.rl.asynchronous import AsynchronousRollouts

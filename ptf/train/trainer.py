@@ -119,12 +119,12 @@ def load_model(
 
 def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
     """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
-    return _raise_if_different(kernels(setting, world.device, precision), world) if setting else {}
+    return _same("train.fused", kernels(setting, world.device, precision), world) if setting else {}
 
 
-def _raise_if_different(found: dict[str, str], world: World) -> dict[str, str]:
+def _same(what: str, found: dict[str, str], world: World, advice: str = "install the same on all") -> dict[str, str]:
     if others := [each for each in world.all_gather_object(found) if each != found]:
-        raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
+        raise UserError(f"{what}: this machine has {found or 'none'}, another one {others[0] or 'none'}; {advice}")
     return found
 
 
@@ -132,18 +132,13 @@ def computed_with(model: Decoder, world: World, precision: str) -> dict[str, str
     """Return the kernels of a model, and the library of its products, which are the same on every rank of a run. Raises
     UserError if they are not; where ranks have models of their own (`train.deterministic`), nothing has compared them.
     """
-    return {**_raise_if_different(dict(model.kernels), world), **products(world, precision)}
+    return {**_same("train.fused", dict(model.kernels), world), **products(world, precision)}
 
 
 def products(world: World, precision: str) -> dict[str, str]:
     """Return `matrix_product.record`, which is the same on every rank. Raises UserError if it is not."""
-    found = matrix_product.record(world.device, precision)
-    if others := [each for each in world.all_gather_object(found) if each != found]:
-        raise UserError(
-            f"products of matrices: this machine computes them with {found or 'MKL'}, another one with "
-            f"{others[0] or 'MKL'}; set {matrix_product.VARIABLE}=torch on all"
-        )
-    return found
+    found, advice = matrix_product.record(world.device, precision), f"set {matrix_product.VARIABLE}=torch on all"
+    return _same("libraries of matrix products beside MKL", found, world, advice)
 
 
 def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:
