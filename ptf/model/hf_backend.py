@@ -51,11 +51,8 @@ from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
-SOFTCAPS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-)  # names of the soft-cap of the logits
+# names of the soft-cap of the logits
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # ends of the names of tokens in config.json, and beginnings of those that are text
 PLACEHOLDERS, TEXTUAL = ("_token_id", "_token_index"), ("bos", "eos", "pad", "sep", "cls", "mask", "decoder")
 SCORE = "score"  # transformers' name of a scalar head
