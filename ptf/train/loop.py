@@ -233,7 +233,9 @@ class OfflineAttempt:
             micro = next(self.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                self.compare_with_transformers(micro)
+                row = self.world.together(lambda: first_document(micro[0]) if micro else [])
+                precision = self.job.train.precision
+                compare_with_transformers(self.model, self.directory, self.spec, row, self.world, precision)
             began = time.perf_counter()
         self.world.seed(self.job.seed, self.step)
         try:
@@ -242,11 +244,6 @@ class OfflineAttempt:
             metrics = self.skip_step(error, micro)
         with self.clock.phase("metrics"):
             return self.with_measurements(metrics, micro, began)
-
-    def compare_with_transformers(self, micro: Sequence[Batch]) -> None:
-        """See ptf.train.load_comparison; the row is the first document of the first step."""
-        row = self.world.together(lambda: micro[0].tokens[0][micro[0].segments[0] == micro[0].segments[0, 0]].tolist())
-        compare_with_transformers(self.model, self.directory, self.spec, row, self.world, self.job.train.precision)
 
     def with_measurements(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float
@@ -426,6 +423,11 @@ class OfflineAttempt:
         self.saver.close()
         if self.track:
             self.track.close()
+
+
+def first_document(batch: Batch) -> list[int]:
+    """Return the tokens of the first document of a batch."""
+    return batch.tokens[0][batch.segments[0] == batch.segments[0, 0]].tolist()
 
 
 def early_stopping_of(job: Job) -> EarlyStopping | None:
