@@ -22,6 +22,7 @@ from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
 EVALUATE = "ptf evaluate writes it anew"
+WITHOUT_STAMPS = "remove it: the card is then written without the stamps of the data"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Run:
         job = _overridden(text, overrides)
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
-        metrics = last_metrics(directory) | with_current_names(job, evaluated_metrics(directory))
+        evaluated = _record(directory, EVALUATED, EVALUATE).get("metrics", {})
+        metrics = last_metrics(directory) | with_current_names(job, evaluated)
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
@@ -85,9 +87,8 @@ class Run:
     def artifact(self) -> Artifact:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
         self.raise_if_unfinished()
-        return Artifact(
-            self.name, run=str(self.directory), model=str(self.model), metrics=self.metrics, data=_data(self.directory)
-        )
+        data = _record(self.directory, DATA, WITHOUT_STAMPS).get("data", {})
+        return Artifact(self.name, run=str(self.directory), model=str(self.model), metrics=self.metrics, data=data)
 
 
 def train(job: Job, run_name: str | None = None) -> Run:
@@ -114,11 +115,6 @@ def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
     """Keep the metrics of an evaluation in the run's directory."""
     entries = {"lineage": directory.resolve().name, "metrics": dict(metrics), "model": _exported(directory)}
     storage.write_record(str(directory / EVALUATED), entries)
-
-
-def evaluated_metrics(directory: Path) -> dict[str, float]:
-    """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
-    return _record(directory, EVALUATED, EVALUATE).get("metrics", {})
 
 
 def raise_if_not_evaluated(job: Job, directory: Path) -> None:
@@ -148,12 +144,6 @@ def _exported(directory: Path) -> dict[str, str]:
 def record_data(directory: Path, data: Mapping[str, str]) -> None:
     """Keep the stamps of the data files that the run was trained on, by source."""
     storage.write_record(str(directory / DATA), {"lineage": directory.resolve().name, "data": dict(data)})
-
-
-def _data(directory: Path) -> dict[str, str]:
-    return _record(directory, DATA, "remove it: the card is then written without the stamps of the data").get(
-        "data", {}
-    )
 
 
 def _record(directory: Path, name: str, advice: str) -> dict:

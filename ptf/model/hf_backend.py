@@ -429,7 +429,7 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
                 model.hf,
                 files,
                 model._adapter_names(),
-                lacks=_head_names(model),
+                lacks={f"{SCORE}.weight"} if model.config.head == "scalar" else (),
                 ignores=_other_heads(model),
                 carried=model.outside_names,
             )
@@ -466,11 +466,6 @@ def _ties(hf: nn.Module) -> list[tuple[str, str]]:
         for name, p in hf.named_parameters(remove_duplicate=False)
         if first.setdefault(id(p), name) != name
     ]
-
-
-def _head_names(model: HFDecoder) -> frozenset[str]:
-    """Return the tensors that a checkpoint may lack: those of a new scalar head."""
-    return frozenset({f"{SCORE}.weight"} if model.config.head == "scalar" else ())
 
 
 def _other_heads(model: HFDecoder) -> Any:
