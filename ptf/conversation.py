@@ -43,11 +43,7 @@ class Chat:
             raise UserError(f"{where} has no chat template, so it cannot take a system message")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = NativeEngine(
-            str(found.base),
-            device=device,
-            dtype=served_dtype(found.base, device),
-            version=0,
-            factory=found.factory(),
+            str(found.base), device=device, dtype=served_dtype(found.base, device), version=0, factory=found.factory()
         )
         found.fill(self.engine)
         self.max_new_tokens = max_new_tokens

@@ -43,14 +43,6 @@ def check_evaluation(job: Job) -> None:
         )
 
 
-def measures(job: Job) -> bool:
-    """Return whether the job holds something out that the evaluate stage measures."""
-    evaluate_config = job.evaluate
-    return bool(
-        evaluate_config.sources or evaluate_config.ranking or (job.data.validation and not registry.is_online(job))
-    )
-
-
 def former_names(job: Job) -> dict[str, str]:
     """Return the names that metrics of responses and rankings had in earlier versions, each with the name that it has
     now, METRIC/NAME: they were NAME/METRIC, and some had other names before and after that."""

@@ -103,10 +103,27 @@ def commit_rows(run: Path) -> None:
 
 def defaults(job: Job) -> Iterator[list[str]]:
     """Yield groups of metrics that may be compared, in order of preference."""
-    yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("greedy_reward", "greedy_pass_rate")]
+    if _is_scored(job):
+        yield [f"{rate}/{source}" for source in job.evaluate.sources for rate in ("greedy_reward", "greedy_pass_rate")]
     if ranking := job.evaluate.ranking:
         yield [f"all/ndcg@{ranking.k}/{source}" for source in ranking.sources]
     yield [f"{algo_config(job).held_out_metric}/{name}" for name in job.data.validation]
+
+
+def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics of `defaults` that an evaluation has not measured: on the trained model, or, with
+    `evaluate.measure_starting_model`, on the one that training started from."""
+    names = [name for group in defaults(job) for name in group]
+    # random weights are not ranked
+    both = [n for n in names if job.model.init == "pretrained" or not n.startswith("all/")]
+    wanted = [*names, *(f"starting_model/{name}" for name in both if job.evaluate.measure_starting_model)]
+    return [name for name in wanted if name not in metrics]
+
+
+def _is_scored(job: Job) -> bool:
+    """Return whether responses to held-out prompts get rewards."""
+    rollout = job.rollout
+    return bool(job.evaluate.reward or (rollout and (rollout.rewards_by_source or rollout.is_multi_turn)))
 
 
 def needs_losses(job: Job) -> bool:
@@ -116,10 +133,8 @@ def needs_losses(job: Job) -> bool:
     metric = job.publish.metric
     if metric is not None and not metric.startswith("train/"):
         return _is_loss(metric)
-    rollout = job.rollout
-    scored = job.evaluate.reward or (rollout and (rollout.reward or rollout.environment))
     ranked = job.evaluate.ranking and job.model.init == "pretrained"
-    return not ((job.evaluate.sources and scored) or ranked)
+    return not ((job.evaluate.sources and _is_scored(job)) or ranked)
 
 
 def _is_loss(metric: str | None) -> bool:

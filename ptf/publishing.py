@@ -12,7 +12,7 @@ from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
-from ptf.evaluation_check import measures, with_current_names
+from ptf.evaluation_check import with_current_names
 from ptf.export_comparison import adapter_difference, model_difference
 from ptf.measurement import raise_if_regression
 from ptf.model_card import card
@@ -55,8 +55,8 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     run, root = Path(artifact.run), job.versions
     resolved = artifact.resolve(job)
     raise_if_damaged(run, job.verify_bytes)
-    if job.publish.gate != "off" and measures(job):
-        raise_if_not_evaluated(run)
+    if job.publish.gate != "off":
+        raise_if_not_evaluated(job, run)
     comparisons = gate.comparisons(job, run, artifact.metrics)
     gate.raise_if_worse(job, comparisons)
     _raise_if_worse(job, artifact, published_versions.manifest(root))

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +24,7 @@ from ptf.compute import launch, shutdown
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
 from ptf.compute.tracking import raise_if_no_login
-from ptf.config import (
-    Job,
-    dump,
-    fingerprint,
-    frozen_differences,
-    load,
-    loads,
-    model_paths,
-    plugin,
-    resolve,
-    shown,
-    sources_of,
-)
+from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.load import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
 from ptf.config.renames import SEAL, sealed
@@ -50,7 +38,7 @@ from ptf.recipes import registry
 from ptf.train.resume import raise_if_fixed_keys_changed
 
 if TYPE_CHECKING:
-    from ptf.compute.world import World
+    pass
 
 
 def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
@@ -199,7 +187,6 @@ def run(job: Job, run_name: str) -> Path:
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
     ):
         if (job.compute.address or "").startswith(("http://", "https://")):
-            write_job_file(job, directory)
             submit_and_wait(job, run_name, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
@@ -207,13 +194,18 @@ def run(job: Job, run_name: str) -> Path:
     return directory
 
 
-def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
+def begin(job: Job, directory: Path) -> None:
+    """Begin an attempt at the run in the directory, whose lease the caller holds."""
     raise_if_no_login(job.track.wandb_project)
-    text, compute = dump(job), job.compute
     write_job_file(job, directory)
     if not os.environ.get(launch.LAUNCHED):
         shutdown.forget(directory)
-        remove_leftovers(job, run_name)
+        remove_leftovers(job, directory.name)
+
+
+def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
+    text, compute = dump(job), job.compute
+    begin(job, directory)
     if registry.is_online(job):
         with entry.large_imports():
             from ptf.rl.online_run import train_online
@@ -259,11 +251,14 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
         "compute.address=auto",
     ]
     command += ["--set", f"output={Path(job.output).resolve()}"]
+
+    def anew() -> None:
+        with hold_lease(job, directory):
+            begin(job, directory)
+
     with shutdown.passing_on(directory):
         name = ray_jobs.named(run_name, "train")
-        ended = ray_jobs.follow(
-            job.compute.address or "", name, command, job.compute.timeout_s, anew=lambda: shutdown.forget(directory)
-        )
+        ended = ray_jobs.follow(job.compute.address or "", name, command, job.compute.timeout_s, anew=anew)
     if ended.status != "SUCCEEDED":
         refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
         message = f"the job ended as {ended.status}: {ended.message.strip() or 'see its output above'}"
@@ -273,21 +268,20 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
 def settled_as_begun(job: Job, directory: Path) -> Job:
     """Return the job with the values that `auto` had when the run in the directory began, or has for a new one
     (ptf.compute.device_defaults)."""
-    text = read_job_file(directory)
-    return settled(job, None if text is None else loads(text))
+    text = begun_job(directory)
+    return settled(job, loads(text) if text else None)
 
 
 def write_job_file(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key.
 
-    A run that has made no step fixes no key: what its earlier attempts made by other values of them is removed.
+    A run that has made no step fixes no key: what its earlier attempts made is removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if (then := read_job_file(directory)) is not None and frozen_differences(loads(then), job):
-        if has_stepped(directory):
-            raise_if_fixed_keys_changed(then, job)
-        for name in OF_THE_JOB:
-            shutil.rmtree(directory / name, ignore_errors=True)
+    if then := begun_job(directory):
+        raise_if_fixed_keys_changed(then, job)
+    for name in () if has_stepped(directory) else OF_THE_JOB:
+        shutil.rmtree(directory / name, ignore_errors=True)
     _write_plugins(job, directory)
     text = dump(job)
     storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
@@ -397,49 +391,25 @@ def main(arguments: list[str] | None = None) -> int:
             from ptf.train.loop import train_offline
 
         with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
-            text = together(
-                world,
-                lambda: (
-                    dump(shown(resolved(job, recorded_models(job, given.run_name), given.run_name)))
-                    if world.leads
-                    else ""
-                ),
-            )
-            job = loads(str(text))
-            # an empty name was refused before
-            run_name = str(world.broadcast_object(given.run_name or new_run_name(job)))
-            directory = Path(job.output) / run_name
-            job = loads(str(together(world, lambda: dump(settled_as_begun(job, directory)) if world.leads else "")))
-            if world.leads:
-                print(f"run name {run_name}", flush=True)
+
+            def the_run() -> tuple[str, Path]:
+                found = shown(resolved(job, recorded_models(job, given.run_name), given.run_name))
+                directory = Path(found.output) / (given.run_name or new_run_name(found))
+                print(f"run name {directory.name}", flush=True)
+                return dump(settled_as_begun(found, directory)), directory
+
+            text, directory = world.together(the_run)
+            job = loads(text)
             with contextlib.ExitStack() as held:
-                text = together(
-                    world,
-                    lambda: (given.lease or held.enter_context(hold_lease(job, directory)).text) if world.leads else "",
-                )
-                together(world, lambda: write_job_file(job, directory) if world.leads else None)
-                if world.leads and not os.environ.get(launch.LAUNCHED):
-                    shutdown.forget(directory)
-                    remove_leftovers(job, run_name)
-                train_offline(job, world, directory, Lease.parse(str(text)))
+                lease = world.together(lambda: given.lease or held.enter_context(hold_lease(job, directory)).text)
+                world.together(lambda: begin(job, directory))
+                train_offline(job, world, directory, Lease.parse(lease))
             if world.leads and not os.environ.get(launch.LAUNCHED):
                 print(f"trained: {directory / 'model'}", flush=True)
     except UserError as error:
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2
     return 0
-
-
-def together(world: "World", act: Callable[[], object]) -> object:
-    """Call `act` on every rank; return rank 0's result on all of them, or raise rank 0's UserError on all of them."""
-    try:
-        result = act()
-    except UserError as error:
-        result = error
-    shared = world.broadcast_object(result)
-    if isinstance(shared, UserError):
-        raise shared
-    return shared
 
 
 if __name__ == "__main__":

@@ -13,12 +13,16 @@ from ptf.config.load import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluation_check import with_current_names
-from ptf.run import JOB, check_run_name, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.gate import unmeasured
+from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
+EVALUATE = "ptf evaluate writes it anew"
+WITHOUT_STAMPS = "remove it: the card is then written without the stamps of the data"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Run:
         job = _overridden(text, overrides)
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
-        metrics = last_metrics(directory) | with_current_names(job, evaluated_metrics(directory))
+        evaluated = _record(directory, EVALUATED, EVALUATE).get("metrics", {})
+        metrics = last_metrics(directory) | with_current_names(job, evaluated)
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
@@ -82,13 +87,8 @@ class Run:
     def artifact(self) -> Artifact:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
         self.raise_if_unfinished()
-        return Artifact(
-            self.name,
-            run=str(self.directory),
-            model=str(self.model),
-            metrics=self.metrics,
-            data=_data(self.directory),
-        )
+        data = _record(self.directory, DATA, WITHOUT_STAMPS).get("data", {})
+        return Artifact(self.name, run=str(self.directory), model=str(self.model), metrics=self.metrics, data=data)
 
 
 def train(job: Job, run_name: str | None = None) -> Run:
@@ -96,7 +96,6 @@ def train(job: Job, run_name: str | None = None) -> Run:
     exists goes on from its newest checkpoint."""
     if run_name is None:
         run_name = new_run_name(job)
-    check_run_name(run_name)
     print(f"run name {run_name} (after a failure: the same command with --run-name {run_name})", flush=True)
     job = resolved(job, recorded_models(job, run_name), run_name)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read
@@ -118,18 +117,20 @@ def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
     storage.write_record(str(directory / EVALUATED), entries)
 
 
-def evaluated_metrics(directory: Path) -> dict[str, float]:
-    """Return what `record_evaluation` kept; nothing where the run was not evaluated. Raises Corrupt."""
-    return _record(directory, EVALUATED, "ptf evaluate writes it anew").get("metrics", {})
-
-
-def raise_if_not_evaluated(directory: Path) -> None:
-    """Raise UserError unless the run's exported model was evaluated."""
-    record = _record(directory, EVALUATED, "ptf evaluate writes it anew")
-    if not record or record.get("model", _exported(directory)) != _exported(directory):
-        what = "the evaluation was of an earlier model of this run" if record else "the run was not evaluated"
+def raise_if_not_evaluated(job: Job, directory: Path) -> None:
+    """Raise UserError unless all that the gate may compare was measured on the run's exported model."""
+    if not unmeasured(job, {}):
+        return
+    record, exported, fault = _record(directory, EVALUATED, EVALUATE), _exported(directory), ""
+    if not record:
+        fault = "the run was not evaluated"
+    elif record.get("model", exported) != exported:
+        fault = "the evaluation was of an earlier model of this run"
+    elif missing := unmeasured(job, with_current_names(job, record["metrics"])):
+        fault = f"the evaluation did not measure {abbreviated(missing)}"
+    if fault:
         raise UserError(
-            f"not published: {what}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
+            f"not published: {fault}, so the gate has nothing to compare: run ptf evaluate {directory}, or set "
             "publish.gate: off"
         )
 
@@ -143,12 +144,6 @@ def _exported(directory: Path) -> dict[str, str]:
 def record_data(directory: Path, data: Mapping[str, str]) -> None:
     """Keep the stamps of the data files that the run was trained on, by source."""
     storage.write_record(str(directory / DATA), {"lineage": directory.resolve().name, "data": dict(data)})
-
-
-def _data(directory: Path) -> dict[str, str]:
-    return _record(directory, DATA, "remove it: the card is then written without the stamps of the data").get(
-        "data", {}
-    )
 
 
 def _record(directory: Path, name: str, advice: str) -> dict:

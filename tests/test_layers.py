@@ -43,7 +43,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "measurement": TRAIN | {"train", "rl", "gate", "events"},
     "run": TRAIN | {"train", "rl", "measurement", "published_versions"},
     "dry_run": TRAIN | {"train", "rl", "run"},
-    "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check"},
+    "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check", "gate"},
     "replay": TRAIN | {"rl", "run", "training_run"},
     "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "run", "training_run"},
     "export_comparison": TRAIN | {"train"},

@@ -35,22 +35,21 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
     They are those of `before`, the job that the run began with, if there is one. `gpu`: whether the job computes on
     GPUs (default: `computes_on_gpu`).
     """
-    open_precision, open_engine = job.train.precision == "auto", bool(job.rollout and job.rollout.engine == "auto")
-    if not (open_precision or open_engine):
-        return job
-    if gpu is None:
-        gpu = before is None and computes_on_gpu(job.compute)
-    if open_precision:
-        precision = before.train.precision if before else "bf16" if gpu or multiplies_bf16() else "fp32"
-        job = _with(job, "train", "precision", precision)
-        if before is None and precision == "fp32":
-            tell("train.precision: auto is fp32 here, because this CPU has no units for bf16")
-    if open_engine and before and before.rollout:
-        job = _with(job, "rollout", "engine", before.rollout.engine)
-    elif open_engine:
-        first, other = ("vllm", "native") if gpu else ("native", "vllm")
-        chosen = _with(job, "rollout", "engine", first)
-        job = _with(job, "rollout", "engine", other) if broken(chosen) else chosen
+    for section, key in (("train", "precision"), ("rollout", "engine")):
+        if getattr(getattr(job, section), key, None) != "auto":
+            continue
+        if before and (then := getattr(before, section)):
+            job = _with(job, section, key, getattr(then, key))
+            continue
+        gpu = computes_on_gpu(job.compute) if gpu is None else gpu
+        if section == "rollout":
+            first, other = ("vllm", "native") if gpu else ("native", "vllm")
+            chosen = _with(job, section, key, first)
+            job = _with(job, section, key, other) if broken(chosen) else chosen
+        else:
+            job = _with(job, section, key, "bf16" if gpu or multiplies_bf16() else "fp32")
+            if job.train.precision == "fp32":
+                tell("train.precision: auto is fp32 here, because this CPU has no units for bf16")
     return job
 
 

@@ -121,12 +121,4 @@ def on_ray(
 
     with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
         gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        run_gang(
-            function,
-            arguments,
-            workers=workers,
-            use_gpu=gpu,
-            threads=threads,
-            timeout_s=timeout_s,
-            label=label,
-        )
+        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads, timeout_s=timeout_s, label=label)

@@ -124,7 +124,7 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         world, saves, self._step = self._world, self._saves, step
-        path = str(world.broadcast_object(saves.begin(step) if world.leads else None))
+        path = str(world.together(lambda: saves.begin(step)))
 
         def commit(entries: Entries) -> None:
             if world.leads:

@@ -8,11 +8,11 @@ sums are taken, over the data-parallel ranks; maxima are taken over all ranks.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ptf.compute.heartbeat import Clock, beating
 from ptf.errors import UserError
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,26 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value, on every rank."""
         box = [value]
         if self.mesh is not None and self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Call `act` on rank 0; return its result on every rank, or raise its error on every rank."""
+        result = error = None
+        if self.leads:
+            try:
+                result = act()
+            except Exception as raised:
+                error = raised
+        known = error is None or isinstance(error, UserError)  # others may be no objects that processes can send
+        result, shared = self.broadcast_object((result, error if known else RuntimeError(f"rank 0: {error!r}")))
+        if error or shared:
+            raise error or shared
+        return result
 
     def seed(self, *key: int) -> None:
         """Seed torch's global generator in this process, by a key and by the data that this rank sees.

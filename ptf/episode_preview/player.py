@@ -69,13 +69,7 @@ class Player:
         return retries
 
     def _play(
-        self,
-        clock: Clock,
-        engine: StreamingEngine,
-        limits: Limits,
-        prompts: Sequence[Prompt],
-        episodes: int,
-        what: str,
+        self, clock: Clock, engine: StreamingEngine, limits: Limits, prompts: Sequence[Prompt], episodes: int, what: str
     ) -> Played:
         began, found = time.monotonic(), list[Trajectory]()
         for first in range(0, episodes, self.together):

@@ -16,10 +16,7 @@ from ptf.run import dataset_commits, prepared_directory, published_models, unpub
 from ptf.train.job_tokenizer import rendered
 
 ECHO, EMPTY = "echo", "empty"
-SCRIPTS: dict[str, str] = {
-    ECHO: "it repeats the last user message",
-    EMPTY: "it answers nothing",
-}
+SCRIPTS: dict[str, str] = {ECHO: "it repeats the last user message", EMPTY: "it answers nothing"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -321,20 +321,13 @@ def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
     without_mappings = {*own_tensors(model, family), *adapter_names(model)}
     mappings = family.mappings_for({n: s for n, s in weight_shapes(model).items() if n not in without_mappings})
     changed: dict[str, TensorMapping] = {
-        name: PaddedRows(name, other, config.vocab)
-        for name, other in _names_outside_layers(mappings)
-        if _in_vocabulary(name, config)
+        mapping.ours[0]: PaddedRows(mapping.ours[0], mapping.theirs(0)[0], config.vocab)
+        for mapping in mappings
+        if _in_vocabulary(mapping.ours[0], config)
     }
     if config.head == "scalar":
         changed["head.weight"] = Rename("head.weight", HF_NAME)
     return [changed.get(mapping.ours[0], mapping) for mapping in mappings]
-
-
-def _names_outside_layers(mappings: Sequence[TensorMapping]) -> list[tuple[str, str]]:
-    """Return (our name, their name) of the tensors outside the layers."""
-    return [
-        (mapping.ours[0], mapping.theirs(0)[0]) for mapping in mappings if not mapping.ours[0].startswith("layers.")
-    ]
 
 
 def stored_mappings(
@@ -375,19 +368,14 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
     Return the unified names of the tensors that the checkpoint lacks because a scalar head or an own component is new:
     these are drawn from `seed`. Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
-    parameters, fill_weight, experts = dict(model.named_parameters()), weight_filler(model), model.config.experts
-    own = own_tensors(model, family)
+    parameters, own = dict(model.named_parameters()), own_tensors(model, family)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
     new: dict[str, Tensor] = constructor_values(model, [n for n in own if n not in beside], seed)
     with TensorFiles(directory, family.aliases) as files:
         mappings, missing = stored_mappings(model, directory, family, files)
 
-        def read(name, part):
-            return files.read(family.prefix + name, part)
-
-        for mapping in progress.counted(mappings, f"read {directory}", "tensors"):
-            for i, ours in enumerate(mapping.ours):
-                fill_weight(ours, partial(mapping.read, i, read=read, experts=experts))
+        counted = progress.counted(mappings, f"read {directory}", "tensors")
+        _fill_all(model, counted, lambda name, part: files.read(family.prefix + name, part))
     for name in own:
         fill(parameters[name], beside.get(name) or new[name].__getitem__)
     for name in missing:
@@ -402,17 +390,17 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Famil
     if not isinstance(model, Decoder):  # hf_backend.py
         model.load_hf_tensors(tensors)
         return
-    parameters, fill_weight = dict(model.named_parameters()), weight_filler(model)
-    experts = model.config.experts
-
-    def read(name, part):
-        return tensors[family.prefix + name][part]
-
-    for mapping in checkpoint_mappings(model, family):
-        for i, ours in enumerate(mapping.ours):
-            fill_weight(ours, partial(mapping.read, i, read=read, experts=experts))
+    _fill_all(model, checkpoint_mappings(model, family), lambda name, part: tensors[family.prefix + name][part])
     for name in own_tensors(model, family):
-        fill(parameters[name], tensors[OWN + name].__getitem__)
+        fill(model.get_parameter(name), tensors[OWN + name].__getitem__)
+
+
+def _fill_all(model: Decoder, mappings: Iterable[TensorMapping], read: Callable[[str, Slices], Tensor]) -> None:
+    """Fill the weights that the mappings give, from what `read` returns of the tensors of a checkpoint."""
+    fill_weight = weight_filler(model)
+    for mapping in mappings:
+        for i, ours in enumerate(mapping.ours):
+            fill_weight(ours, partial(mapping.read, i, read=read, experts=model.config.experts))
 
 
 def hf_names(model: Decoder, family: Family) -> set[str]:

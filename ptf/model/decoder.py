@@ -141,12 +141,7 @@ class Decoder(nn.Module):
             Scalar(weight)
             if c.head == "scalar"
             else Head(
-                weight,
-                c.vocab,
-                c.softcap,
-                first=self.first,
-                group=self.group,
-                cpu_kernels=CPU_KERNELS in self.kernels,
+                weight, c.vocab, c.softcap, first=self.first, group=self.group, cpu_kernels=CPU_KERNELS in self.kernels
             )
         )
 

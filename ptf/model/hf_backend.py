@@ -42,14 +42,7 @@ from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, merged
 from ptf.model.hf_checks import check
-from ptf.model.hf_language_model import (
-    Outside,
-    is_multimodal,
-    language_model,
-    multimodal_class,
-    text_config,
-    tied,
-)
+from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
 from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renamings, stored_groups, stored_names
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters
@@ -58,11 +51,8 @@ from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
-SOFTCAPS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-)  # names of the soft-cap of the logits
+# names of the soft-cap of the logits
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # ends of the names of tokens in config.json, and beginnings of those that are text
 PLACEHOLDERS, TEXTUAL = ("_token_id", "_token_index"), ("bos", "eos", "pad", "sep", "cls", "mask", "decoder")
 SCORE = "score"  # transformers' name of a scalar head
@@ -421,7 +411,7 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
         _, problems = fill_from(model.hf, InMemory(values), model._adapter_names(), converted=False)
         assert not problems, problems
     else:
-        with TensorFiles(directory) as files, model.whole():
+        with TensorFiles(directory) as files:
             new = fill_from_files(model, files)
     for name in new:
         _initialise(name, model.hf.get_parameter(name), model.hf.config, seed)
@@ -434,14 +424,15 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
     """Fill the model, which may be on the meta device, and return the names of tensors of a head that is new. Raise
     UserError that lists every missing, unexpected or misshapen tensor."""
     try:
-        new, problems = fill_from(
-            model.hf,
-            files,
-            model._adapter_names(),
-            lacks=_head_names(model),
-            ignores=_other_heads(model),
-            carried=model.outside_names,
-        )
+        with model.whole():
+            new, problems = fill_from(
+                model.hf,
+                files,
+                model._adapter_names(),
+                lacks={f"{SCORE}.weight"} if model.config.head == "scalar" else (),
+                ignores=_other_heads(model),
+                carried=model.outside_names,
+            )
     except SafetensorError as error:
         raise UserError(f"model.path: {files.directory} cannot be read: {error}") from error
     if problems:
@@ -475,11 +466,6 @@ def _ties(hf: nn.Module) -> list[tuple[str, str]]:
         for name, p in hf.named_parameters(remove_duplicate=False)
         if first.setdefault(id(p), name) != name
     ]
-
-
-def _head_names(model: HFDecoder) -> frozenset[str]:
-    """Return the tensors that a checkpoint may lack: those of a new scalar head."""
-    return frozenset({f"{SCORE}.weight"} if model.config.head == "scalar" else ())
 
 
 def _other_heads(model: HFDecoder) -> Any:

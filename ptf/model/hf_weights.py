@@ -10,31 +10,17 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Slices
-from ptf.model.tensor_files import equal
-
-
-class StoredTensors(Protocol):
-    """Tensors by the names of a checkpoint."""
-
-    names: set[str]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        ...
-
-    def read(self, name: str, part: Slices) -> Tensor:
-        """Read a slice of a tensor."""
-        ...
+from ptf.model.tensor_files import TensorFiles, equal
 
 
 class InMemory:
-    """Tensors of a mapping as StoredTensors."""
+    """Tensors of a mapping, read as those of TensorFiles."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.names = tensors, set(tensors)
@@ -48,18 +34,14 @@ class InMemory:
         return self.tensors[name][part]
 
 
-def _never(_: str) -> bool:
-    return False
-
-
 def fill_from(
     hf: Any,
-    stored: StoredTensors,
+    stored: TensorFiles | InMemory,
     without: Collection[str],
     *,
     converted: bool = True,
     lacks: Collection[str] = (),
-    ignores: Callable[[str], bool] = _never,
+    ignores: Callable[[str], bool] = lambda _: False,
     carried: Collection[str] = (),
 ) -> tuple[tuple[str, ...], list[str]]:
     """Fill the parameters and the stored buffers of transformers' model, but those of `without`.

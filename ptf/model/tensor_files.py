@@ -132,13 +132,15 @@ def has_weights(directory: Path) -> bool:
 
 
 def equal(files: Any, one: str, other: str) -> bool:
-    """Return whether two tensors of TensorFiles, or of what reads like them, have the same shape and values."""
+    """Return whether two tensors of TensorFiles, or of what reads like them, have the same shape and values, for which
+    those of Headers are read."""
     shape = files.shape(one)
+    read = functools.partial(TensorFiles.read, files) if isinstance(files, Headers) else files.read
     if shape != files.shape(other):
         return False
     rest = tuple(slice(0, n) for n in shape[1:])
     parts = ((slice(at, min(at + ROWS, shape[0])), *rest) for at in range(0, shape[0], ROWS)) if shape else ((),)
-    return all(torch.equal(files.read(one, part).float(), files.read(other, part).float()) for part in parts)
+    return all(torch.equal(read(one, part).float(), read(other, part).float()) for part in parts)
 
 
 def has_own_head(directory: Path) -> bool:

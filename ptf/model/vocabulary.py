@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptf import storage
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, hf_backend
 from ptf.model.components import FILES, OWN
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.tensor_files import TensorFiles
@@ -52,8 +52,6 @@ def rows(config: Mapping[str, Any]) -> int:
         return int(text["vocab_size"])
     if config.get("model_type") in MODULES:
         return family_of(config).config(config).vocab
-    from ptf.model import hf_backend
-
     return hf_backend.rows(config)
 
 
@@ -136,8 +134,6 @@ def _foreign_tensors(
 
     Raise UserError for a model that takes ids after its last token for images and sounds.
     """
-    from ptf.model import hf_backend
-
     model, _ = hf_backend.build(source, head="lm")
     if model.table_rows < model.config.vocab:
         raise UserError(

@@ -89,10 +89,7 @@ class AsynchronousRollouts:
             updated.set()
             done = time.perf_counter()
             ended = slices.result() or began
-        self.waits = {
-            "seconds/engine_wait": max(0.0, done - ended),
-            "seconds/weights_wait": max(0.0, ended - done),
-        }
+        self.waits = {"seconds/engine_wait": max(0.0, done - ended), "seconds/weights_wait": max(0.0, ended - done)}
         if seconds := self.flight.slice_seconds:
             self.waits["update_slices_suggested"] = (done - began) / seconds
 

@@ -6,7 +6,7 @@ from role to role.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,16 +26,7 @@ from ptf.config.logprob_limits import LogprobLimits
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import (
-    Group,
-    NoResult,
-    Prompt,
-    Reward,
-    Trajectory,
-    last_sample_of,
-    samples_of,
-    token_column,
-)
+from ptf.data.trajectory import Group, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
 from ptf.recipes.protocol import OnlineRecipe, bootstraps_truncated
 from ptf.rl.asynchronous import AsynchronousRollouts
@@ -60,6 +51,14 @@ SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transp
 def rewards_differ(group: Group) -> bool:
     """Return whether the rewards of a group's responses differ, before length penalties and a KL reward."""
     return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
+
+
+def _means(prefix: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of each name's values as PREFIX/NAME."""
+    values: dict[str, list[float]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(float(value))
+    return {f"{prefix}/{name}": float(np.mean(each)) for name, each in sorted(values.items())}
 
 
 class Controller:
@@ -258,7 +257,8 @@ class Controller:
             raise UserError(
                 f"step {self.step + 1}: {len(reasons)} of {len(trajectories)} responses have no result "
                 f"(rollout.max_no_result_share is {self.rollout_config.max_no_result_share:g}); {first_reason}. Fix "
-                "its cause (ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share"
+                "its cause (ptf try CONFIG plays episodes without training), or raise "
+                "rollout.max_no_result_share, which may change on resume"
             )
         versions = [generation.versions for t in trajectories for generation in t.generations]
         if not versions:
@@ -284,37 +284,24 @@ class Controller:
     @staticmethod
     def episode_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the means of what episodes count, over those that count it."""
-        values: dict[str, list[float]] = {}
-        for t in trajectories:
-            for name, value in t.counts.items():
-                values.setdefault(name, []).append(float(value))
-        return {f"episode/{name}": float(np.mean(counts)) for name, counts in sorted(values.items())}
+        return _means("episode", (one for t in trajectories for one in t.counts.items()))
 
     def reward_source(self) -> str:
         """Return the name of the reward function, model or environment, for messages."""
-        found = []
-        if self.rollout_config.harness:
-            found.append("the harness")
-        if self.rollout_config.play:
-            found.append(f"the rollout function {self.rollout_config.play.use}")
-        if self.rewards:
-            found.append(f"the reward {self.rewards.name}")
-        elif self.reward_model:
-            found.append("the reward model")
-        if found:
-            return " or ".join(found)
-        names = (what.use for what in self.rollout_config.environments_by_source.values())
-        return f"the environment {', '.join(names)}"
+        config = self.rollout_config
+        found = ["the harness"] * bool(config.harness)
+        found += [f"the rollout function {config.play.use}"] if config.play else []
+        if self.rewards or self.reward_model:
+            found.append(f"the reward {self.rewards.name}" if self.rewards else "the reward model")
+        names = (what.use for what in config.environments_by_source.values())
+        return " or ".join(found) or f"the environment {', '.join(names)}"
 
     def reward_by_source(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the mean reward of each data source; empty if there is only one source."""
         if len(self.job.data.sources) < 2:
             return {}
-        values: dict[str, list[float]] = {}
-        for t in trajectories:
-            if isinstance(t.outcome, Reward):
-                values.setdefault(t.prompt.source, []).append(t.outcome.value)
-        return {f"source_reward/{source}": float(np.mean(rewards)) for source, rewards in sorted(values.items())}
+        rewards = ((t.prompt.source, t.outcome.value) for t in trajectories if isinstance(t.outcome, Reward))
+        return _means("source_reward", rewards)
 
     def logprobs_and_values(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.

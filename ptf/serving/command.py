@@ -16,13 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
-    model: ServedModel,
-    options: ServingOptions,
-    *,
-    host: str,
-    port: int,
-    key: str | None,
-    report: Callable[[str], None],
+    model: ServedModel, options: ServingOptions, *, host: str, port: int, key: str | None, report: Callable[[str], None]
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; `report` is given the lines about the address.
 

@@ -51,10 +51,7 @@ class ResponseService:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.max_length, self.max_new_tokens = max_length, max_new_tokens
         self.form = tool_format(tokenizer)
-        self.paths: Mapping[str, Handle] = {
-            "/v1/chat/completions": self._chat,
-            "/v1/responses": self._responses,
-        }
+        self.paths: Mapping[str, Handle] = {"/v1/chat/completions": self._chat, "/v1/responses": self._responses}
         self.numbers = itertools.count(secrets.randbits(40))  # ids of responses do not repeat after a restart
         self.running: set[asyncio.Task[None]] = set()
         self.renderer = ThreadPoolExecutor(1, "renderer")  # a long text must not keep the event loop

@@ -98,22 +98,17 @@ def _check_unrounded(
         gc.collect()  # modules refer to each other
         return found
 
-    problem = None
-    if world.leads:
+    def check() -> None:
         loaded = computed(merged, without_adapters(spec), {})
-        try:
-            raise_if_difference(merged, computed(source, spec, learned), loaded, _tolerance(merged, "fp32"))
-        except UserError as error:
-            problem = str(error)
-        else:
-            write_probe(merged, loaded)
-            print(
-                f"lora: {merged} has the adapter and the weights of the checkpoint; beside the {spec.quantization} "
-                f"weights of training its log-probs differ by up to {difference_of(trained, loaded):.2g}",
-                flush=True,
-            )
-    if problem := world.broadcast_object(problem):
-        raise UserError(str(problem))
+        raise_if_difference(merged, computed(source, spec, learned), loaded, _tolerance(merged, "fp32"))
+        write_probe(merged, loaded)
+        print(
+            f"lora: {merged} has the adapter and the weights of the checkpoint; beside the {spec.quantization} "
+            f"weights of training its log-probs differ by up to {difference_of(trained, loaded):.2g}",
+            flush=True,
+        )
+
+    world.together(check)
 
 
 def _tolerance(merged: Path, precision: str) -> float:

@@ -90,7 +90,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
     if model.config.head == "scalar":
         config = classifier_config(source, loaded)
         pad = config["pad_token_id"]
-        tokens = ended_tokens(model, next(iter(loaded.stop_ids), pad), pad)
+        tokens = ended_tokens(model, next(iter(loaded.stop_ids), int(not pad)), pad)
         files |= padding_files(place, loaded.hf.convert_ids_to_tokens(pad)) if pad != loaded.hf.pad_token_id else {}
         if not isinstance(model, Decoder):  # hf_backend.py
             config["architectures"] = [type(model.hf).__name__]

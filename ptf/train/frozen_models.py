@@ -50,10 +50,7 @@ def load_frozen_models(
             loaded[role] = model
             continue
         if frozen_model.path is None:
-            shared = world.broadcast_object(
-                start_directory(spec, directory, run, tokenizer, job.seed) if world.leads else None
-            )
-            path = Path(str(shared))
+            path = world.together(lambda: start_directory(spec, directory, run, tokenizer, job.seed))
         else:
             path = located(frozen_model, role, job.verify_bytes)
             raise_if_other_tokenizer(path, tokenizer, role, frozen_model, directory)

@@ -95,9 +95,8 @@ class OfflineAttempt:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
         kernels = computed_with(self.model, world, job.train.precision)
-        self.made_with = cast(
-            "dict[str, Any]",
-            world.broadcast_object(provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)),
+        self.made_with = world.together(
+            lambda: provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = self.measured_peak()
@@ -113,7 +112,7 @@ class OfflineAttempt:
             print(f"train: {trap}", flush=True)
         if self.recipe.head == "scalar":  # raises before training what an export would
             classifier_config(starting.directory, self.tokenizer)
-        starting = cast("StartingModel", world.broadcast_object(starting.adapter_base() if world.leads else None))
+        starting = world.together(starting.adapter_base)
         self.spec, self.directory = starting.section, starting.directory
         self.model_world = alone(world) if job.train.deterministic else world  # the ranks that share one model
         self.model, self.family = load_model(
@@ -159,7 +158,7 @@ class OfflineAttempt:
         if world.leads:
             self.track = Tracker(run, job.track, resumed=self.step, steps=ends, lease=lease, expected=rows)
         self._warm_up()
-        self.warned = False  # of a document that is longer than the model was made for
+        self.said = set[str]()
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
@@ -234,7 +233,9 @@ class OfflineAttempt:
             micro = next(self.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                self.compare_with_transformers(micro)
+                row = self.world.together(lambda: first_document(micro[0]) if micro else [])
+                precision = self.job.train.precision
+                compare_with_transformers(self.model, self.directory, self.spec, row, self.world, precision)
             began = time.perf_counter()
         self.world.seed(self.job.seed, self.step)
         try:
@@ -243,13 +244,6 @@ class OfflineAttempt:
             metrics = self.skip_step(error, micro)
         with self.clock.phase("metrics"):
             return self.with_measurements(metrics, micro, began)
-
-    def compare_with_transformers(self, micro: Sequence[Batch]) -> None:
-        """See ptf.train.load_comparison; the row is the first document of the first step."""
-        row = micro[0].tokens[0][micro[0].segments[0] == micro[0].segments[0, 0]].tolist() if micro else []
-        row = cast("list[int]", self.world.broadcast_object(row if self.world.leads else None))
-        precision = self.job.train.precision
-        compare_with_transformers(self.model, self.directory, self.spec, row, self.model_world, precision)
 
     def with_measurements(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float
@@ -281,22 +275,30 @@ class OfflineAttempt:
         stopping, peak_memory, longest = world.maxima(
             float(self.stop_signal.is_set), peak_memory_gib(world.device), float(max(lengths, default=0))
         )
-        if world.leads and not self.warned and (text := self.model.config.beyond(int(longest))):
-            self.warned = True
-            print(f"train: a document of {text}", flush=True)
+        if text := self.model.config.beyond(int(longest)):
+            self.say_once("a document of", text)
         metrics |= {"tokens_per_s": tokens / spent, **self.mfu(work / spent), "peak_memory_gib": peak_memory}
         return metrics | {"data_wait_s": self.loader.waited_s, "step_s": spent}, stopping > 0
+
+    def say_once(self, what: str, rest: str) -> None:
+        """Print a line that begins with `what`, once."""
+        if self.world.leads and what not in self.said:
+            self.said.add(what)
+            print(f"train: {what} {rest}", flush=True)
 
     def measured_peak(self) -> float:
         """Return the FLOP/s that all ranks reach at most."""
         return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
 
     def mfu(self, rate: float) -> dict[str, float]:
-        """Return the share of the peak that so many FLOP/s are; none if it is above 1. The peak was then measured too
-        low, as on a CPU that others used meanwhile, and is measured again."""
+        """Return the share of the peak that so many FLOP/s are. If it is above 1, the peak is measured again, because
+        others may have used the CPU meanwhile; if it still is, that is an error of ptf's, which is said once."""
         if rate > self.peak:
             self.peak = max(self.peak, self.measured_peak())
-        return {"mfu": rate / self.peak} if rate <= self.peak else {}
+        if rate <= self.peak:
+            return {"mfu": rate / self.peak}
+        self.say_once("mfu", f"is left out: {rate / self.peak:.3f} is above 1, an error of ptf's; please report it")
+        return {}
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.
@@ -354,10 +356,10 @@ class OfflineAttempt:
         checkpoint; None if there is no checkpoint.
         """
         world = self.world
-        newest = world.broadcast_object(self.saves.latest() if world.leads else None)
+        newest = world.together(self.saves.latest)
         if newest is None:
             return None
-        step, path, manifest = cast("tuple[int, str, dict[str, Any]]", newest)
+        step, path, manifest = newest
         raise_if_fixed_keys_changed(manifest["job"], self.job)
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, world.leads
@@ -396,9 +398,9 @@ class OfflineAttempt:
         """Export the final weights, or those of the best checkpoint if the job keeps one."""
         world, model = self.world, self.model
         self.lease.check()
-        best = world.broadcast_object(self.saves.best_whole() if world.leads else None)
+        best = world.together(self.saves.best_whole)
         if best is not None and best != self.ends:
-            path = self.saves.path(cast("int", best))
+            path = self.saves.path(best)
             with self.trainer.whole_optimizer():
                 checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
@@ -421,6 +423,11 @@ class OfflineAttempt:
         self.saver.close()
         if self.track:
             self.track.close()
+
+
+def first_document(batch: Batch) -> list[int]:
+    """Return the tokens of the first document of a batch."""
+    return batch.tokens[0][batch.segments[0] == batch.segments[0, 0]].tolist()
 
 
 def early_stopping_of(job: Job) -> EarlyStopping | None:

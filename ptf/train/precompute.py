@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,16 +65,13 @@ def precompute_sources(
     All ranks call it, before training. `model`, just loaded from `directory`, is itself the frozen model that training
     starts from; `load` loads the others.
     """
-    tokenized_data = cast(
-        "dict[str, str]", world.broadcast_object(tokenize(job, tokenizer, 1) if world.leads else None)
-    )
-    job = resolve(job, tokenized=tokenized_data)
-    directories: dict[str, str] = {}
-    missing: list[str] = []
-    if world.leads:
-        directories = _named(job, recipe, tokenizer, model, directory)
-        missing = [name for name, path in directories.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
-    directories, missing = cast("tuple[dict[str, str], list[str]]", world.broadcast_object((directories, missing)))
+
+    def places() -> tuple[Job, dict[str, str], list[str]]:
+        with_tokens = resolve(job, tokenized=tokenize(job, tokenizer, 1))
+        found = _named(with_tokens, recipe, tokenizer, model, directory)
+        return with_tokens, found, [n for n, path in found.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
+
+    job, directories, missing = world.together(places)
     if missing:
         frozen_models = load(
             {role: frozen_model for role, frozen_model in recipe.frozen_models.items() if frozen_model.path is not None}

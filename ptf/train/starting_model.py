@@ -9,7 +9,7 @@ model.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from ptf import file_verification, scratch
 from ptf.compute.world import World
@@ -44,14 +44,14 @@ class StartingModel:
         directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
         if world is None:
             return cls._written(job, run, directory)
-        return cast("StartingModel", world.broadcast_object(cls._written(job, run, directory) if world.leads else None))
+        return world.together(lambda: cls._written(job, run, directory))
 
     @classmethod
     def _written(cls, job: Job, run: Path, located: Path) -> "StartingModel":
         if bridge.unties(located):
             print(
-                f"model: {located} stores an output projection unlike its embedding, though its config.json ties the "
-                "two: they are not tied, as in transformers 5, and exports say tie_word_embeddings: false",
+                f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
+                "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
                 flush=True,
             )
         section, directory = extended(job.model, located, run, job.seed)

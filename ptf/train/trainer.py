@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import bridge, matrix_product
+from ptf.model import bridge, hf_adapters, hf_backend, matrix_product
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
@@ -33,15 +33,10 @@ from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 
-if TYPE_CHECKING:
-    from ptf.model.hf_backend import HFDecoder
-
 
 def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> tuple[Decoder, Family]:
     """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
     if spec.backend == "hf":
-        from ptf.model import hf_backend
-
         foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
         model = cast("Decoder", foreign)  # it has Decoder's interface
     else:
@@ -57,9 +52,7 @@ def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scal
     if spec.init == "pretrained":
         with Headers(directory, family.aliases) as files:
             if spec.backend == "hf":
-                from ptf.model import hf_backend
-
-                hf_backend.fill_from_files(cast("HFDecoder", model), files)
+                hf_backend.fill_from_files(cast("Any", model.to("meta")), files)
             else:
                 bridge.stored_mappings(model, directory, family, files)
     return model
@@ -98,9 +91,7 @@ def load_model(
         kernels=_same_kernels(fused, world, precision) if own else {},
     )
     if not own:
-        from ptf.model import hf_adapters, hf_backend
-
-        foreign = cast("HFDecoder", model)
+        foreign = cast("Any", model)
         new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
         if world.leads and not frozen:
             report(directory, new, ())
@@ -119,12 +110,12 @@ def load_model(
 
 def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
     """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
-    return _raise_if_different(kernels(setting, world.device, precision), world) if setting else {}
+    return _same("train.fused", kernels(setting, world.device, precision), world) if setting else {}
 
 
-def _raise_if_different(found: dict[str, str], world: World) -> dict[str, str]:
+def _same(what: str, found: dict[str, str], world: World, advice: str = "install the same on all") -> dict[str, str]:
     if others := [each for each in world.all_gather_object(found) if each != found]:
-        raise UserError(f"train.fused: this machine has {found}, another one {others[0]}; install the same on all")
+        raise UserError(f"{what}: this machine has {found or 'none'}, another one {others[0] or 'none'}; {advice}")
     return found
 
 
@@ -132,18 +123,13 @@ def computed_with(model: Decoder, world: World, precision: str) -> dict[str, str
     """Return the kernels of a model, and the library of its products, which are the same on every rank of a run. Raises
     UserError if they are not; where ranks have models of their own (`train.deterministic`), nothing has compared them.
     """
-    return {**_raise_if_different(dict(model.kernels), world), **products(world, precision)}
+    return {**_same("train.fused", dict(model.kernels), world), **products(world, precision)}
 
 
 def products(world: World, precision: str) -> dict[str, str]:
     """Return `matrix_product.record`, which is the same on every rank. Raises UserError if it is not."""
-    found = matrix_product.record(world.device, precision)
-    if others := [each for each in world.all_gather_object(found) if each != found]:
-        raise UserError(
-            f"products of matrices: this machine computes them with {found or 'MKL'}, another one with "
-            f"{others[0] or 'MKL'}; set {matrix_product.VARIABLE}=torch on all"
-        )
-    return found
+    found, advice = matrix_product.record(world.device, precision), f"set {matrix_product.VARIABLE}=torch on all"
+    return _same("libraries of matrix products beside MKL", found, world, advice)
 
 
 def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:

@@ -12,7 +12,7 @@ from ptf.compute.device_defaults import multiplies_bf16, settled
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, loads
 from ptf.rl.engines import native
-from ptf.run import read_job_file, run
+from ptf.run import read_job_file, run, settled_as_begun, write_job_file
 from tests.tiny import arithmetic
 
 AVX2 = "flags\t\t: fpu sse4_2 avx avx2 fma\n"
@@ -94,6 +94,15 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with(
     with_units(monkeypatch, True)
     run(job_of(raw), "a")  # on a machine with the units; another precision would be refused
     assert loads(str(read_job_file(directory))).train.precision == "fp32"
+
+
+def test_a_run_that_made_no_step_does_not_fix_the_precision(raw: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Path(raw["output"]) / "a"
+    write_job_file(loads(yaml.safe_dump(raw | {"train": {**raw["train"], "precision": "fp32"}})), directory)
+    with_units(monkeypatch, True)
+    assert settled_as_begun(job_of(raw), directory).train.precision == "bf16"
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert settled_as_begun(job_of(raw), directory).train.precision == "fp32"
 
 
 def test_check_and_doctor_say_so(raw: dict, monkeypatch: pytest.MonkeyPatch) -> None:

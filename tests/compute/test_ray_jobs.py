@@ -7,9 +7,17 @@ import pytest
 from ray.job_submission import JobStatus
 
 from ptf.compute import ray_jobs, shutdown
+from ptf.compute.lease import RunInUse, hold_lease
 from ptf.config import loads
 from ptf.errors import Retryable, UserError
-from ptf.run import submit_and_wait
+from ptf.run import JOB, run, submit_and_wait
+
+TEXT = """recipe: sft
+output: {output}
+model: {{path: m}}
+data: {{seq_len: 8, sources: {{s: {{path: d.jsonl}}}}}}
+train: {{steps: 1, lr: 1e-3}}
+"""
 
 
 class Jobs:
@@ -86,9 +94,7 @@ def test_the_output_of_a_job_is_printed_whole_and_once(monkeypatch, capsys):
 def test_a_job_that_does_not_succeed_is_refused_or_may_be_repeated(
     tmp_path, monkeypatch, status, code, stopped, raised
 ):
-    train = "train: {steps: 1, lr: 1e-3}"
-    data = "data: {seq_len: 8, sources: {s: {path: d.jsonl}}}"
-    job = loads(f"recipe: sft\noutput: {tmp_path}\nmodel: {{path: m}}\n{data}\n{train}\n")
+    job = loads(TEXT.format(output=tmp_path))
     if stopped:
         (tmp_path / shutdown.STOP).touch()
     followed = []
@@ -105,3 +111,21 @@ def test_a_job_that_does_not_succeed_is_refused_or_may_be_repeated(
     [(name, command)] = followed
     assert name == "ptf-a-train"
     assert command[-1] == f"output={tmp_path}"
+
+
+def test_a_run_that_another_process_writes_is_not_begun_anew(tmp_path, monkeypatch):
+    job = loads(TEXT.format(output=tmp_path), ["compute.address=http://here"])
+
+    def follow(*_, anew):
+        anew()
+        return ray_jobs.JobOutcome(False, JobStatus.SUCCEEDED, "", 0)
+
+    monkeypatch.setattr(ray_jobs, "follow", follow)
+    start = tmp_path / "a" / "start"  # of an attempt that has made no step
+    start.mkdir(parents=True)
+    with hold_lease(job, tmp_path / "a"), pytest.raises(RunInUse):
+        run(job, "a")
+    assert start.exists()
+    assert not (tmp_path / "a" / JOB).exists()
+    run(job, "a")
+    assert not start.exists()

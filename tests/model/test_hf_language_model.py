@@ -16,7 +16,7 @@ from ptf.errors import UserError
 from ptf.model import bridge, hf_backend
 from ptf.model.hf_checks import check
 from ptf.recipes.sft.recipe import SFT
-from ptf.train.trainer import Trainer, load_model
+from ptf.train.trainer import Trainer, load_model, raise_if_unfit
 from tests.model.wrappers import wrapper, wrapper_config
 from tests.tiny import packed
 
@@ -27,7 +27,9 @@ TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, max
 
 
 def loaded(directory: Path, **spec: Any) -> tuple[Any, Any]:
+    """Load a model, which `ptf check` takes too."""
     model = ModelConfig(path="-", backend="hf", **spec)
+    raise_if_unfit(directory, model, "lm")
     return load_model(directory, World(), model, seed=0, precision="fp32")
 
 

@@ -20,7 +20,7 @@ from ptf.model.tensor_files import has_own_head
 from ptf.model.verify import random_reference
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.vllm_engine import _model_arguments, expected_names
-from ptf.train.trainer import load_model
+from ptf.train.trainer import load_model, raise_if_unfit
 from tests.model.foreign import foreign
 from tests.tiny import checkpoint, packed, sample
 
@@ -47,7 +47,10 @@ def with_head(directory: Path, changed: float) -> Path:
 
 
 def loaded(directory: Path, backend: Backend, **spec: Any):
-    return load_model(directory, World(), ModelConfig(path="-", backend=backend, **spec), seed=0, precision="fp32")
+    """Load a model, which `ptf check` takes too."""
+    model = ModelConfig(path="-", backend=backend, **spec)
+    raise_if_unfit(directory, model, "lm")
+    return load_model(directory, World(), model, seed=0, precision="fp32")
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from ptf.compute.tracking import is_clock, read_metrics
-from ptf.config import loads
+from ptf.config import frozen_differences, loads
 from ptf.data.trajectory import Reward, Trajectory
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
@@ -246,6 +246,8 @@ def test_a_step_without_any_result_is_skipped_where_the_share_allows_it(raw):
     rows = read_metrics(train(raw) / "metrics.jsonl")
     assert [(row["skipped"], row["no_result_share"]) for row in rows] == [(1.0, 1.0)] * 2
     assert all("reward" not in row for row in rows)
+    lower = {**raw, "rollout": {**raw["rollout"], "max_no_result_share": 0.5}}
+    assert not frozen_differences(*(loads(yaml.safe_dump(each)) for each in (raw, lower)))
 
 
 @pytest.mark.long

@@ -7,10 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
+import yaml
 from transformers import GenerationConfig
 
 from ptf import storage
 from ptf.compute.world import World
+from ptf.config import loads
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import write_tokenizer
@@ -22,7 +24,7 @@ from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.job_tokenizer import renders_a_date
 from ptf.training_run import raise_if_not_evaluated, record_evaluation
-from tests.tiny import checkpoint
+from tests.tiny import arithmetic, checkpoint
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -106,6 +108,19 @@ def test_a_reward_model_is_padded_with_what_ends_no_response(base: Path) -> None
         assert head_difference(model, kept["tokens"], kept["values"], own) > 0.01
 
 
+def test_a_reward_model_of_texts_without_an_end_is_read_at_their_last_token(base: Path) -> None:
+    tokenizer = Tokenizer.load(str(base))
+    tokenizer.hf.eos_token, tokenizer.hf.chat_template = None, "{% for m in messages %}{{ m.content }}{% endfor %}"
+    write_tokenizer(tokenizer.hf, base)
+    config = bridge.read_config(base)
+    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    assert not Tokenizer.load(str(base)).stop_ids
+    model = exported(base, "scalar")
+    kept = probe_of(model.parent)
+    assert bridge.read_config(model)["pad_token_id"] not in kept["tokens"]
+    assert head_difference(model, kept["tokens"], kept["values"], LayerFactory()) < 1e-4
+
+
 def tokenizer_changes(before: Path, after: Path) -> set[str]:
     """Return what differs in the ids that two tokenizers give, but for the padding."""
     one, other = (Tokenizer.load(str(place)) for place in (before, after))
@@ -161,10 +176,20 @@ def test_only_what_was_evaluated_is_compared(tmp_path: Path) -> None:
         storage.commit(tmp_path / "model", {})
 
     write(b"one")
+    job = loads(yaml.safe_dump(arithmetic(tmp_path)))
     with pytest.raises(UserError, match=r"the run was not evaluated.* run ptf evaluate"):
-        raise_if_not_evaluated(tmp_path)
-    record_evaluation(tmp_path, {})
-    raise_if_not_evaluated(tmp_path)
+        raise_if_not_evaluated(job, tmp_path)
+    found = {"loss/held_out": 1.0, "starting_model/loss/held_out": 1.0}
+    record_evaluation(tmp_path, found)
+    raise_if_not_evaluated(job, tmp_path)
+    sums = {"path": "p.jsonl", "kind": "prompt"}
+    further = {"sources": {"sums": sums}, "reward": {"use": "ptf.tasks.arithmetic:exact"}}
+    further_job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"evaluate": further}))
+    with pytest.raises(UserError, match="did not measure greedy_reward/sums, greedy_pass_rate/sums"):
+        raise_if_not_evaluated(further_job, tmp_path)
+    record_evaluation(tmp_path, {"loss/held_out": 1.0})
+    with pytest.raises(UserError, match="did not measure starting_model/loss/held_out"):
+        raise_if_not_evaluated(job, tmp_path)
     write(b"two")
     with pytest.raises(UserError, match="the evaluation was of an earlier model of this run"):
-        raise_if_not_evaluated(tmp_path)
+        raise_if_not_evaluated(job, tmp_path)

@@ -1,64 +1,125 @@
 """transformers' loss of a row beside ptf's, said before training; a model that ptf reads otherwise is refused."""
 
+import io
 import json
-from dataclasses import replace
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
-from safetensors.torch import load_file
 
-from ptf.compute.world import World
+from ptf.compute.world import World, make_mesh
 from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.run import run
 from ptf.train import load_comparison
+from ptf.train.export import logprobs_of
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
-from tests.model.test_stored_tensors import with_head
+from tests.model.ranks import two_ranks
+from tests.model.test_stored_tensors import BF16, FP32, loaded, with_head
 from tests.tiny import arithmetic, checkpoint, sample
 
 ROW = sample(40, 0).tokens.tolist()
 
 
+def compared(source: Path, model: Any, precision: str = "fp32", row: list[int] = ROW, **spec: Any) -> None:
+    compare_with_transformers(model, source, ModelConfig(path="-", **spec), row, World(), precision)
+
+
 @pytest.mark.parametrize("backend", ["ptf", "hf"])
 @pytest.mark.parametrize("few", [False, True])
-def test_the_losses_are_printed_and_another_reading_is_refused(few, backend, tmp_path, monkeypatch, capsys):
-    source, spec = checkpoint(tmp_path / "m", num_hidden_layers=3), ModelConfig(path="-", backend=backend)
-    model, _ = load_model(source, World(), spec, seed=0, precision="fp32")
-    size = sum(t.numel() for t in load_file(source / "model.safetensors").values())
-    monkeypatch.setattr(load_comparison, "PARAMETERS", size - 1 if few else size)
-    compare_with_transformers(model, source, spec, ROW, World(), "fp32")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_losses_are_printed_and_another_reading_is_refused(layers, few, backend, tmp_path, monkeypatch, capsys):
+    source = checkpoint(tmp_path / "m", num_hidden_layers=layers)
+    model, _ = loaded(source, backend)
+    size = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(load_comparison, "WHOLE", size - 1 if few else size)
+    compared(source, model, backend=backend)
     said = capsys.readouterr().out
     if few and backend == "hf":
-        assert "not compared: the model is too large to be loaded twice" in said
+        assert "not compared: it is too large to be loaded twice" in said
         return
     assert "transformers' loss of 32 tokens of a row is" in said
-    assert ("its first 2 layers alone" if few else "the whole model") in said
+    assert ("its first 2 layers alone" if few and layers == 3 else "the whole model") in said
+    before = model.layers[-1].forward
     with torch.no_grad():  # control
         next(p for n, p in model.named_parameters() if n.endswith("norm.weight")).add_(0.5)
-    if few:  # the layers are loaded anew
-        monkeypatch.setattr(bridge, "_decoder_config", otherwise(bridge._decoder_config))
     with pytest.raises(UserError, match="check-model"):
-        compare_with_transformers(model, source, spec, ROW, World(), "fp32")
+        compared(source, model, backend=backend)
+    assert model.layers[-1].forward == before
 
 
-def otherwise(config):
-    return lambda *args: replace(config(*args), norm_eps=0.5)
-
-
-@pytest.mark.parametrize("reason", ["random", "size"])
-def test_what_is_not_compared(reason, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("reason", "head", "row", "spec"),
+    [
+        ("even its first 2 layers are too large to be loaded twice", "lm", ROW, {}),
+        ("its head is no language model's", "scalar", ROW, {}),
+        ("four bits", "lm", ROW, {"quantization": "nf4", "lora": {"rank": 2}}),
+        ("components of the user's own", "lm", ROW, {"replace": {"layers.*.mlp": {"use": "a:b"}}}),
+        ("the row has one token", "lm", ROW[:1], {}),
+        (None, "lm", ROW, {"init": "random"}),
+    ],
+)
+def test_what_is_not_compared_is_said(reason, head, row, spec, tmp_path, monkeypatch, capsys):
     source = checkpoint(tmp_path / "m")
-    model, _ = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32")
-    monkeypatch.setattr(load_comparison, "PARAMETERS", 1)
-    spec = ModelConfig(path="-", init="random" if reason == "random" else "pretrained")
-    compare_with_transformers(model, source, spec, ROW, World(), "fp32")
-    assert ("even its first 2 layers" in capsys.readouterr().out) is (reason == "size")
+    model, _ = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32", head=head)
+    for limit in ("WHOLE", "CUT"):
+        monkeypatch.setattr(load_comparison, limit, 1)
+    compared(source, model, row=row, **spec)
+    said = capsys.readouterr().out
+    assert reason in said if reason else not said
+
+
+def test_an_error_without_a_message_is_said(tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise AssertionError
+
+    source = checkpoint(tmp_path / "m")
+    monkeypatch.setattr(load_comparison, "reference", fails)
+    compared(source, loaded(source, "ptf")[0])
+    assert "transformers cannot compute it: AssertionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("in_bf16", "refused"), [(1.45, True), (1.2, False)])
+def test_what_bf16_does_to_transformers_is_permitted(in_bf16, refused, tmp_path, monkeypatch):
+    source = checkpoint(tmp_path / "m")
+    model, _ = loaded(source, "ptf")
+    ours = -float(logprobs_of(model, np.asarray(ROW[:32], np.int32), World()).mean())
+    theirs = {FP32: 1.5 * ours, BF16: in_bf16 * ours}
+    monkeypatch.setattr(load_comparison, "_their_loss", lambda _, __, dtype=FP32: theirs[dtype])
+    with pytest.raises(UserError, match="check-model") if refused else nullcontext():
+        compared(source, model, "bf16")
+
+
+def _of_two_ranks() -> tuple[str, bool]:
+    source, spec = checkpoint(Path.cwd() / f"{dist.get_rank()}-model", num_hidden_layers=3), ModelConfig(path="-")
+    world, said = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), io.StringIO()
+    whole, sharded = (load_model(source, w, spec, seed=0, precision="fp32")[0] for w in (World(), world))
+    with redirect_stdout(said):
+        compare_with_transformers(whole, source, spec, ROW, world, "fp32")  # train.deterministic
+        load_comparison.WHOLE = 1
+        compare_with_transformers(sharded, source, spec, ROW, world, "fp32")
+    tokens = np.asarray(ROW, np.int32)
+    return said.getvalue(), torch.allclose(*(logprobs_of(m, tokens, world) for m in (whole, sharded)), atol=1e-5)
+
+
+def test_one_rank_compares_and_sharded_layers_come_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (first, same), (second, _) = two_ranks(_of_two_ranks, tmp_path)
+    assert same
+    assert [line.partition("(")[2] for line in first.splitlines()] == [
+        "the whole model)",
+        "its first 2 layers alone, because it is too large to be loaded twice)",
+    ]
+    assert not second
 
 
 @pytest.mark.parametrize("backend", ["ptf", "hf"])
@@ -73,7 +134,7 @@ def test_a_job_compares_its_first_row(backend, tmp_path, capsys):
     directory = run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 2}})), "a")
     said = capsys.readouterr().out
     assert said.count("model: transformers' loss of") == 1
-    assert ("stores an output projection unlike its embedding" in said) is (backend == "ptf")
+    assert ("not tied, as in transformers 5, though its config.json does not say so" in said) is (backend == "ptf")
     exported = json.loads((directory / "model" / "config.json").read_text())
     assert exported["tie_word_embeddings"] is (backend == "hf")
     run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "steps": 2}})), "a")

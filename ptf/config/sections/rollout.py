@@ -206,7 +206,7 @@ class RolloutConfig(Section):
     """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_threshold`. The run stops
     before the update if the share is above it by more than three standard deviations of that count, which allows more
     for few tokens. Default: 0 in fp32 (0.01 for models with experts), 0.05 in bf16."""
-    max_no_result_share: Fraction = 0.1
+    max_no_result_share: Fraction = changeable(0.1)
     """Largest permitted share of responses without a result (a reward) in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache while it generates. During a sync with

@@ -47,11 +47,7 @@ def random_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     share = r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])
     c = random_dense_config(
-        r,
-        "glm4_moe",
-        use_qk_norm=r.random() < 0.5,
-        first_k_dense_replace=r.choice([0, 1]),
-        **random_experts(r),
+        r, "glm4_moe", use_qk_norm=r.random() < 0.5, first_k_dense_replace=r.choice([0, 1]), **random_experts(r)
     )
     return c | {"rope_parameters": c["rope_parameters"] | share}
 

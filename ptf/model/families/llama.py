@@ -16,12 +16,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
     tied = c.get("tie_word_embeddings", False)
     return DecoderConfig(
-        **common(c),
-        tied=tied,
-        layers=layers,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=c.get("mlp_bias", False),
+        **common(c), tied=tied, layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
     )
 
 

@@ -40,10 +40,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"  # Phi-3 calls longrope su and yarn, too
     raise_if_unsupported(
         "phi3",
-        {
-            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
-            "rope_type": kind != "default" and kind,
-        },
+        {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "rope_type": kind != "default" and kind},
     )
     layer = Layer(rope(c, parameters, partial=1.0), c.get("sliding_window"))
     tied = c.get("tie_word_embeddings", False)

@@ -45,10 +45,7 @@ class Skeleton:
         given = {
             "ptf.model.checkpoint_mapping": ["TensorMapping", *sorted(self.names - FROM_FAMILIES)],
             "ptf.model.config": _used(body, ["DecoderConfig", "Latent", "Layer", "MoE"]),
-            "ptf.model.families": _used(
-                body,
-                [*sorted(FROM_FAMILIES), "Family", *FUNCTIONS],
-            ),
+            "ptf.model.families": _used(body, [*sorted(FROM_FAMILIES), "Family", *FUNCTIONS]),
         }
         imports = "\n".join(_import(module, sorted(set(names), key=_order)) for module, names in given.items())
         replace = "from dataclasses import replace\n" if "replace(" in body else ""

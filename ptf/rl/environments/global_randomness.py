@@ -20,10 +20,7 @@ class GlobalRandomness:
     """States of both generators, made from a seed. No other thread may use the generators while they are in place."""
 
     def __init__(self, seed: int) -> None:
-        self.states: tuple[Any, Any] = (
-            random.Random(seed).getstate(),
-            np.random.RandomState(seed % 2**32).get_state(),
-        )
+        self.states: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -18,8 +18,9 @@ counts as lost is continued by no other, until a conversation holds its response
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,12 +158,15 @@ class CallHistory:
         Raises NoRoom if it is far too long, UserError if the template refuses the messages, or omits one of them.
         """
         arguments = {**self.arguments, **(arguments or {})}
-        text = self._render(messages, tools, arguments)
+        render = partial(self.tokenizer.render_text, generation_prompt=True, tools=tools, arguments=arguments)
+        text = render(messages)
         known = self._known(messages, tools)
         call = self.longest(text)
         last = known[max(known)] if known else None
         if last is not None and not _is_same(call, last):  # the last known response is shown in another form
-            other = self._spliced(messages, tools, arguments, known)
+            other = None
+            with contextlib.suppress(UserError):  # harmony's template refuses channels in a message's content
+                other = self._spliced(messages, render, known)
             continued = self.longest(other) if other is not None else None
             if other is not None and _is_same(continued, last):
                 text, call = other, continued
@@ -189,9 +193,6 @@ class CallHistory:
         ids = self.tokenizer.encode(rest)
         return np.array(ids if call is None else [*call.context.tokens, *call.generation.sampled_ids, *ids], np.int32)
 
-    def _render(self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any]) -> str:
-        return self.tokenizer.render_text(list(messages), True, tools, arguments)
-
     def _known(self, messages: Sequence[Message], tools: Any) -> dict[int, Call]:
         """Return the calls that gave the responses of a conversation, by the responses' places."""
         if not self.by_path:
@@ -208,28 +209,21 @@ class CallHistory:
         return known
 
     def _spliced(
-        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any], known: Mapping[int, Call]
+        self, messages: Sequence[Message], render: Callable[..., str], known: Mapping[int, Call]
     ) -> str | None:
         """Return the conversation's text with the known responses as they were sampled; None if the template would not
-        show them so: it drops their thinking, changes what stands around them, or refuses them."""
-        try:
-            return self._shown_as_sampled(messages, tools, arguments, known)
-        except UserError:  # harmony's template refuses channels in a message's content
-            return None
-
-    def _shown_as_sampled(
-        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any], known: Mapping[int, Call]
-    ) -> str | None:
+        show them so: it drops their thinking, or changes what stands around them. Raises UserError if it refuses
+        them."""
         texts = {i: shown(call, self.tokenizer) for i, call in known.items()}
         whole = [{"role": "assistant", "content": texts[i]} if i in texts else m for i, m in enumerate(messages)]
-        text = self._render(whole, tools, arguments)
+        text = render(whole)
         if _is_same(self.longest(text), known[max(known)]):
             return text
         if any(THINKING_ENDS in text for text in texts.values()):  # which templates drop on purpose
             return None
         marks = {i: SENTINEL.format(i) for i in texts}
         marked = [{"role": "assistant", "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
-        text = self._render(marked, tools, arguments)
+        text = render(marked)
         for i, mark in marks.items():
             if text.count(mark) != 1:
                 return None

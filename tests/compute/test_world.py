@@ -1,0 +1,30 @@
+"""What ranks do together."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ptf.compute.world import World, make_mesh
+from ptf.errors import UserError
+from tests.model.ranks import two_ranks
+
+
+def _errors() -> list[str]:
+    def raises(error: Exception) -> None:
+        raise error
+
+    world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
+    assert world.together(lambda: world.rank) == 0
+    for error in (UserError("wrong"), KeyError("ours")):
+        try:
+            world.together(lambda error=error: raises(error))
+        except Exception as raised:
+            found.append(f"{type(raised).__name__}: {raised}")
+    return found
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = two_ranks(_errors, tmp_path)
+    assert first == ["UserError: wrong", "KeyError: 'ours'"]
+    assert second == ["UserError: wrong", "RuntimeError: rank 0: KeyError('ours')"]
+    assert World().together(lambda: 1) == 1
