@@ -50,14 +50,16 @@ def chat_samples(
     train_on: TrainOn = "assistant",
     tools: Any = None,
     arguments: Mapping[str, Any] | None = None,
+    scored: bool = False,
 ) -> list[Sample]:
-    """Return the samples of one conversation, in which each turn that `train_on` names is trained exactly once.
+    """Return the samples of one conversation, in which each turn that `train_on` names is trained exactly once, or is
+    `scored` only, which an empty one may be.
 
     "assistant": all turns of the assistant. "last": the last of them. "field:NAME": each of them counts as much as its
     key NAME. "all": every token up to the end of the last turn, except the first token. `arguments` are the row's own
     arguments of the chat template.
     """
-    messages, counted = trained_turns(in_turns(clean(messages), tokenizer), train_on)
+    messages, counted = trained_turns(in_turns(clean(messages), tokenizer), train_on, scored)
     documents = served_turns(messages, counted, tokenizer, tools, arguments)
     if train_on == "all":
         return _all_of([ids for ids, _ in documents], source)
@@ -144,11 +146,13 @@ def in_turns(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[
     return turns
 
 
-def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[list[dict[str, Any]], dict[int, float]]:
+def trained_turns(
+    messages: list[dict[str, Any]], train_on: TrainOn, scored: bool = False
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
     """Return the messages as the template receives them, and the weights of the assistant's turns that count, by index.
 
     A weight is the message's own `weight` times that of `train_on`, and 0 where another key of it says that it is not
-    trained. Raises UserError where no turn counts, or for a blank one that does.
+    trained. Raises UserError where no turn counts, or for a blank one that does and is not to be `scored` only.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -175,7 +179,7 @@ def trained_turns(messages: list[dict[str, Any]], train_on: TrainOn) -> tuple[li
     if not counted:
         what = field if field is not None and any(own.values()) else " or ".join(read)
         raise UserError(f"no turn of the conversation counts: `{what}` is 0 or false on every one")
-    if blank := [i for i in counted if is_blank(messages[i])]:
+    if not scored and (blank := [i for i in counted if is_blank(messages[i])]):
         raise UserError(f"message {blank[0]} (assistant) is empty: there is nothing to train but the end of the turn")
     return messages, counted
 

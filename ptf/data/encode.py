@@ -183,7 +183,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         if not rewards:
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
         unscored = [{key: value for key, value in m.items() if key != "reward"} for m in messages]
-        plain_messages, counted = trained_turns(unscored, "assistant")
+        plain_messages, counted = trained_turns(unscored, "assistant", scored=True)
         counted = {i: weight for i, weight in counted.items() if i in rewards}
         if not counted:
             raise UserError("every response that has a `reward` has a `weight` of 0: nothing to learn scores from")
@@ -200,7 +200,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
             f"this row has {present} ({advice(row)})"
         )
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments, scored=True)
     trained = np.flatnonzero(sample.loss_weights).tolist()
     span = trained[0], trained[-1] + 1, reward, float(sample.loss_weights[trained[-1]])
     return [(_scored(sample.tokens, [span], source),)]
@@ -229,21 +229,23 @@ def answered(
     tools: Any = None,
     name: str = "completion",
     arguments: Mapping[str, Any] | None = None,
+    scored: bool = False,
 ) -> Sample:
-    """Return the sample of a response to a prompt, in which only the response, its last message, is trained.
+    """Return the sample of a response to a prompt, in which only the response, its last message, is trained, or is
+    `scored` only, which an empty one may be.
 
     A string prompt is one user message, as it will be in a chat. With a tokenizer that has no chat template, prompt and
     response are plain text, and the end-of-text token follows. `arguments` are the row's own arguments of the chat
     template.
     """
     if isinstance(history, str) and isinstance(answer, str) and not tokenizer.hf.chat_template:
-        if not (history and answer.strip()):
+        if not history or not (scored or answer.strip()):
             raise UserError(f"`{name if history else 'prompt'}` is empty")
         context, ids = tokenizer.begin(history), tokenizer.begin(history + answer)
         if ids[: len(context)] != context:  # a token spans the two; a server encodes the prompt by itself
             ids = context + tokenizer.encode(answer)
         return _trained_from(len(context), ids, tokenizer, source)
-    (sample,) = chat_samples(join_answer(history, answer, name), tokenizer, source, "last", tools, arguments)
+    (sample,) = chat_samples(join_answer(history, answer, name), tokenizer, source, "last", tools, arguments, scored)
     return sample
 
 

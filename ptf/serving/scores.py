@@ -77,7 +77,7 @@ class ScoreService:
 
     def _sample(self, history: Any, answer: Any, tools: Any) -> Sample | Scored:
         try:
-            sample = answered(history, answer, self.tokenizer, "", tools)
+            sample = answered(history, answer, self.tokenizer, "", tools, scored=True)
         except UserError as error:
             return Scored(math.nan, 0, str(error))
         if len(sample) > self.max_length:

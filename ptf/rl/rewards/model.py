@@ -80,7 +80,7 @@ class RewardModelClient:
             return t.outcome
         row = t.prompt.row
         try:
-            sample = answered(history_of(row), t.text, self.tokenizer, "", row.get("tools"))
+            sample = answered(history_of(row), t.text, self.tokenizer, "", row.get("tools"), scored=True)
         except UserError as error:
             return NoResult(f"the reward model cannot read it: {error}")
         if len(sample) > self.longest:

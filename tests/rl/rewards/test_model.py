@@ -96,6 +96,12 @@ def test_what_it_cannot_read_has_no_result(taste):
     assert isinstance(fine.outcome, Reward)
 
 
+def test_an_empty_response_has_a_score(taste):
+    """It is no answer to imitate, but one that a policy gives, and a worse one than others."""
+    ((empty,),) = taste.score([(said(""),)])
+    assert isinstance(empty.outcome, Reward)
+
+
 @pytest.mark.cluster
 def test_a_policy_learns_what_it_likes(raw, liked):
     """Which need not be what it was made to like: from random weights the policy finds answers that it has never seen,
