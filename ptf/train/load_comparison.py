@@ -17,8 +17,8 @@ from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
+from ptf.model.reference import quiet, reference_logprobs
 from ptf.model.tensor_files import TensorFiles
-from ptf.model.verify import quiet, reference_logprobs
 from ptf.train.export import logprobs_of
 from ptf.train.trainer import forget_forwards
 
