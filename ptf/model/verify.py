@@ -323,7 +323,7 @@ class Reference:
         if not wrong or wrong.keys() & {"real rows", "long document"}:
             return ""
         name = max(wrong, key=wrong.__getitem__)
-        return f"transformers' own error is {self.errors[name]:.2e}, of which {self._bound(name):g} is judged ({name})"
+        return f"transformers' own error is {self.errors[name]:.2e}, above {self._bound(name):g} ({name})"
 
     @matrix_product.left_to_torch()
     def compare(self, change: Callable[[Decoder], Any] | None = None) -> Case:
@@ -349,7 +349,7 @@ class Reference:
         mine = _record(ours, _our_modules(ours), lambda: _logits(ours, tokens, positions, segments))
         logits, balance = self._split(mine.result), ours.load_balancing_loss()
         loss = None if balance is None else float(balance.detach())
-        for finding in self._judged("fp32", _Result([x.detach() for x in logits], balance=loss)):
+        for finding in self._judged(_Result([x.detach() for x in logits], balance=loss)):
             differ = not finding.passed and "loss" not in finding.what
             place = first_difference(mine.outputs, self.exact.outputs, segments, finding.tolerance) if differ else ""
             yield replace(finding, place=place)
@@ -358,27 +358,24 @@ class Reference:
             end = end + BALANCE * balance
         ours.zero_grad()
         end.backward()
-        gradients = self._judged("fp32", _Result(gradients=dict(own_gradients(ours, family))))
+        gradients = self._judged(_Result(gradients=dict(own_gradients(ours, family))))
         yield closest(gradients)
         if self.member:
             return
         with torch.no_grad():
-            yield from self._judged("fp32", _Result(long=self._long(ours)))
+            yield from self._judged(_Result(long=self._long(ours)))
             # experts compute tokens of all documents together, in as many rows as there are
             least = FACTOR * max(self.errors["random tokens"], LEAST) if ours.config.experts else 0.0
             leak = self._leak(ours, [x.detach() for x in logits])
             yield Finding("fp32, leak between documents", 0.0, leak, least, "pass" if leak <= least else "fail")
             ours.bfloat16()
             result = _Result(self._split(_logits(ours, tokens, positions, segments)), self._long(ours))
-            yield from self._judged("bf16", result)
-
-    def _judged(self, precision: str, result: _Result) -> Iterator[Finding]:
-        if precision == "bf16":
             for name, error in self._errors_bf16(result).items():
-                yield judged(f"bf16, {name}", self.errors_bf16[name], error, float("inf"), self.least)
-        else:
-            for name, error in self._errors(result).items():
-                yield judged(f"fp32, {name}", self.errors[name], error, self._bound(name), self.least)
+                yield judged(f"bf16, {name}", self.errors_bf16[name], error, float("inf"), LEAST)
+
+    def _judged(self, result: _Result) -> Iterator[Finding]:
+        for name, error in self._errors(result).items():
+            yield judged(f"fp32, {name}", self.errors[name], error, self._bound(name), self.least)
 
     def _split(self, logits: Tensor) -> list[Tensor]:
         """Return the logits of each document of the packed sequences."""
