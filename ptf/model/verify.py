@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -277,8 +278,8 @@ class Reference:
             self.notes = [*inputs.notes]
             for draw in range(DRAWS):
                 self.inputs, self.exact, rounded = inputs.drawn(draw), _Result(), _Result()  # frees those before
-                with Double(), Margins() as margins:
-                    self.exact = _theirs(exact_reference(directory), family, self.inputs, exact_long)
+                margins = Margins()
+                self.exact = _theirs(exact_reference(directory), family, self.inputs, exact_long, Double(), margins)
                 rounded = _theirs(reference(directory), family, self.inputs, long)
                 self.errors = self._errors(rounded)
                 exact_long, long = self.exact.long, rounded.long
@@ -406,10 +407,17 @@ class Reference:
         return [] if mine == theirs else [f"router_aux_loss_coef is {mine} instead of {theirs}"]
 
 
-def _theirs(hf: Any, family: Family, inputs: _Inputs, long: tuple[Tensor, Tensor] | None = None) -> _Result:
+def _theirs(
+    hf: Any,
+    family: Family,
+    inputs: _Inputs,
+    long: tuple[Tensor, Tensor] | None = None,
+    *modes: AbstractContextManager[Any],
+) -> _Result:
     """Run transformers' model over each document alone; `long` is given where it is known. Its parameters are lost."""
     hf.eval()
     cast("nn.Embedding", hf.get_input_embeddings()).padding_idx = None  # it would zero one row's gradient
+    sums, gradients, balance = dict[Tensor, Tensor](), {}, None
 
     def run() -> list[Tensor]:
         logits = []
@@ -420,24 +428,26 @@ def _theirs(hf: Any, family: Family, inputs: _Inputs, long: tuple[Tensor, Tensor
             logits[-1] = logits[-1].detach()
         return logits
 
-    recorded = _record(hf, _their_modules(hf), run)
-    gradients, balance = {}, None
-    if inputs.long is not None and long is None:
-        with torch.no_grad():
-            arguments = {"input_ids": inputs.long[None], "use_cache": False, "logits_to_keep": inputs.kept}
-            long = _with_cosines(_layers(hf)[0], lambda: hf(**arguments).logits[0])
-    if torch.is_grad_enabled():
-        if (balance := their_balance(hf, inputs.documents)) is not None:
+    def add(p: Tensor) -> None:  # in fp32: gradients in fp64 would take as much memory as the weights
+        gradient, p.grad = cast(Tensor, p.grad), None
+        sums[p] = sums[p].add_(gradient) if p in sums else gradient.to(torch.float32)
+
+    for p in hf.parameters():
+        p.register_post_accumulate_grad_hook(add)
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        recorded = _record(hf, _their_modules(hf), run)
+        if torch.is_grad_enabled() and (balance := their_balance(hf, inputs.documents)) is not None:
             (BALANCE * balance).backward()
-        gradients = stored_gradients(hf, family, [_taken(p) for p in hf.parameters()])
+        if inputs.long is not None and long is None:
+            with torch.no_grad():
+                arguments = {"input_ids": inputs.long[None], "use_cache": False, "logits_to_keep": inputs.kept}
+                long = _with_cosines(_layers(hf)[0], lambda: hf(**arguments).logits[0])
+    if torch.is_grad_enabled():
+        gradients = stored_gradients(hf, family, [sums.get(p) for p in hf.parameters()])
     loss = None if balance is None else float(balance.detach())
     return _Result(recorded.result, long, gradients, loss, recorded.outputs)
-
-
-def _taken(p: nn.Parameter) -> Tensor | None:
-    """Return a gradient in fp32, and free it."""
-    gradient, p.grad = p.grad, None
-    return None if gradient is None else gradient.float()
 
 
 def their_balance(hf: Any, documents: Iterable[Tensor]) -> Tensor | None:
