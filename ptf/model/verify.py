@@ -256,7 +256,8 @@ class Reference:
     """What transformers computes of a checkpoint, exactly and with rounding: made once, for any number of comparisons.
 
     One model is in memory at a time. Raise UserError for a checkpoint that transformers cannot load. Of a random
-    `member` of a family only logits and gradients of random tokens are compared, in fp32.
+    `member` of a family only logits and gradients of random tokens are compared, in fp32; under `torch.no_grad` no
+    gradients are.
 
     Random tokens are drawn again where transformers alone is beyond the bounds on them, and where it chooses a member's
     experts by a margin within rounding (either choice is right): DRAWS times at most.
@@ -354,13 +355,13 @@ class Reference:
             differ = not finding.passed and "loss" not in finding.what
             place = first_difference(mine.outputs, self.exact.outputs, segments, finding.tolerance) if differ else ""
             yield replace(finding, place=place)
-        end = torch.stack([(a * b).sum() for a, b in zip(logits, self.inputs.upstream, strict=True)]).sum()
-        if balance is not None and self.exact.balance is not None:
-            end = end + BALANCE * balance
-        ours.zero_grad()
-        end.backward()
-        gradients = self._judged(_Result(gradients=dict(own_gradients(ours, family))))
-        yield closest(gradients)
+        if torch.is_grad_enabled():
+            end = torch.stack([(a * b).sum() for a, b in zip(logits, self.inputs.upstream, strict=True)]).sum()
+            if balance is not None and self.exact.balance is not None:
+                end = end + BALANCE * balance
+            ours.zero_grad()
+            end.backward()
+            yield closest(self._judged(_Result(gradients=dict(own_gradients(ours, family)))))
         if self.member:
             return
         with torch.no_grad():

@@ -156,7 +156,9 @@ def test_the_exact_reference_has_exact_frequencies(tmp_path):
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_real_models_pass_and_every_effective_mistake_on_them_is_caught(name):
-    found = on_checkpoint(Reference(real_model(name)))
+    reference = Reference(real_model(name))
+    assert reference.compare().passed
+    found = on_checkpoint(reference)
     assert "MISSED" not in found.values()
     caught = {mistake for mistake, what in found.items() if what != "without effect"}
     assert {"gate and up swapped", "rope base 1 % off", "norm epsilon ten times too large"} <= caught
