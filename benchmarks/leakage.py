@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from ptf.model.verify import TOLERANCE  # noqa: E402
+from ptf.model.verify import TIE  # noqa: E402
 from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look, moved  # noqa: E402
 
 RESULTS = results_page("leakage.md")
@@ -143,7 +143,7 @@ def page(found: Sequence[dict[str, Any]], command: str) -> str:
         "(in FlexAttention's sequences: with SDPA's). Mixtures of experts\n"
         "run in fp32, where torch multiplies groups of rows, and transformers normalises in fp32. "
         "A document that differs and has a token whose experts are chosen by a margin\n"
-        f"of at most {TOLERANCE:g} is left out of the differences, not of what crosses: "
+        f"of at most {TIE:g} is left out of the differences, not of what crosses: "
         f"rounding chooses there. Such documents: {ties}.\n\n"
         "Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, "
         "positions that are not reset (transformers counts\n"

@@ -38,7 +38,7 @@ from benchmarks.pages import write_page  # noqa: E402
 from ptf.config.logprob_limits import LOGPROB_LIMITS  # noqa: E402
 from ptf.model import bridge  # noqa: E402
 from ptf.model.families import MODULES, family_of  # noqa: E402
-from ptf.model.verify import quiet, random_reference  # noqa: E402
+from ptf.model.reference import quiet, random_reference  # noqa: E402
 from ptf.rl.engines.vllm_engine import engine_env, import_model, on_cpu  # noqa: E402
 
 RESULTS = results_page("vllm_families.md")

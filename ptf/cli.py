@@ -28,7 +28,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ptf.config import Job
     from ptf.model.verify import Report
@@ -276,13 +275,13 @@ def try_episodes(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
-    if (Path(options.model) / "config.json").is_file():
-        return _verify_checkpoint(options)
     from rich.progress import MofNCompleteColumn, Progress
 
-    from ptf.model.verify import as_json
+    from ptf.model.verify import Reference, Report
     from ptf.model.verify import verify as compare
 
+    if (Path(options.model) / "config.json").is_file():
+        return _print_report(Report(options.model, [Reference(Path(options.model)).compare()]), options.json)
     progress = console(stderr=True)
     with Progress(
         *Progress.get_default_columns(),
@@ -296,50 +295,35 @@ def verify(options: argparse.Namespace) -> int:
     if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
-        report.parallel = verify_parallel(options.model, min(options.configs, PARALLEL_CONFIGS), options.seed)
-    if options.json:
-        sys.stdout.write(as_json(report) + "\n")
-    else:
-        _print_report(report)
-    return 0 if report.passed else 1
+        report.cases += verify_parallel(options.model, min(options.configs, PARALLEL_CONFIGS), options.seed)
+    return _print_report(report, options.json)
 
 
-def _verify_checkpoint(options: argparse.Namespace) -> int:
-    """Compare a checkpoint with transformers."""
+def _print_report(report: "Report", as_json: bool = False) -> int:
+    """Print what the verifier found, a row for each comparison, and return the exit status."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    from ptf.model.verify_checkpoint import Reference
-
-    report = Reference(Path(options.model)).compare()
-    if options.json:
+    out = console(width=None if sys.stdout.isatty() else 180)
+    if as_json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
         return 0 if report.passed else 1
-    table = Table("compared", "error of transformers", "error of ptf", "tolerance", "verdict", box=SIMPLE)
-    for found in report.findings:
-        cells = found.what, *(f"{n:.1e}" for n in (found.theirs, found.ours, found.tolerance)), found.verdict
-        table.add_row(*map(Text, cells), style=None if found.passed else "red")
-    out = console(width=None if sys.stdout.isatty() else 180)
+    table = Table("", "compared", "error of transformers", "error of ptf", "tolerance", "verdict", box=SIMPLE)
+    lines = []
+    for number, case in enumerate(report.cases):
+        for found in case.findings:
+            errors = (f"{n:.1e}" for n in (found.theirs, found.ours, found.tolerance))
+            cells = case.mesh or str(number), found.what, *errors, f"{found.verdict} {found.place}".strip()
+            table.add_row(*map(Text, cells), style=None if found.passed else "red")
+        more = [f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else []
+        lines += [f"{case.mesh or number}: {line}" for line in (*case.problems[:5], *more, *case.notes)]
     out.print(table)
-    for line in (*report.problems, *report.notes):
+    for line in lines:
         out.print(line, markup=False, highlight=False)
-    _print_verdict(report.model, report.passed)
+    verdict, style = ("pass", "green") if report.passed else ("fail", "red")
+    console().print(f"{report.model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
     return 0 if report.passed else 1
-
-
-def _print_report(report: "Report") -> None:
-    """Print what the verifier found."""
-    out = console(width=None if sys.stdout.isatty() else 180)
-    out.print(_verified(report))
-    if report.parallel:
-        out.print(_verified_on_two_ranks(report))
-    _print_verdict(report.model, report.passed)
-
-
-def _print_verdict(model: str, passed: bool) -> None:
-    line, style = f"{model}: {'pass' if passed else 'fail'}", "green" if passed else "red"
-    console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def scaffold(options: argparse.Namespace) -> int:
@@ -348,7 +332,6 @@ def scaffold(options: argparse.Namespace) -> int:
     from ptf.model.scaffold.check import checked
     from ptf.model.scaffold.draft import write_draft
     from ptf.model.scaffold.report import next_steps
-    from ptf.model.verify import as_json
 
     draft = write_draft(options.model, options.output, options.force)
     name, found = draft.reference.model_type, draft.findings
@@ -357,11 +340,11 @@ def scaffold(options: argparse.Namespace) -> int:
         if options.parallel and report.passed:
             from ptf.model.parallel_parity import verify_parallel
 
-            report.parallel = verify_parallel(name, min(options.configs, PARALLEL_CONFIGS))
+            report.cases += verify_parallel(name, min(options.configs, PARALLEL_CONFIGS))
     else:  # it is no module of this ptf: processes of their own could not import it
         report = check_text(draft.reference, draft.text, options.configs)
     if options.json:
-        sys.stdout.write(json.dumps(found.as_dict() | {"check": json.loads(as_json(report))}) + "\n")
+        sys.stdout.write(json.dumps(found.as_dict() | {"check": report.as_dict()}) + "\n")
     else:
         for line in found.lines():
             print(line)
@@ -372,62 +355,6 @@ def scaffold(options: argparse.Namespace) -> int:
             print(f'as a family: move {found.file} into ptf/model/families/ and add "{name}" to its MODULES')
         print("next (docs/add_a_model.md, Checklist):", *next_steps(name, found.file), sep="\n  ")
     return 0 if report.passed else 1
-
-
-def _verified(report: "Report") -> "Table":
-    """Return a row for each config; errors are relative to the largest magnitude of the reference."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
-    experts = any(case.balance for case in report.cases)
-    table = Table(
-        "config",
-        "logit error",
-        "gradient error",
-        "worst tensor",
-        *(["balance error"] if experts else []),
-        "first diverging place",
-        "problems",
-        box=SIMPLE,
-    )
-    for i, case in enumerate(report.cases):
-        cells = [
-            str(i),
-            _error(case.logits),
-            _error(case.gradients),
-            case.worst_gradient,
-            *([_error(case.balance)] if experts else []),
-            case.diverges,
-            _problems(case.problems),
-        ]
-        table.add_row(*map(Text, cells), style=None if case.passed else "red")
-    return table
-
-
-def _verified_on_two_ranks(report: "Report") -> "Table":
-    """Return a row for each config and mesh."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        "two ranks", "loss error", "gradient error", "worst tensor", "logit error, reloaded", "problems", box=SIMPLE
-    )
-    for case in report.parallel:
-        errors = _error(case.loss), _error(case.gradients), case.worst_gradient, _error(case.reloaded)
-        cells = [case.mesh, *errors, _problems(case.problems)]
-        table.add_row(*map(Text, cells), style=None if case.passed else "red")
-    return table
-
-
-def _error(error: float) -> str:
-    return f"{error:.1e}" if math.isfinite(error) else "–"
-
-
-def _problems(problems: Sequence[str]) -> str:
-    more = [f"and {len(problems) - 5} more (--json has all)"] if len(problems) > 5 else []
-    return "\n".join([*problems[:5], *more])
 
 
 def check_engine(options: argparse.Namespace) -> int:

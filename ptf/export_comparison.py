@@ -15,8 +15,8 @@ from ptf.model import bridge
 from ptf.model.adapter_directory import TENSORS, AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.hf_adapters import HFPeftFormat
+from ptf.model.reference import export_difference, head_difference
 from ptf.model.scalar import is_scalar
-from ptf.model.verify import export_difference, head_difference
 from ptf.train.adapter import raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of

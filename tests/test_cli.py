@@ -96,12 +96,11 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
     assert all(
         word in out
         for word in (
-            "logit error",
-            "gradient error",
-            "worst tensor",
-            "first diverging place",
-            "problems",
-            "model.layers.",
+            "error of transformers",
+            "error of ptf",
+            "tolerance",
+            "random tokens",
+            "gradient of model.layers.",
         )
     )
     assert err == ""
@@ -112,7 +111,6 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
         assert "layer 0, mlp" in out
         assert cli.main(["check-model", "llama", "--configs", "1", "--json", "--no-parallel"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["parallel"] == []
     assert (report["passed"], len(report["cases"]), report["cases"][0]["config"]["model_type"]) == (False, 1, "llama")
 
 
@@ -120,12 +118,9 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
 def test_verify_runs_a_family_on_two_ranks(capsys):
     assert cli.main(["check-model", "olmo2", "--configs", "1"]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("FSDP", "tensor"))] == [
-        "FSDP",
-        "tensor",
-    ]
+    assert [line.split()[0] for line in out.splitlines() if "what was saved" in line] == ["FSDP", "tensor"]
     assert cli.main(["check-model", "olmo2", "--configs", "1", "--json"]) == 0
-    assert [case["mesh"] for case in json.loads(capsys.readouterr().out)["parallel"]] == ["FSDP", "tensor parallel"]
+    assert [case["mesh"] for case in json.loads(capsys.readouterr().out)["cases"]] == ["", "FSDP", "tensor parallel"]
 
 
 def test_verify_takes_a_directory(tmp_path, capsys):

@@ -108,7 +108,7 @@ PACKAGES = {
         "ptf/model/bridge.py",
         "ptf/model/verify.py",
         "ptf/model/hf_adapters.py",
-        "ptf/model/verify_checkpoint.py",
+        "ptf/model/reference.py",
         "ptf/model/hf_backend.py",
         "ptf/model/hf_language_model.py",
         "ptf/model/hf_weights.py",

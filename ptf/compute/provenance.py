@@ -42,6 +42,7 @@ TOOLS = (
     "inspection/*",
     "config/reference.py",
     "data/survey.py",
+    "model/verify.py",
     "train/budget.py",
     "rl/engines/conformance.py",
 )

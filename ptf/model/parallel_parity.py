@@ -2,8 +2,8 @@
 
 Two ranks compute the loss of packed documents and its gradients, take one step, and save the model. transformers takes
 the same step in one process; what the ranks saved, loaded by transformers, must compute the same logits. So a parameter
-that the sharding plan treats wrongly shows as a gradient or as logits, with the tensor's name. Where rounding may have
-decided, transformers does its part in fp64 (`verify.judged`).
+that the sharding plan treats wrongly shows as a gradient or as logits, with the tensor's name. The exact result is
+transformers' in fp64, and the ranks' error is judged by transformers' own in fp32 (`verify.judged`).
 """
 
 import copy
@@ -29,6 +29,7 @@ from ptf.errors import UserError
 from ptf.model import bridge, verify
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
+from ptf.model.reference import corrected, exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import Double
 from ptf.model.sharding import PLAN, parallelize
 from ptf.model.tensor_parallel import ParallelStyle, raise_if_indivisible
@@ -38,23 +39,6 @@ MESHES = {"FSDP": (RANKS, 1), "tensor parallel": (1, RANKS)}  # shard, tensor
 BALANCE = 0.1  # weight of the load-balancing loss
 STEP = 0.02  # the largest change of a weight
 PATIENCE = timedelta(minutes=2)  # of a rank for the other one, which may have failed
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelCase(verify.Comparison):
-    """The comparison of one config on one mesh."""
-
-    mesh: str
-    config: dict[str, Any]
-    loss: float = float("inf")
-    gradients: float = float("inf")
-    worst_gradient: str = ""
-    reloaded: float = float("inf")  # logits of the saved model in transformers
-
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """The errors of the loss, the gradients and the logits of what was saved."""
-        return self.loss, self.gradients, self.reloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +53,24 @@ class _Step:
 
 def verify_parallel(
     model_type: str, configs: int = 1, seed: int = 0, plan: Mapping[str, ParallelStyle] = PLAN
-) -> list[ParallelCase]:
+) -> list[verify.Case]:
     """Compare `configs` random members of a family, which two ranks divide, on each mesh.
 
     `plan` replaces the sharding plan (to test that a mistake is caught).
     """
-    verify.quiet()
+    quiet()
     family, cases = family_of({"model_type": model_type}), []
     with tempfile.TemporaryDirectory() as base:
         members = []
         for number in range(configs):
             config = divisible(model_type, f"{seed}/{number}")
             member = Path(base) / str(number)
-            model = verify.random_reference(config, seed * 1000 + number)
+            model = random_reference(config, seed * 1000 + number)
             model.save_pretrained(member)
             for name, mesh in MESHES.items():
                 after = copy.deepcopy(model)
                 stepped = _step(after, family, _groups(mesh), member)
-                members.append((member, name, stepped, verify.corrected(after)))
+                members.append((member, name, stepped, corrected(after)))
         jobs = [(str(member), name, stepped.rate, stepped.balance) for member, name, stepped, _ in members]
         # Forked from a server that has imported torch, and ended without tearing the interpreter down: gloo's threads
         # may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
@@ -133,19 +117,19 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path, rate: flo
     """
     hf.eval()
     hf.get_input_embeddings().padding_idx = None
-    experts = family.config(bridge.read_config(member)).experts
-    tokens, _, segments, targets, weights = _documents(verify.vocabulary(hf))
+    tokens, _, segments, targets, weights = _documents(hf.config.get_text_config().vocab_size)
     total, balanced = torch.zeros(()), False
     for group in groups:
-        loss, outputs = torch.zeros(()), []
+        loss, documents = torch.zeros(()), []
         for number in segments[group].unique().tolist():
             if number < 0:
                 continue
             here = segments[group] == number
-            outputs.append(hf(input_ids=tokens[group][here][None], **verify.router_arguments(experts)))
-            each = torch.nn.functional.cross_entropy(outputs[-1].logits[0], targets[group][here], reduction="none")
+            documents.append(tokens[group][here])
+            logits = hf(input_ids=documents[-1][None]).logits[0]
+            each = torch.nn.functional.cross_entropy(logits, targets[group][here], reduction="none")
             loss = loss + (each * weights[group][here]).sum()
-        balance = verify.their_balance(hf, outputs)
+        balance = verify.their_balance(hf, documents)
         balanced |= balance is not None
         total = total + loss + (0 if balance is None else BALANCE * balance * weights[group].sum())
     total = total / weights.sum()
@@ -226,36 +210,31 @@ def _on_rank(
     return {"loss": float(whole / units), "gradients": by_name}
 
 
-def _judged(mesh: str, member: Path, found: Mapping[str, Any], stepped: _Step, after: Any, saved: Path) -> ParallelCase:
-    """Compare what the ranks found with transformers' step, and their export with transformers' model after it."""
+def _judged(mesh: str, member: Path, found: Mapping[str, Any], stepped: _Step, after: Any, saved: Path) -> verify.Case:
+    """Compare what the ranks found with transformers' step, and the logits of its model of what they saved with those
+    of `after`, its model after the step."""
     config = bridge.read_config(member)
     if problems := found.get("problems"):
-        return ParallelCase(mesh, config, problems=tuple(problems))
-
-    def exactly() -> ParallelCase:
-        exact, again = verify.exact_reference(member), verify.exact_reference(saved)
-        with Double():
-            same = _step(exact, family_of(config), _groups(MESHES[mesh]), member, stepped.rate)
-            return _compared(mesh, config, found, same, exact, again)
-
-    return verify.judged(_compared(mesh, config, found, stepped, after, verify.reference(saved)), exactly)
-
-
-def _compared(
-    mesh: str, config: dict[str, Any], found: Mapping[str, Any], stepped: _Step, after: Any, again: Any
-) -> ParallelCase:
-    """Compare loss and gradients with those of transformers' step, and the logits of `again`, transformers' model of
-    what the ranks saved, with those of `after`, its model after the step."""
-    gradient, worst = verify.gradient_error(
-        (name, value, stepped.gradients[name]) for name, value in found["gradients"].items()
+        return verify.Case(config, problems=tuple(problems), mesh=mesh)
+    exact = exact_reference(member)
+    with Double():
+        right = _step(exact, family_of(config), _groups(MESHES[mesh]), member, stepped.rate)
+        logits = _logits(exact)
+    loss, loss_found = (abs(loss - right.loss) / abs(right.loss) for loss in (stepped.loss, found["loss"]))
+    theirs, ours = (verify.gradient_errors(g, right.gradients) for g in (stepped.gradients, found["gradients"]))
+    gradients = [verify.judged(f"gradient of {n}", theirs[n], ours[n]) for n in ours]
+    reloaded, ours_reloaded = (verify.logit_error(_logits(hf), logits) for hf in (after, reference(saved)))
+    findings = (
+        verify.judged("loss", loss, loss_found),
+        verify.closest(gradients),
+        verify.judged("logits of what was saved", reloaded, ours_reloaded),
     )
-    loss = abs(found["loss"] - stepped.loss) / abs(stepped.loss)
-    again.eval()
-    tokens, _, segments, _, _ = _documents(verify.vocabulary(after))
-    with torch.no_grad():
-        pairs = [
-            (again(input_ids=document[None]).logits, after(input_ids=document[None]).logits)
-            for document in (tokens[segments == number] for number in range(len(verify.LENGTHS)))
-        ]
-    error = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
-    return ParallelCase(mesh, config, loss, gradient, worst, error)
+    return verify.Case(config, findings, mesh=mesh)
+
+
+@torch.no_grad()
+def _logits(hf: Any) -> list[Tensor]:
+    """Return the logits of the documents."""
+    tokens, _, segments, _, _ = _documents(hf.config.get_text_config().vocab_size)
+    documents = [tokens[segments == number] for number in range(len(verify.LENGTHS))]
+    return [hf.eval()(input_ids=document[None]).logits for document in documents]

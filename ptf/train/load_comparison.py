@@ -18,7 +18,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.hf_backend import first_line
-from ptf.model.verify import quiet, reference
+from ptf.model.reference import quiet, reference
 from ptf.train.export import logprobs_of
 from ptf.train.trainer import forget_forwards
 

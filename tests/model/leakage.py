@@ -27,8 +27,9 @@ from ptf.model import attention, bridge, hf_backend
 from ptf.model.attention import Flex, PackedDelta, PerDocument
 from ptf.model.delta_rule import Chunks
 from ptf.model.families import family_of
+from ptf.model.reference import random_reference
 from ptf.model.rounding import Margins
-from ptf.model.verify import TOLERANCE, random_reference
+from ptf.model.verify import TIE
 from tests.model.foreign import foreign
 
 # families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
@@ -394,7 +395,7 @@ def with_ties(segments: Tensor, choices: Sequence[Tensor]) -> Tensor:
     close = torch.zeros(segments.numel(), dtype=torch.bool)
     for margins in choices:
         if len(margins) == len(close):  # transformers computes the documents in another order
-            close |= margins.reshape(len(close), -1).amin(1) <= TOLERANCE
+            close |= margins.reshape(len(close), -1).amin(1) <= TIE
     return (segments >= 0) & torch.isin(segments, segments[close.view_as(segments)])
 
 

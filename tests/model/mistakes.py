@@ -551,10 +551,17 @@ def _angles_in_the_models_dtype(positions: torch.Tensor, dim: int, of: Rope) -> 
     return torch.cat((angles, angles), -1).cos() * of.scale, torch.cat((-angles, angles), -1).sin() * of.scale
 
 
+def _frequencies_in_the_models_dtype(of: Rope, dim: int, device: torch.device | None = None) -> torch.Tensor:
+    return _FREQUENCIES(of, dim, device).to(_held[-1].embed.weight.dtype).float()
+
+
+_FREQUENCIES = rope.frequencies
+
 # Seen in bf16 alone, so not by the random members of a family, which are compared in fp32.
-CASTS = Mistake(
-    "angles cast before their cosines",
-    "llama",
-    model=lambda model: _held.__setitem__(slice(None), [model]),
-    patch=(decoder, "rotary", _angles_in_the_models_dtype),
+CASTS = tuple(
+    Mistake(name, "llama", model=lambda model: _held.__setitem__(slice(None), [model]), patch=patch)
+    for name, patch in (
+        ("angles cast before their cosines", (decoder, "rotary", _angles_in_the_models_dtype)),
+        ("frequencies cast", (rope, "frequencies", _frequencies_in_the_models_dtype)),
+    )
 )

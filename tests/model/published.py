@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ptf.model import bridge
 from ptf.model.families import family_of
-from ptf.model.verify import random_reference
+from ptf.model.reference import random_reference
 
 SIZES = {
     "vocab_size": 64,

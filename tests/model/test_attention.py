@@ -17,7 +17,7 @@ from ptf.model import attention, bridge
 from ptf.model.attention import Flex, PerDocument, band, bucket
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
-from ptf.model.verify import random_reference
+from ptf.model.reference import random_reference
 from tests.model import leakage
 from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved, with_ties
 from tests.tiny import packed

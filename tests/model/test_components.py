@@ -22,7 +22,8 @@ from ptf.model.families import Family, family_of
 from ptf.model.flops import Flops
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
-from ptf.model.verify import packed, random_reference, round_trip
+from ptf.model.reference import random_reference
+from ptf.model.verify import packed, round_trip
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import DeepHead, GatedAttention, NarrowMLP, SameMLP, SameMoE, ScaledMLP

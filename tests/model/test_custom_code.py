@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import hf_backend
-from ptf.model.verify_checkpoint import Reference
+from ptf.model.verify import Reference
 
 ROOT = Path(__file__).parents[2]
 LOADS = ("from_pretrained", "from_config")

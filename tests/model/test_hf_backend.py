@@ -20,7 +20,7 @@ from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge, hf_backend, hf_checks
-from ptf.model.verify import export_difference
+from ptf.model.reference import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model

@@ -25,7 +25,8 @@ from ptf.model.families import Family, family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, LoraLinear, adapter_names, adapters, adapters_off, grouped
 from ptf.model.peft_format import PeftFormat, save
-from ptf.model.verify import packed, quiet, random_reference, reference
+from ptf.model.reference import quiet, random_reference, reference
+from ptf.model.verify import packed
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import NarrowMLP

@@ -10,7 +10,7 @@ from ptf.model.config import DecoderConfig, Layer, MoE, Rope
 from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
-from ptf.model.verify import random_reference
+from ptf.model.reference import random_reference
 
 
 def mixture(**more: object) -> MixtureOfExperts:

@@ -16,8 +16,8 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model import bridge, hf_backend
+from ptf.model.reference import random_reference
 from ptf.model.tensor_files import has_own_head
-from ptf.model.verify import random_reference
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.vllm_engine import _model_arguments, expected_names
 from ptf.train.trainer import load_model, raise_if_unfit

@@ -21,8 +21,8 @@ from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.head import Head
+from ptf.model.reference import random_reference
 from ptf.model.sharding import parallelize
-from ptf.model.verify import random_reference
 from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from tests.model.ranks import two_ranks
 from tests.tiny import packed

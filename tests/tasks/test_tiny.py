@@ -7,7 +7,7 @@ import torch
 
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.verify import reference
+from ptf.model.reference import reference
 from ptf.tasks.tiny import ARCHITECTURES, write_model
 
 

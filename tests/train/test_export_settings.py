@@ -19,7 +19,7 @@ from ptf.data.tokenizer_files import write_tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.layers import LayerFactory
-from ptf.model.verify import export_difference, head_difference
+from ptf.model.reference import export_difference, head_difference
 from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.job_tokenizer import renders_a_date

@@ -24,7 +24,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.export_comparison import adapter_difference, model_difference
 from ptf.model import hf_backend
-from ptf.model.verify import export_difference
+from ptf.model.reference import export_difference
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
 from tests.model.wrappers import wrapper

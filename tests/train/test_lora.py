@@ -16,8 +16,8 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapter_names
+from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
-from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.roles import Learner, LogprobModel

@@ -18,8 +18,8 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import Merged
 from ptf.model.peft_format import PeftFormat
+from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
-from ptf.model.verify import export_difference
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.roles import Learner, LogprobModel
 from ptf.train import adapter

@@ -1,6 +1,5 @@
 """The verification of a draft: random configs, and the config.json that it was drafted from with small sizes."""
 
-import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from ptf.model.families import family_of
 from ptf.model.scaffold import registration
 from ptf.model.scaffold.reference import Reference
 from ptf.model.scaffold.settings import COMMON
-from ptf.model.verify import Case, Report, compare, random_reference, verify
+from ptf.model.verify import Case, Report, compare_member, verify
 
 TRANSFORMERS = Path(transformers.__file__).parent
 PTF = Path(registration.__file__).parents[2]
@@ -45,12 +44,8 @@ def checked(reference: Reference, configs: int, until_failure: bool = False) -> 
 
 def _own_case(reference: Reference) -> Case:
     """Compare the directory's config.json with small sizes; whether it is accepted as it is is part of it."""
-    problems = tuple(_refused(reference))
-    with tempfile.TemporaryDirectory() as directory:
-        model = random_reference(reference.own, 0)
-        model.save_pretrained(directory)
-        case = compare(Path(directory), model)
-    return replace(case, problems=(*problems, *case.problems))
+    case = compare_member(reference.own, 0)
+    return replace(case, problems=(*_refused(reference), *case.problems))
 
 
 def _refused(reference: Reference) -> Iterator[str]:

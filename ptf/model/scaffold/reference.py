@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ptf.errors import UserError
+from ptf.model.reference import quiet
 from ptf.model.tensor_files import TensorFiles
-from ptf.model.verify import quiet
 
 LAYERS = 4
 # sizes that differ from each other, so that a shape says which they are; only those that the config class has are set
