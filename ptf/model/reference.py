@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, rounding
 from ptf.model.config import Rope
 from ptf.model.layers import LayerFactory
 from ptf.model.rope import rotary
@@ -111,7 +111,8 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
 def export_difference(
     directory: Path, tokens: Sequence[int], logprobs: Sequence[float], stops: Sequence[int] = ()
 ) -> float:
-    """Return the largest |log-prob(transformers, loaded from `directory`) − log-prob(the trained model)|.
+    """Return the largest difference of a log-prob (`rounding.difference`) of transformers, loaded from `directory`, and
+    of the trained model.
 
     It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`. Raises UserError
     if generation does not end at each of `stops`.
@@ -123,19 +124,8 @@ def export_difference(
             f"not published: with the files in {directory}, transformers goes on after the ids {running_on}, with "
             "which responses ended in training; name them in eos_token_id of its generation_config.json"
         )
-    return float((_logprobs_by(model, tokens) - torch.tensor(logprobs)).abs().max())
-
-
-@torch.no_grad()
-def reference_logprobs(directory: Path, tokens: Sequence[int]) -> Tensor:
-    """Return the log-probs of tokens 1…n−1 in transformers' model of a directory."""
-    return _logprobs_by(reference(directory), tokens)
-
-
-def _logprobs_by(model: "PreTrainedModel", tokens: Sequence[int]) -> Tensor:
-    ids = torch.tensor([list(tokens)])
-    logits = model(input_ids=ids).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    theirs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    return rounding.difference(theirs.gather(1, ids[0, 1:, None]).squeeze(1), logprobs)
 
 
 def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
@@ -159,7 +149,7 @@ def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
 
 @torch.no_grad()
 def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any], factory: LayerFactory) -> float:
-    """Return the largest difference of a head that is not the vocabulary's, over a probe of n tokens.
+    """Return the largest difference (`rounding.difference`) of a head that is not the vocabulary's, over n tokens.
 
     `values` [n, …] are the trained model's. A scalar head is read as AutoModelForSequenceClassification does: after
     each prefix, and at the ends of two texts, the probe and its first half, which the published tokenizer pads. A head
@@ -181,7 +171,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         )
         theirs += list(model(**batch).logits[:, 0])
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
-        return float((torch.stack(theirs) - wanted).abs().max())
+        return rounding.difference(torch.stack(theirs), wanted)
     ours, family = bridge.build(directory, factory=factory)
     bridge.materialize(ours, torch.device("cpu"))
     bridge.load_hf(ours, directory, family)
@@ -189,4 +179,4 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     hidden = corrected(body)(input_ids=ids).last_hidden_state
-    return float((ours.head(hidden)[0].float() - wanted).abs().max())
+    return rounding.difference(ours.head(hidden)[0].float(), wanted)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+NATS = 5.0  # a log-prob up to which the bounds of `difference` are absolute
 TOPK = (torch.topk, torch.Tensor.topk)
 
 
@@ -65,3 +66,13 @@ class Double(TorchFunctionMode):
 def _widened(value: Any) -> Any:
     """Return fp64 for fp32, and any other argument as it is."""
     return torch.float64 if value is torch.float32 else value
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """Return the largest difference between two lists of log-probs, or of a head's values; where one is beyond `NATS`,
+    in proportion to it, as rounding is.
+
+    SmolLM2-135M, trained in bf16, gives random tokens up to 26 nats: there it is 0.8 from fp32, transformers' bf16 0.5.
+    """
+    one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (found, wanted))
+    return float(((one - other).abs() / (other.abs() / NATS).clamp(min=1)).max())

@@ -9,14 +9,13 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, rounding
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import whole
@@ -130,9 +129,9 @@ def raise_if_difference(directory: Path, trained: dict[str, list], reloaded: dic
 
 
 def difference_of(one: dict[str, list], other: dict[str, list]) -> float:
-    """Return the largest difference between the values of two probes."""
+    """Return the largest difference between the values of two probes (`rounding.difference`)."""
     (kind,) = one.keys() - {"tokens"}
-    return float(np.abs(np.array(one[kind]) - np.array(other[kind])).max())
+    return rounding.difference(other[kind], one[kind])
 
 
 def base_name(spec: ModelConfig, source: Path) -> str:

@@ -15,7 +15,7 @@ from ptf.model import verify
 from ptf.model.families import MODULES, family_of
 from ptf.model.parallel_parity import MESHES, _groups, _judged, _Step, _step
 from ptf.model.reference import exact_reference, quiet, random_reference
-from ptf.model.rounding import Double, Margins
+from ptf.model.rounding import NATS, Double, Margins, difference
 from ptf.model.verify import DRAWS, MEMBER, Case, Reference, _Inputs
 
 
@@ -217,3 +217,10 @@ def test_every_family_is_computed_in_fp64(model_type: str, tmp_path: Path) -> No
         error = (model(input_ids=tokens).logits - exact).abs().max() / exact.abs().max()
     assert {t for t in types if t.is_floating_point} == {torch.float64}
     assert 0 < error <= MEMBER
+
+
+def test_a_difference_of_log_probs_is_relative_where_they_are_large() -> None:
+    """Numbers of SmolLM2-135M, trained in bf16 and loaded in fp32."""
+    assert difference([-26.56, -3.0], [-25.76, -3.1]) == pytest.approx(0.8 / (25.76 / NATS))
+    assert difference([-3.8, -26.0], [-3.0, -26.0]) == pytest.approx(0.8), "of a token that the model may give"
+    assert not difference([float("nan"), 0.0], [0.0, 0.0]) <= 0.2
