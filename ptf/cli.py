@@ -87,15 +87,6 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
-def upgrade(options: argparse.Namespace) -> int:
-    """Rewrite the given configs with the key names of this version, and print a line for each change."""
-    from ptf.config.upgrade import upgrade as upgrade_files
-
-    for line in upgrade_files(*options.config):
-        print(redacted(line))
-    return 0
-
-
 def doctor(options: argparse.Namespace) -> int:
     """Print versions, devices and limits of this machine."""
     from rich.box import SIMPLE
@@ -506,7 +497,6 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_check(commands, config)
-    _add_upgrade(commands)
     _add_doctor(commands)
     _add_train(commands, config)
     _add_replay(commands)
@@ -540,14 +530,6 @@ def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
         "another job makes them",
     )
     command.set_defaults(run=check)
-
-
-def _add_upgrade(commands: Commands) -> None:
-    command = commands.add_parser(
-        "upgrade", help="rewrite configs of an earlier version with today's names of keys and plugins"
-    )
-    command.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file, rewritten in place; comments are kept")
-    command.set_defaults(run=upgrade)
 
 
 def _add_doctor(commands: Commands) -> None:

@@ -1,8 +1,8 @@
 """Config keys, values and arguments of plugins that were renamed, and plugins that moved to a different module.
 
-The tables have three uses. A config with an old name is refused with an error that gives the new one
-(`ptf.config.tree`); `ptf upgrade` rewrites the config (`ptf.config.upgrade`); jobs that an earlier version of ptf has
-stored are translated when they are read, so that their runs continue. Fingerprints are computed with the first names,
+The tables have two uses. A config with an old name is refused with an error that gives the new one
+(`ptf.config.tree`); jobs that an earlier version of ptf has stored are translated when they are read, so that their
+runs continue. Fingerprints are computed with the first names,
 so that they do not depend on the version of ptf.
 """
 

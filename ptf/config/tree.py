@@ -308,8 +308,7 @@ def _translate(root: Node, stored: bool, tree: Tree) -> None:
             section[name] = replace(section[name], value=rename.text)
         if not stored:
             what = f"is now {rename.new}" if rename.of_key else f"{rename.old} is now {rename.new}"
-            upgrade = f"; `ptf upgrade {place.source}` rewrites it" if place.line else ""
-            tree.problems.append(Problem(place, rename.key, what + upgrade))
+            tree.problems.append(Problem(place, rename.key, what))
 
 
 def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:

@@ -1,16 +1,14 @@
-"""Old names of keys, values and plugins: refused in what people write, rewritten by `ptf upgrade`, translated in what
+"""Old names of keys, values and plugins: refused in what people write, translated in what
 an older version of ptf has stored."""
 
 import hashlib
 import inspect
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ptf.cli import main
 from ptf.config import ConfigError, Job, dump, fingerprint, frozen_differences, load, loads
 from ptf.config.explain import keys, section_at
 from ptf.config.plugin import resolve
@@ -31,7 +29,6 @@ from ptf.config.renames import (
 )
 from ptf.config.schema import job_class
 from ptf.config.tree import read
-from ptf.config.upgrade import upgraded
 from ptf.errors import UserError
 from ptf.run import read_job_file, write_job_file
 from ptf.storage import Corrupt
@@ -65,41 +62,6 @@ flow:
   sweep:
     - {publish.gate: start, train.rows: 4, data.prepare.use: "ptf.data.events:prepare"}
 """
-NEW = """\
-# what is trained
-recipe: {use: "ptf.events.item_head:NextItem"}   # a head
-model: {path: m}
-data:
-  prepare:
-    use: ptf.events.prepare:generated  # moved
-    args: {users: 10}
-  sources: {a: {path: a.jsonl, kind: events, row_count: 7}}   # `rows` of a source are counted
-  "partitions": 4
-
-train: {steps: 10, 'global_batch_sequences': 8, lr: 1e-4,
-        micro_batch_sequences: 2}
-compute: {pools: {all: {roles: [policy, rollout], offload: disk}}}
-evaluate: {measure_starting_model: true}
-publish: {gate: "starting_model", max_regression: 0.1}  # at the start
-flow:
-  sweep:
-    - {publish.gate: starting_model, train.global_batch_sequences: 4, data.prepare.use: "ptf.events.prepare:prepare"}
-"""
-CHANGES = [
-    "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
-    "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated",
-    "job.yaml:8  data.sources.a.rows is now data.sources.a.row_count",
-    "job.yaml:9  data.lanes is now data.partitions",
-    "job.yaml:11  train.rows is now train.global_batch_sequences",
-    "job.yaml:12  train.micro_rows is now train.micro_batch_sequences",
-    "job.yaml:13  compute.pools.all.park is now compute.pools.all.offload",
-    "job.yaml:14  evaluate.start is now evaluate.measure_starting_model",
-    "job.yaml:15  publish.gate  start is now starting_model",
-    "job.yaml:15  publish.max_drop is now publish.max_regression",
-    "job.yaml:18  publish.gate  start is now starting_model",
-    "job.yaml:18  train.rows is now train.global_batch_sequences",
-    "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
-]
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 
 
@@ -189,23 +151,20 @@ def test_modules_that_moved_are_where_the_table_says():
 def test_old_names_are_refused_at_their_lines(here):
     Path("job.yaml").write_text(OLD)
     assert refusal("job.yaml") == [
-        "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem; "
-        "`ptf upgrade job.yaml` rewrites it",
-        "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated; "
-        "`ptf upgrade job.yaml` rewrites it",
-        "job.yaml:8  data.sources.a.rows  is now data.sources.a.row_count; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:9  data.lanes  is now data.partitions; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:11  train.rows  is now train.global_batch_sequences; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:12  train.micro_rows  is now train.micro_batch_sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:2  recipe.use  ptf.recipes.next_item:NextItem is now ptf.events.item_head:NextItem",
+        "job.yaml:6  data.prepare.use  ptf.data.events:generated is now ptf.events.prepare:generated",
+        "job.yaml:8  data.sources.a.rows  is now data.sources.a.row_count",
+        "job.yaml:9  data.lanes  is now data.partitions",
+        "job.yaml:11  train.rows  is now train.global_batch_sequences",
+        "job.yaml:12  train.micro_rows  is now train.micro_batch_sequences",
         "job.yaml:13  compute.pools  is for recipes with rollouts; others have one group of compute.workers: remove it",
-        "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:14  evaluate.start  is now evaluate.measure_starting_model; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:15  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:15  publish.max_drop  is now publish.max_regression; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare; "
-        "`ptf upgrade job.yaml` rewrites it",
-        "job.yaml:18  publish.gate  start is now starting_model; `ptf upgrade job.yaml` rewrites it",
-        "job.yaml:18  train.rows  is now train.global_batch_sequences; `ptf upgrade job.yaml` rewrites it",
+        "job.yaml:13  compute.pools.all.park  is now compute.pools.all.offload",
+        "job.yaml:14  evaluate.start  is now evaluate.measure_starting_model",
+        "job.yaml:15  publish.gate  start is now starting_model",
+        "job.yaml:15  publish.max_drop  is now publish.max_regression",
+        "job.yaml:18  data.prepare.use  ptf.data.events:prepare is now ptf.events.prepare:prepare",
+        "job.yaml:18  publish.gate  start is now starting_model",
+        "job.yaml:18  train.rows  is now train.global_batch_sequences",
     ]
 
 
@@ -213,7 +172,7 @@ def test_what_is_wrong_besides_is_found_at_its_line_too(here):
     Path("a.yaml").write_text(SFT.replace("lr:", "rows: none,\n  lr:"))
     assert refusal("a.yaml") == [
         "a.yaml:4  train.global_batch_sequences  expected a whole number, got the text 'none'",
-        "a.yaml:4  train.rows  is now train.global_batch_sequences; `ptf upgrade a.yaml` rewrites it",
+        "a.yaml:4  train.rows  is now train.global_batch_sequences",
     ]
 
 
@@ -221,8 +180,8 @@ def test_each_file_is_named(here):
     Path("base.yaml").write_text("train: {micro_rows: 2}\n")
     Path("a.yaml").write_text("extends: base.yaml\n" + SFT.replace("lr:", "rows: 4, micro_batch_sequences: 1, lr:"))
     assert refusal("a.yaml") == [
-        "a.yaml:5  train.rows  is now train.global_batch_sequences; `ptf upgrade a.yaml` rewrites it",
-        "base.yaml:1  train.micro_rows  is now train.micro_batch_sequences; `ptf upgrade base.yaml` rewrites it",
+        "a.yaml:5  train.rows  is now train.global_batch_sequences",
+        "base.yaml:1  train.micro_rows  is now train.micro_batch_sequences",
     ]
 
 
@@ -261,8 +220,6 @@ def test_both_names_at_once_are_refused(here):
     assert refusal("a.yaml") == [f"a.yaml:4  {said}"]
     with pytest.raises(ConfigError, match="remove one"):
         loads(Path("a.yaml").read_text())
-    with pytest.raises(ConfigError, match="remove one"):
-        upgraded(Path("a.yaml").read_text(), "a.yaml")
 
 
 GRPO = """\
@@ -290,10 +247,9 @@ RENAMES = [
 ]
 
 
-def test_an_argument_and_an_item_of_a_list_are_refused_rewritten_and_translated(here):
+def test_an_argument_and_an_item_of_a_list_are_refused_and_translated(here):
     Path("a.yaml").write_text(GRPO)
-    assert refusal("a.yaml") == [f"{line.format(' ')}; `ptf upgrade a.yaml` rewrites it" for line in RENAMES]
-    assert upgraded(GRPO, "a.yaml") == (GRPO_TODAY, [line.format("") for line in RENAMES])
+    assert refusal("a.yaml") == [f"{line.format(' ')}" for line in RENAMES]
     today = loads(GRPO_TODAY)
     assert today.compute.pools["sampling"].roles == ["rollout", "reward_model"]
     first = with_first_names(today.model_dump())
@@ -389,90 +345,6 @@ def test_a_moved_plugin_says_where_it_is():
     assert callable(resolve("ptf.rl.rewards:exact"))
 
 
-# --- upgrade ----------------------------------------------------------------------------------------------------
-
-
-def test_upgrade_keeps_comments_and_layout(here, capsys):
-    Path("job.yaml").write_text(OLD)
-    os.chmod("job.yaml", 0o640)
-    Path("link.yaml").symlink_to("job.yaml")
-    assert main(["upgrade", "link.yaml"]) == 0
-    assert capsys.readouterr().out.splitlines() == [line.replace("job.yaml", "link.yaml") for line in CHANGES]
-    assert Path("job.yaml").read_text() == NEW
-    assert Path("job.yaml").stat().st_mode & 0o777 == 0o640
-    assert Path("link.yaml").is_symlink()
-    assert upgraded(OLD, "job.yaml") == (NEW, CHANGES)
-    assert sorted(path.name for path in here.iterdir()) == ["job.yaml", "link.yaml"]
-
-
-def test_upgrade_does_nothing_to_what_is_current(here, capsys):
-    Path("a.yaml").write_text(NEW)
-    before = Path("a.yaml").stat()
-    assert main(["upgrade", "a.yaml"]) == 0
-    assert capsys.readouterr().out == "a.yaml  has no old names\n"
-    after = Path("a.yaml").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("\ufefftrain:\r\n  rows: 8\r\n", "\ufefftrain:\r\n  global_batch_sequences: 8\r\n"),
-        ('{"train": {"rows": 8}}', '{"train": {"global_batch_sequences": 8}}'),
-        ("train: {? rows : 8}", "train: {? global_batch_sequences : 8}"),
-        ("publish: {gate: start}", "publish: {gate: starting_model}"),
-        (
-            "algo: {ratio: answer, mean_over: answers}",
-            "algo: {importance_sampling_level: sequence, loss_aggregation: episode_mean}",
-        ),
-        (
-            "publish: {metric: 'test/reward', mode: max}",
-            "publish: {metric: 'greedy_reward/test', metric_direction: max}",
-        ),
-        ("publish:\n  gate: &start 'start'", "publish:\n  gate: &start 'starting_model'"),
-        ("# ä😀\ntrain: {&key rows: 8}", "# ä😀\ntrain: {&key global_batch_sequences: 8}"),
-        (
-            "x: &here ptf.data.events:prepare\ndata: {prepare: {use: *here}}",
-            "x: &here ptf.events.prepare:prepare\ndata: {prepare: {use: *here}}",
-        ),
-    ],
-)
-def test_upgrade_of_other_texts(old, new):
-    if old.startswith("x:"):  # the anchor stands at a key of the user's, which would change too
-        with pytest.raises(ConfigError, match="replace by hand"):
-            upgraded(old, "a.yaml")
-    else:
-        assert upgraded(old, "a.yaml")[0] == new
-
-
-@pytest.mark.parametrize("text", ['train: {"r\\x6fws": 8}', '{\t"train": {"rows": 8}}'])
-def test_what_cannot_be_replaced_is_left_to_the_user(here, text):
-    Path("good.yaml").write_text(OLD)
-    Path("a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"a.yaml:1  train.rows  write train.global_batch_sequences here yourself"):
-        upgraded(text, "a.yaml")
-    assert main(["upgrade", "good.yaml", "a.yaml"]) == 2
-    assert Path("good.yaml").read_text() == OLD  # all or nothing
-
-
-def test_upgrade_follows_nothing_outside_the_file(here):
-    Path("base.yaml").write_text("train: {rows: 4}\n")
-    Path("a.yaml").write_text("extends: base.yaml\nmodel: {path: 'job:base.yaml'}\ntrain: {micro_rows: 1}\n")
-    assert main(["upgrade", "a.yaml"]) == 0
-    assert Path("base.yaml").read_text() == "train: {rows: 4}\n"
-    assert "micro_batch_sequences: 1" in Path("a.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "why"), [(None, "no such file"), ("a: [", "not valid YAML"), (b"\xff\xfe\x00", "not UTF-8 text")]
-)
-def test_upgrade_says_what_it_cannot_read(here, capfd, text, why):
-    if text is not None:
-        Path("a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["upgrade", "a.yaml"]) == 2
-    assert why in capfd.readouterr().err
-
-
 def test_shipped_configs_are_current():
     root = Path(__file__).parents[2]
     for file in [*root.glob("configs/**/*.yaml"), *root.glob("tests/**/*.yaml"), *root.glob("benchmarks/**/*.yaml")]:
@@ -491,11 +363,11 @@ def stored(request, tmp_path) -> Path:
     return tmp_path / request.param
 
 
-def upgraded_job(stored: Path) -> Job:
+def todays_job(stored: Path) -> Job:
     """What the user has today: the same config, with the new names."""
-    text, changes = upgraded((stored / "job.yaml").read_text().rpartition("# SHA-256")[0], "job.yaml")
-    assert changes
-    (stored / "today.yaml").write_text(text)
+    text = read_job_file(stored)
+    assert text is not None
+    (stored / "today.yaml").write_text(dump(loads(text)))
     return load(stored / "today.yaml")
 
 
@@ -503,7 +375,7 @@ def test_a_stored_job_is_the_job_of_today(stored):
     text = read_job_file(stored)
     assert text is not None
     assert outdated(read(text, "job.yaml").root.plain())
-    today = upgraded_job(stored)
+    today = todays_job(stored)
     assert loads(text) == today == load(stored / "job.yaml")
     assert loads(dump(today)) == today
     assert load(stored / "job.yaml", overrides=["train.micro_batch_sequences=1"]).train.micro_batch_sequences == 1
@@ -532,7 +404,7 @@ def test_a_stored_job_that_was_changed_in_any_byte_is_refused(stored):
 
 
 def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
-    text, today = read_job_file(stored), upgraded_job(stored)
+    text, today = read_job_file(stored), todays_job(stored)
     assert text is not None
     assert frozen_differences(loads(text), today) == []
     raise_if_fixed_keys_changed(text, today)
@@ -545,7 +417,7 @@ def test_its_run_is_resumed_and_recorded_under_todays_names(stored):
 
 
 def test_a_start_that_made_nothing_does_not_fix_the_keys(stored, tmp_path):
-    today = upgraded_job(stored)
+    today = todays_job(stored)
     other = today.model_copy(update={"train": today.train.model_copy(update={"global_batch_sequences": 16})})
     write_job_file(today, tmp_path / "run")
     (tmp_path / "run" / "lease.json").touch()
@@ -566,7 +438,7 @@ def digest(values: dict) -> str:
 
 
 def test_its_fingerprints_are_those_that_were_taken(stored):
-    job = upgraded_job(stored)
+    job = todays_job(stored)
     assert fingerprint(job, "data.prepare") == FINGERPRINTS[stored.name]["data.prepare"]
     whole = with_first_names(job.model_dump())
     # these were added since
@@ -611,10 +483,3 @@ def test_a_fingerprint_of_a_renamed_key_has_its_first_name():
         fingerprint(job, "data.partitions", "train.global_batch_sequences")
         == hashlib.sha256(said.encode()).hexdigest()[:16]
     )
-
-
-def test_upgrade_leaves_the_record_of_a_run(stored, capsys):
-    before = (stored / "job.yaml").read_bytes()
-    assert main(["upgrade", str(stored / "job.yaml")]) == 2
-    assert "was written by a run" in capsys.readouterr().err
-    assert (stored / "job.yaml").read_bytes() == before
