@@ -447,6 +447,7 @@ def _theirs(
                 long = _with_cosines(_layers(hf)[0], lambda: hf(**arguments).logits[0])
     if torch.is_grad_enabled():
         gradients = stored_gradients(hf, family, [sums.get(p) for p in hf.parameters()])
+    sums.clear()  # the parameters' hooks hold it, and it them
     loss = None if balance is None else float(balance.detach())
     return _Result(recorded.result, long, gradients, loss, recorded.outputs)
 
