@@ -76,6 +76,10 @@ def units() -> dict[str, Unit | Measurement]:
     seeds = range(3)
     made: dict[str, Unit | Measurement] = {}
     made |= {f"SFT, seed {seed}": Unit("smollm2/sft", conversations, seed) for seed in seeds}
+    made |= {
+        f"SFT, learning rate {rate}": Unit("smollm2/sft", conversations, set=(f"train.lr={rate}",))
+        for rate in ("1e-5", "2e-4")
+    }
     made["SFT, LoRA"] = Unit("smollm2/sft_lora", conversations)
     made["SFT, control: answers permuted"] = Unit("smollm2/sft", conversations, set=(f"{ARGS}.permute=true",))
     made |= {f"DPO, seed {seed}": Unit("smollm2/dpo", pairs, seed) for seed in seeds}
