@@ -143,10 +143,10 @@ def user(text: str, *words: str) -> Row:
     return {"messages": [{"role": "user", "content": text.format(*words)}]}
 
 
-def right(row: Mapping[str, Any], text: str) -> float:
-    """Return the reward: 1 for the right number, 0.1 for another one, 0 where no number or several are given."""
+def right(row: Mapping[str, Any], text: str, *, wrong: float = 0.1) -> float:
+    """Return the reward: 1 for the right number, `wrong` for another one, 0 where no number or several are given."""
     given = readable(text)
-    return 0.0 if given is None else 1.0 if given == int(row["answer"]) else 0.1
+    return 0.0 if given is None else 1.0 if given == int(row["answer"]) else wrong
 
 
 def readable(text: str) -> int | None:
