@@ -183,7 +183,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         if not rewards:
             raise UserError("no message of the assistant's has a `reward`: nothing to learn scores from")
         unscored = [{key: value for key, value in m.items() if key != "reward"} for m in messages]
-        plain_messages, counted = trained_turns(unscored, "assistant", scored=True)
+        plain_messages, counted = trained_turns(unscored, "assistant")
         counted = {i: weight for i, weight in counted.items() if i in rewards}
         if not counted:
             raise UserError("every response that has a `reward` has a `weight` of 0: nothing to learn scores from")
@@ -200,7 +200,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
             f"this row has {present} ({advice(row)})"
         )
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments, scored=True)
+    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
     trained = np.flatnonzero(sample.loss_weights).tolist()
     span = trained[0], trained[-1] + 1, reward, float(sample.loss_weights[trained[-1]])
     return [(_scored(sample.tokens, [span], source),)]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -172,7 +173,7 @@ def test_processes_that_tokenize_die_with_who_started_them(family):
     from ptf.data import tokenized
 
     started = multiprocessing.get_context("fork").Process(
-        target=lambda: list(tokenized._in_processes(sleeping, iter([(None, "", 0)] * 2), 2))
+        target=lambda: list(tokenized._in_processes(Sleeping(), iter([(None, "", 0)] * 2), 2))
     )
     started.start()
     driver = psutil.Process(started.pid)
@@ -185,5 +186,10 @@ def test_processes_that_tokenize_die_with_who_started_them(family):
     assert psutil.wait_procs(family.seen, WITHIN_S)[1] == []
 
 
-def sleeping(*piece: object) -> None:
-    time.sleep(600)
+class Sleeping:
+    """Work on a piece that does not end."""
+
+    unread = SimpleNamespace(say=None)
+
+    def __call__(self, *piece: object) -> None:
+        time.sleep(600)

@@ -306,6 +306,7 @@ def job_file(made: Made) -> Scene:
     root, counterpart = made.of_run("job", made.a, made.b, running.JOB)
 
     def read() -> Any:
+        (root / "metrics.jsonl").write_text('{"step": 1}\n')  # a run without a step has nothing that is kept
         running.write_job_file(made.job, root)
         return (root / running.JOB).read_text()
 

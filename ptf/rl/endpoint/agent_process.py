@@ -82,8 +82,10 @@ class AgentProcess:
             start_new_session=True,
             encoding="utf-8",
         )
-        path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        own, args = [*plugin_path(), os.getcwd()], resolved(self.agent.args, self.agent.use)
+        path, here = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))], [os.getcwd()]
+        if {"", *here} & {*sys.path}:  # it is on this process's path too, before what is installed
+            path += here
+        own, args = [*plugin_path(), *here], resolved(self.agent.args, self.agent.use)
         self.lines.put(json_line(use=self.agent.use, args=args, path=path, own=own, file=own_file(self.agent.use)))
         for target in (self._read, self._write):
             threading.Thread(target=target, name="agent process", daemon=True).start()
