@@ -30,6 +30,7 @@ def quiet() -> None:
 
 def reference(directory: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Return transformers' model of a checkpoint."""
+    quiet()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = (
@@ -124,8 +125,19 @@ def export_difference(
             f"not published: with the files in {directory}, transformers goes on after the ids {running_on}, with "
             "which responses ended in training; name them in eos_token_id of its generation_config.json"
         )
-    theirs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    return rounding.difference(theirs.gather(1, ids[0, 1:, None]).squeeze(1), logprobs)
+    return rounding.difference(_logprobs_by(model, tokens), logprobs)
+
+
+@torch.no_grad()
+def export_rounding(directory: Path, tokens: Sequence[int]) -> float:
+    """Return the same difference of transformers in bf16 and in fp32."""
+    exact, rounded = (_logprobs_by(reference(directory, dtype), tokens) for dtype in (torch.float32, torch.bfloat16))
+    return rounding.difference(rounded, exact)
+
+
+def _logprobs_by(model: "PreTrainedModel", tokens: Sequence[int]) -> Tensor:
+    ids = torch.tensor([list(tokens)])
+    return model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
 
 
 def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
