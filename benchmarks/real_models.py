@@ -470,8 +470,8 @@ ABOUT = {
     "GRPO on sums": (
         "100 held-out questions, answered greedily before and after. An answer is readable if it gives one number in\n"
         "digits. *form*: SFT on facts with one number, without arithmetic. In the controls the training\n"
-        "questions have the answers of others. Learning rates and the length of *form* were chosen by trials on seed 0\n"
-        "with these questions. Tokens of GRPO are the sampled ones."
+        "questions have the answers of others. Learning rates and the length of *form* were chosen by trials on\n"
+        "seed 0 with these questions. Tokens of GRPO are the sampled ones."
     ),
     "GRPO of the 0.5B, with adapters": (
         "100 held-out tasks, greedy. Five steps of 64 responses show that all parts work on a real model; they are no\n"
