@@ -402,7 +402,7 @@ def page(found: Mapping[str, Row]) -> int:
                 str(row["steps"]),
                 f"{row['tokens']:,}",
                 row["precision"],
-                f"{row['cpu_s']:.0f}",
+                f"{row['cpu_s']:.0f}" if row["cpu_s"] else "not kept",
                 row["commit"],
             ]
             for row in made

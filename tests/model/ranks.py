@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# torch imports its compiler at the first step of an optimizer and in state dicts
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.loop", "tests.tiny"]
+# torch imports its compiler at the first step of an optimizer and in state dicts; nothing of `tests`, of which the
+# server, started in any directory, may find another package
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.loop"]
 
 
 def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, environment: Mapping[str, str]) -> None:
