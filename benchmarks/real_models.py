@@ -44,6 +44,7 @@ OUTPUT = ROOT / "runs" / "real_models"
 RESULTS = results_page("real_models.md")
 KEPT = RESULTS.with_suffix(".jsonl")
 ARGS = "data.prepare.args"
+VLLM = ("rollout.engine=vllm", "train.steps=10", "compute.launcher=ray")  # it needs a process of its own
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def units() -> dict[str, Unit | Measurement]:
     made |= {f"GRPO, seed {seed}": Unit("smollm2/grpo", answers, seed) for seed in seeds}
     control = (f"{ARGS}.shuffle_answers=true", "train.steps=10")
     made["GRPO, control: answers shuffled"] = Unit("smollm2/grpo", answers, set=control)
-    made["GRPO, vLLM, 10 steps"] = Unit("smollm2/grpo", answers, set=("rollout.engine=vllm", "train.steps=10"))
+    made["GRPO, vLLM, 10 steps"] = Unit("smollm2/grpo", answers, set=VLLM)
     made |= {
         f"GRPO from the form, seed {seed}": Unit("smollm2/grpo_form", answers, seed, after="form") for seed in seeds
     }
