@@ -112,7 +112,7 @@ def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
 def export_difference(
     directory: Path, tokens: Sequence[int], logprobs: Sequence[float], stops: Sequence[int] = ()
 ) -> float:
-    """Return the largest difference of a log-prob (`rounding.difference`) of transformers, loaded from `directory`, and
+    """Return the largest difference of a log-prob of transformers, loaded from `directory`, and
     of the trained model.
 
     It is taken over a probe of n tokens, whose n − 1 log-probs of the trained model are `logprobs`. Raises UserError
@@ -161,7 +161,7 @@ def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
 
 @torch.no_grad()
 def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any], factory: LayerFactory) -> float:
-    """Return the largest difference (`rounding.difference`) of a head that is not the vocabulary's, over n tokens.
+    """Return the largest difference of a head that is not the vocabulary's, over n tokens.
 
     `values` [n, …] are the trained model's. A scalar head is read as AutoModelForSequenceClassification does: after
     each prefix, and at the ends of two texts, the probe and its first half, which the published tokenizer pads. A head

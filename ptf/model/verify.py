@@ -26,10 +26,9 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.hf_backend import first_line
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
-from ptf.model.rounding import Double, Margins
+from ptf.model.rounding import FACTOR, Double, Margins
 from ptf.model.tensor_files import HEADS, TensorFiles
 
-FACTOR = 4.0  # our error beside transformers'
 LEAST = 1e-6  # what transformers' error counts as at least
 LOGITS, GRADIENTS = 1e-4, 1e-3  # largest errors in fp32 that are judged: of the largest logit, and of a gradient's norm
 MEMBER_LEAST, MEMBER = 2.5e-6, 2e-5  # the same of random weights: ours is up to 4.5 max(1e-6, theirs) in 444 members

@@ -133,7 +133,7 @@ def raise_if_difference(directory: Path, trained: dict[str, list], reloaded: dic
 
 
 def difference_of(one: dict[str, list], other: dict[str, list]) -> float:
-    """Return the largest difference between the values of two probes (`rounding.difference`)."""
+    """Return the largest difference between the values of two probes."""
     (kind,) = one.keys() - {"tokens"}
     return rounding.difference(other[kind], one[kind])
 

@@ -19,6 +19,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.hf_backend import first_line
 from ptf.model.reference import quiet, reference
+from ptf.model.rounding import FACTOR
 from ptf.train.export import logprobs_of
 from ptf.train.trainer import forget_forwards
 
@@ -27,7 +28,6 @@ TOKENS, LAYERS = 32, 2
 # of the first layers of a larger one, whose tables alone may have more
 WHOLE, CUT = 1e9, 2.5e9
 TOLERANCE = {"fp32": 2e-4, "bf16": 5e-2}  # of the loss, or of 1 nat
-FACTOR = 4  # times transformers' own error in bf16 may be ptf's, where that is more
 
 
 def compare_with_transformers(

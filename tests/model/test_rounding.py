@@ -15,7 +15,7 @@ from ptf.model import verify
 from ptf.model.families import MODULES, family_of
 from ptf.model.parallel_parity import MESHES, _groups, _judged, _Step, _step
 from ptf.model.reference import exact_reference, quiet, random_reference
-from ptf.model.rounding import NATS, Double, Margins, difference
+from ptf.model.rounding import Double, Margins, difference
 from ptf.model.verify import DRAWS, MEMBER, Case, Reference, _Inputs
 
 
@@ -219,8 +219,6 @@ def test_every_family_is_computed_in_fp64(model_type: str, tmp_path: Path) -> No
     assert 0 < error <= MEMBER
 
 
-def test_a_difference_of_log_probs_is_relative_where_they_are_large() -> None:
-    """Numbers of SmolLM2-135M, trained in bf16 and loaded in fp32."""
-    assert difference([-26.56, -3.0], [-25.76, -3.1]) == pytest.approx(0.8 / (25.76 / NATS))
-    assert difference([-3.8, -26.0], [-3.0, -26.0]) == pytest.approx(0.8), "of a token that the model may give"
+def test_a_difference_that_is_no_number_is_within_no_bound() -> None:
+    assert difference([-3.8, -26.0], [-3.0, -26.1]) == pytest.approx(0.8)
     assert not difference([float("nan"), 0.0], [0.0, 0.0]) <= 0.2
