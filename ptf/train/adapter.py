@@ -7,6 +7,7 @@ Each export is loaded again as users will load it, and must give the log-probs o
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -37,19 +38,23 @@ def export_adapter(
     trained = probe(model, world, probe_of(merged.parent)["tokens"])
     head = "scalar" if model.config.head == "scalar" else "lm"
 
-    def load(directory: Path, section: ModelConfig, precision: str = precision) -> Decoder:
+    def load(directory: Path, section: ModelConfig, precision: str) -> Decoder:
         pretrained = section.model_copy(update={"init": "pretrained"})
         return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)[0]
+
+    def checked(directory: Path, loaded_in: Callable[[str], Decoder], bound: float) -> float:
+        """Return the difference, of which the model's own rounding is allowed if it is beyond the bound."""
+        loaded = probe(loaded_in(precision), world, trained["tokens"])
+        if precision == "bf16" and world.broadcast_object(difference_of(trained, loaded) > bound):
+            exact = probe(loaded_in("fp32"), world, trained["tokens"])
+            bound = max(bound, rounding.FACTOR * difference_of(exact, loaded))
+        return raise_if_difference(directory, trained, loaded, bound)
 
     if spec.quantization:
         _check_unrounded(model, source, merged, world, spec, trained)
     else:
-        loaded = probe(load(merged, without_adapters(spec)), world, trained["tokens"])
-        bound = _tolerance(merged, precision)
-        if precision == "bf16" and world.broadcast_object(difference_of(trained, loaded) > bound):
-            exact = probe(load(merged, without_adapters(spec), "fp32"), world, trained["tokens"])
-            bound = max(bound, rounding.FACTOR * difference_of(exact, loaded))
-        raise_if_difference(merged, trained, loaded, bound)
+        plain = without_adapters(spec)
+        checked(merged, lambda precision: load(merged, plain, precision), _tolerance(merged, precision))
     form = format_of(model, family)
     if obstacles := form.obstacles():
         if world.leads:
@@ -63,11 +68,13 @@ def export_adapter(
     unchecked = directory.with_name("adapter.unchecked")
     save(form.tensors(), form.config(base_name(spec, source)), unchecked, writes=world.leads)
     world.barrier()
-    reloaded = load(source, spec)
-    format_of(reloaded, family).fill(unchecked / "adapter_model.safetensors")
-    difference = raise_if_difference(
-        unchecked, trained, probe(reloaded, world, trained["tokens"]), LOGPROB_TOLERANCE[precision]
-    )
+
+    def adapted(precision: str) -> Decoder:
+        base = load(source, spec, precision)
+        format_of(base, family).fill(unchecked / "adapter_model.safetensors")
+        return base
+
+    difference = checked(unchecked, adapted, LOGPROB_TOLERANCE[precision])
     world.barrier()
     if world.leads:
         shutil.rmtree(directory, ignore_errors=True)
