@@ -84,6 +84,32 @@ def config_keys(tree: Path) -> int:
     return sum(line.startswith("| `") for line in (tree / "docs" / "config.md").read_text().splitlines())
 
 
+def config_fields(tree: Path) -> int:
+    """Fields that the classes of the config declare, each where it is declared."""
+    code = """
+import importlib, pkgutil
+from pydantic import BaseModel
+for name in ("ptf.config", "ptf.recipes"):
+    for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
+        if not module.name.endswith("recipe"):
+            importlib.import_module(module.name)
+def below(kind):
+    return {kind}.union(*map(below, kind.__subclasses__()))
+kinds = [kind for kind in below(BaseModel) if kind.__module__.startswith("ptf")]
+print(sum(name in kind.model_fields for kind in kinds for name in kind.__annotations__))
+"""
+    run = [sys.executable, "-c", code]
+    return int(subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True).stdout)
+
+
+def executed(tree: Path, job: str) -> dict[str, float]:
+    """Files and functions of ptf that a tiny job enters (benchmarks/executed.py)."""
+    run = [sys.executable, "benchmarks/executed.py", job]
+    done = subprocess.run(run, cwd=tree, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {f"{what} that a tiny {job} executes": n for what, n in found.items()}
+
+
 def recipe_files(tree: Path, recipe: str) -> int:
     """Files of ptf outside the recipe's own that name it, as a word of the code."""
     named = re.compile(rf"(?<![A-Za-z0-9])({recipe}|{recipe.upper()}|{recipe.capitalize()})(?![a-z0-9])")
@@ -111,6 +137,9 @@ def measure(tree: Path) -> dict[str, float]:
         "pairs of places that share 6 lines": duplicate_pairs(code),
         "ignored type errors": sum(len(re.findall(r"# (?:type|pyright): ignore", text)) for text in texts),
         "config keys": config_keys(tree),
+        "declared config fields": config_fields(tree),
+        **executed(tree, "SFT"),
+        **executed(tree, "GRPO"),
         "other files that name the recipe kd": recipe_files(tree, "kd"),
         "other files that name the recipe ppo": recipe_files(tree, "ppo"),
         "CPU-seconds to import ptf.cli": round(import_seconds(tree, "ptf.cli"), 2),
