@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ptf import gate, progress, storage
-from ptf.compute.launch import default_threads, needs_ray, on_ray
+from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.plugin import bind, own_copy
@@ -83,6 +83,8 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """
     compute = job.compute
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
+        from ptf.compute.gang import on_ray
+
         on_ray(
             measure_on_rank,
             (dump(job), str(run)),

@@ -212,8 +212,10 @@ def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
 
         train_online(job, directory, lease)
     elif launch.needs_ray(compute):
+        from ptf.compute.gang import on_ray
+
         with shutdown.passing_on(directory):
-            launch.on_ray(
+            on_ray(
                 train_rank,
                 (text, str(directory), lease.text),
                 workers=compute.workers,

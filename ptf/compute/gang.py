@@ -15,9 +15,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
+from ptf.compute.ray_session import ray_session  # first: it sets what Ray reads when it is imported
 
 # "nvidia" names the GPU resource; without it verl warns about CPUs
 os.environ.update(
@@ -389,3 +390,21 @@ def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
 
     place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
     return ray.get(ray.remote(here).options(num_cpus=0, scheduling_strategy=place).remote(), timeout=timeout_s)
+
+
+def on_ray(
+    function: Callable[..., object],
+    arguments: Sequence[object],
+    *,
+    workers: int,
+    device: str,
+    threads: int | None,
+    address: str | None,
+    workdir: Path,
+    timeout_s: float,
+    label: str = "train",
+) -> None:
+    """Run the function on every rank of a verl worker group; `label` is its name on the console and in errors."""
+    with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
+        gpu = device == "cuda" or (device == "auto" and gpus() > 0)
+        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads, timeout_s=timeout_s, label=label)

@@ -1,14 +1,10 @@
-"""Running one function on every worker: in this process, under torchrun, or as a gang on Ray.
-
-The function is `module:name` with plain arguments and finds its rank in the environment, so it does not depend on the
-launcher.
-"""
+"""Starting processes of ptf on this machine, alone or as ranks under torchrun; ptf.compute.gang starts them on Ray."""
 
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +97,3 @@ def as_child() -> dict[str, str]:
 def needs_ray(compute: ComputeConfig) -> bool:
     """Return whether the workers of an offline recipe are a gang on Ray. One worker on this machine is this process."""
     return compute.launcher == "ray" and (compute.workers > 1 or compute.address is not None)
-
-
-def on_ray(
-    function: Callable[..., object],
-    arguments: Sequence[object],
-    *,
-    workers: int,
-    device: str,
-    threads: int | None,
-    address: str | None,
-    workdir: Path,
-    timeout_s: float,
-    label: str = "train",
-) -> None:
-    """Run the function on every rank of a verl worker group; `label` is its name on the console and in errors."""
-    from ptf.compute.gang import gpus, run_gang
-    from ptf.compute.ray_session import ray_session
-
-    with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
-        gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads, timeout_s=timeout_s, label=label)

@@ -119,7 +119,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     from ptf.data.added import tokenizer_of
     from ptf.data.prompts import prompts_once
     from ptf.data.survey import survey_source
-    from ptf.model.bridge import decoder_config
+    from ptf.model.sizes import sizes_of
     from ptf.model.vocabulary import raise_if_larger_tokenizer
     from ptf.recipes import registry
     from ptf.rl.prompts import raise_if_too_long
@@ -164,7 +164,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
             if found.unread:
                 lines.append(f"{key}: nothing reads {', '.join(found.unread)}")
             longest = max([longest, *(len(sample) for unit in units for sample in unit)])
-    beyond = decoder_config(model, job.model.backend).beyond(longest) if model else ""
+    beyond = sizes_of(model, job.model.backend).beyond(longest) if model else ""
     lines += [*([beyond] if beyond else []), *try_rewards(job, prompts)]
     if all(f"data.sources.{name}" in here for name in job.data.sources):
         lines.append(length_of_run(job, recipe, tokenizer))

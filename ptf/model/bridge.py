@@ -194,12 +194,8 @@ def _as_stored(family: Family, directory: Path) -> Family:
     return family
 
 
-def decoder_config(directory: Path, backend: Literal["ptf", "hf"] = "ptf") -> DecoderConfig:
-    """Return the sizes of the model that a backend makes of a directory."""
-    if backend == "hf":
-        from ptf.model import hf_backend
-
-        return hf_backend.decoder_config(hf_backend.configured(directory))
+def decoder_config(directory: Path) -> DecoderConfig:
+    """Return the sizes of ptf's model of a directory."""
     hf = read_config(directory)
     return _decoder_config(family_of(hf), hf, directory)
 

@@ -24,9 +24,9 @@ from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
-from ptf.model import bridge
 from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.sampling import LogitsProcessing
+from ptf.model.sizes import sizes_of
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleGroup, RoleSpec
@@ -117,7 +117,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     pools = pools_of(job.compute.pools, plans)
     made_with = _made_with(job, tokenizer, trie)
     with job_cluster(job, run, pools) as cluster:
-        sizes = bridge.decoder_config(start.directory, job.model.backend)
+        sizes = sizes_of(start.directory, job.model.backend)
         experts = sizes.moe is not None
         if text := sizes.beyond(job.data.seq_len):
             print(f"a response's context of {text}", flush=True)
@@ -289,7 +289,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
 def _reward_model_length(job: Job, directory: Path) -> int:
     """Return the largest number of tokens of a conversation. It may exceed `data.seq_len`, since the reward model's
     tokenizer and template may give more tokens than the policy's."""
-    return min(bridge.decoder_config(directory, backend_of(directory, "ptf")).max_positions, 2 * job.data.seq_len)
+    return min(sizes_of(directory, backend_of(directory, "ptf")).max_positions, 2 * job.data.seq_len)
 
 
 def _reward_model_client(

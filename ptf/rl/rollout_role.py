@@ -13,8 +13,8 @@ from ptf.config.sections.rollout import RolloutConfig, SourcePlugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
+from ptf.model.sizes import sizes_of
 from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engines.protocol import edges_of
@@ -62,7 +62,7 @@ def sampler_spec(
     if engine == "vllm":
         key = "rollout.engine" if for_training else "evaluate.engine"
         raise_if_wrong(key, config_of(directory), job.train.precision, synced=for_training and not adapter)
-    shape = bridge.decoder_config(directory, job.model.backend)
+    shape = sizes_of(directory, job.model.backend)
     positions = shape.max_positions
     if length > positions:
         raise UserError(

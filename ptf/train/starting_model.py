@@ -18,6 +18,7 @@ from ptf.config.sections.model import ModelConfig, TokensConfig
 from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
+from ptf.model.sizes import sizes_of
 from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from ptf.train.components import without_adapters, without_head
 from ptf.train.job_tokenizer import changes_rendering, rendered, renders_a_date
@@ -141,7 +142,7 @@ def added_rows(
     tokens: TokensConfig, base: Path, tokenizer: Tokenizer, backend: Literal["ptf", "hf"] = "ptf"
 ) -> NewRows:
     """Add the tokens to the tokenizer, in place, and return the initial values of their rows in the model `base`."""
-    config = bridge.decoder_config(base, "hf") if backend == "hf" else bridge.build(base)[0].config
+    config = sizes_of(base, "hf") if backend == "hf" else bridge.build(base)[0].config
     old_size = tokenizer.vocab_size
     pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
     new = add(tokenizer, tokens)

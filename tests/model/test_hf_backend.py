@@ -21,6 +21,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge, hf_backend, hf_checks
 from ptf.model.reference import export_difference
+from ptf.model.sizes import sizes_of
 from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
@@ -185,7 +186,7 @@ def test_a_checkpoint_comes_back_byte_for_byte(model_type, tmp_path):
     before, after = (load_file(d / "model.safetensors") for d in (directory, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert bridge.decoder_config(directory, "hf").vocab == 97
+    assert sizes_of(directory, "hf").vocab == 97
 
 
 def test_a_job_trains_exports_and_resumes(tmp_path):
