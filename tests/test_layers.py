@@ -137,10 +137,9 @@ ALGO_CONFIGS = [
     "ptf/recipes/rules.py",
     "ptf/recipes/*/config.py",
 ]
-REGISTRIES = ("ptf.recipes.registry.", "ptf.rl.weights.transports.")  # which the config asks, inside functions
+REGISTRIES = ("ptf.recipes.registry.",)  # which the config asks, inside functions
 TORCH_FREE = [
     *ALGO_CONFIGS,
-    "ptf/rl/weights/transports.py",
     "ptf/config/*",
     "ptf/storage/*",
     "ptf/errors.py",

@@ -1,5 +1,6 @@
 """Rules between the keys of online recipes, which generate what they train on, and of the engines that generate."""
 
+from ptf.config import transports
 from ptf.config.schema import Job
 
 
@@ -39,7 +40,7 @@ def rollout_errors(job: Job) -> list[str]:
     divisible = rollout_config.engine in ("auto", "vllm") and job.compute.launcher == "ray"
     if rollout_config.tensor_parallel_size > 1 and not divisible:
         errors.append("rollout.tensor_parallel_size: above 1 it is for rollout.engine: vllm and compute.launcher: ray")
-    errors += transport_errors(job)
+    errors += transports.config_errors(job)
     if job.compute.launcher == "local" and rollout_config.replicas > 1:
         errors.append("rollout.replicas must be 1 with compute.launcher: local; use compute.launcher: ray for more")
     if job.compute.launcher == "torchrun":
@@ -171,13 +172,6 @@ def _unrewarded_source_errors(job: Job) -> list[str]:
         for key, name in {**trained, **held_out}.items()
         if name not in config.rewards and name not in config.environments
     ]
-
-
-def transport_errors(job: Job) -> list[str]:
-    """Return the problems of the transport of the weights with the rest of the job."""
-    from ptf.rl.weights.transports import config_errors
-
-    return config_errors(job)
 
 
 def prompt_errors(job: Job) -> list[str]:

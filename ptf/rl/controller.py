@@ -38,14 +38,12 @@ from ptf.rl.rewards.by_source import GroupScoring, Rewards, mark_without_result
 from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.validate import pass_rates
-from ptf.rl.weights.streamed import send_and_receive
-from ptf.rl.weights.transports import TRANSPORTS, resolve_transport
+from ptf.rl.weights.transport import transport_of
 from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import raise_if_fixed_keys_changed
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends
-SYNC = "sync"  # directory in the run's: weights for the engines (rollout.transport: files)
 
 
 def rewards_differ(group: Group) -> bool:
@@ -98,8 +96,7 @@ class Controller:
         self.warmup = recipe.critic.warmup if recipe.critic else 0  # steps in which only the critic is trained
         self.made_with = made_with
         self.logprob_limits = logprob_limits
-        self.transport = resolve_transport(job, cluster.gpu)
-        self.directory = run
+        self.directory, self.transport = run, transport_of(job, run, cluster.gpu)
         self.saves = Checkpoints.of(job, run, lease)
         trained = {"": policy} | ({CRITIC: critic} if critic else {})
         self.saver = OnlineSaver(self.saves, cluster, trained, job.compute.timeout_s)
@@ -408,7 +405,6 @@ class Controller:
         and of some responses in flight.
         Raises SyncError if one of them is wrong.
         """
-        transport, directory = TRANSPORTS[self.transport], str(self.directory / SYNC)
         with self.cluster.phase(self.policy, "sync"):
             if not self.canary:
                 self.canary = [p.tokens for p in self.canary_prompts()]
@@ -416,23 +412,8 @@ class Controller:
             in_flight = self.asynchronous.responses() if self.asynchronous else []
             scored = [*self.canary, *in_flight]
             expected = self.policy.call("prompt_logprobs", scored)
-            if transport.streams:
-                engines = self.rollout_config.replicas * self.rollout_config.tensor_parallel_size
-                arguments = (self.transport, self.step, engines, self.job.compute.timeout_s)
-                weights, manifest = self.policy.call("open_transfer", *arguments)
-            else:
-                arguments = (
-                    self.step,
-                    directory if transport.in_files else None,
-                    self.rollout_config.lora_sync == "adapter",
-                )
-                weights, manifest = self.policy.call("collect_weights", *arguments)
-        if transport.streams:
-            with self.cluster.together(self.policy, self.rollout, "sync"):
-                receipt = send_and_receive(self.policy, self.rollout, weights, manifest)
-        else:
-            with self.cluster.phase(self.rollout, "sync"):
-                receipt = self.rollout.call("load", weights, manifest)
+            weights, manifest = self.transport.open(self.policy, self.step)
+        receipt = self.transport.send(self.cluster, self.policy, self.rollout, weights, manifest)
         with self.cluster.phase(self.rollout, "sync"):
             worst = self.rollout.call("canary", scored, expected, self.logprob_limits)
         if receipt.version != self.step or receipt.tensors != len(manifest.digests):

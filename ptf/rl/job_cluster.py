@@ -13,7 +13,7 @@ from ptf.config import Job
 from ptf.config.sections.compute import PoolConfig
 from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, LocalCluster, Pool, RoleSpec
-from ptf.rl.controller import SYNC
+from ptf.rl.weights.transport import SYNC
 
 OFFLOADED = "offloaded"  # directory in the run's: files of roles that are offloaded to disk
 

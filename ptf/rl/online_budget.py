@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ptf.config import Job
+from ptf.config.transports import TRANSPORTS, resolve_transport, with_lora_sync
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig
@@ -25,7 +26,6 @@ from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
-from ptf.rl.weights.transports import TRANSPORTS, resolve_transport, with_lora_sync
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.starting_model import is_own_reference
 

@@ -17,6 +17,7 @@ from ptf.config import Job, Plugin
 from ptf.config.logprob_limits import logprob_limits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
+from ptf.config.transports import advice, with_lora_sync
 from ptf.credentials import redacted
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
@@ -45,7 +46,6 @@ from ptf.rl.rollout_role import (
     with_logits_processing,
 )
 from ptf.rl.validate import affordable
-from ptf.rl.weights.transports import advice, with_lora_sync
 from ptf.rl.weights.verification import SyncError
 from ptf.train.components import without_adapters
 from ptf.train.frozen_models import backend_of, located, raise_if_other_tokenizer
@@ -152,7 +152,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             lease=lease,
         )
         sent = f" lora_sync={rollout_config.lora_sync}" if job.model.lora else ""
-        print(f"weights: transport={controller.transport} dtype={job.train.precision}{sent}", flush=True)
+        print(f"weights: transport={controller.transport.name} dtype={job.train.precision}{sent}", flush=True)
         print("".join(f"{line}\n" for line in advice(job, cluster.gpu)), end="", flush=True)
         try:
             controller.run()

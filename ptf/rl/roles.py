@@ -36,8 +36,7 @@ from ptf.rl.cluster import broadcast, split_over_workers
 from ptf.rl.forward_passes import packer_of, per_document, per_token, sample_logprobs
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights import stored
-from ptf.rl.weights.streamed import Sender, Transfer
-from ptf.rl.weights.transports import TRANSPORTS, Streaming
+from ptf.rl.weights.streamed import Sender, Streamed, Transfer
 from ptf.rl.weights.verification import Buckets, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
@@ -323,11 +322,11 @@ class Learner:
 
     @broadcast
     def open_transfer(
-        self, transport: Streaming, version: int, engines: int, timeout_s: float
+        self, transport: type[Streamed], version: int, engines: int, timeout_s: float
     ) -> tuple[Transfer, Manifest]:
         """Return the transfer that the engines read while `send` runs, and its manifest."""
-        if self.sender is None and (TRANSPORTS[transport].from_every_rank or self.world.leads):
-            self.sender = Sender(transport, self.world.device, engines, timeout_s)
+        if self.sender is None and (transport.from_every_rank or self.world.leads):
+            self.sender = transport.sender(self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.all_gather_object(self.sender and self.sender.offer) if offer)
         names = bridge.hf_names(self.model, self.family)
         transfer = Transfer(transport, version, frozenset(names), offers, engines, timeout_s)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptf.rl.weights.streamed import Sender, Transfer
+from ptf.rl.weights.ipc import Ipc
+from ptf.rl.weights.nccl import Nccl
+from ptf.rl.weights.streamed import Transfer
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -42,13 +44,13 @@ def weights(device: torch.device, version: int) -> list[tuple[str, torch.Tensor]
     return [(name, torch.randn(shape, generator=draw).bfloat16().to(device)) for name, shape in shapes.items()]
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", [Ipc, Nccl])
 def test_another_process_receives_the_bytes_that_were_sent(device, transport):
-    if transport == "nccl" and device == "cuda" and torch.cuda.device_count() < 2:
+    if transport is Nccl and device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL does not connect two processes on one GPU")
     here = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    there = device if device == "cpu" else "cuda:1" if transport == "nccl" else "cuda:0"
-    sender = Sender(transport, here, 1, TIMEOUT_S)
+    there = device if device == "cpu" else "cuda:1" if transport is Nccl else "cuda:0"
+    sender = transport.sender(here, 1, TIMEOUT_S)
     sent = [weights(here, version) for version in range(VERSIONS)]
     names = frozenset(name for name, _ in sent[0])
     transfers = [Transfer(transport, v, names, (sender.offer,), 1, TIMEOUT_S) for v in range(VERSIONS)]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, changeable
+from ptf.config.transports import TransportName
 
 
 class RewardModelConfig(Section):
@@ -187,7 +188,7 @@ class RolloutConfig(Section):
     engine applies to the base model. `auto`: the adapter alone on GPUs with vLLM and `compute.launcher: ray`, in bf16,
     if nothing but adapters of a dense model's projections trains, of a rank of at
     most 128 and without `quantization: nf4`; otherwise the merged model."""
-    transport: Literal["auto", "object_store", "files", "ipc", "nccl"] = changeable("auto")
+    transport: TransportName = changeable("auto")
     """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
     `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use; `object_store` otherwise, and
     where only the adapter is sent (`lora_sync`).

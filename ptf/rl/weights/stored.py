@@ -1,4 +1,4 @@
-"""The code of the transports `object_store` and `files`, which collect all weights before an engine reads them.
+"""The transports `object_store` and `files`, which collect all weights before an engine reads them.
 
 `object_store` keeps all buckets in host memory, from where the launcher passes them to the engines. `files` writes each
 bucket to a safetensors file, so that only one is in memory, and the engines read the files. Either way the manifest has
@@ -13,9 +13,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ptf.rl.weights.verification import Bucket, Buckets, Manifest, SyncError, digest
+from ptf.rl.cluster import Cluster, RoleGroup
+from ptf.rl.weights.transport import Transport
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, digest
 
 BUCKET_BYTES = 256 << 20
+
+
+class ObjectStore(Transport):
+    """Through host memory, all tensors at once."""
+
+    def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
+        """See Transport."""
+        return policy.call("collect_weights", version, None, self.adapter)
+
+    def send(
+        self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest
+    ) -> Receipt:
+        """See Transport."""
+        with cluster.phase(rollout, "sync"):
+            return rollout.call("load", weights, manifest)
+
+
+class Files(ObjectStore):
+    """Through files in the run's directory."""
+
+    def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
+        """See Transport."""
+        return policy.call("collect_weights", version, str(self.directory), self.adapter)
 
 
 class BucketFiles(Sequence[Bucket]):

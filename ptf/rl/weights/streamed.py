@@ -1,9 +1,7 @@
-"""The code of the transports `ipc` and `nccl`, which send the weights while the engines read them, bucket by bucket.
+"""Transports that send the weights while the engines read them, bucket by bucket: what `ipc` and `nccl` have in common.
 
-`ipc` uses memory that two processes of one machine share (CUDA IPC; on a CPU a file in memory), from each rank of the
-policy to the engine on its own device. `nccl` broadcasts from the policy's first rank to all engines (with gloo on a
-CPU). An engine receives a `Transfer`, which holds the policy's address; iterating over it yields one bucket after the
-other, each compared with the checksum that was computed before it was sent.
+An engine receives a `Transfer`, which holds the policy's address; iterating over it yields one bucket after the other,
+each compared with the checksum that was computed before it was sent.
 
 A sender needs memory for two buffers of 64 MiB and for their checksums, another 128 MiB; a receiver also needs memory
 for the tensors that are not yet complete. A key-value store of c10d holds the contents of each buffer and counts the
@@ -17,7 +15,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptf.errors import Lost
-from ptf.rl.cluster import RoleGroup
-from ptf.rl.weights.transports import Streaming
-from ptf.rl.weights.verification import Bucket, Manifest, Receipt, SyncError, checksum
+from ptf.rl.cluster import Cluster, RoleGroup
+from ptf.rl.weights.transport import Transport
+from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, checksum
 
 BUFFER_BYTES = 64 << 20
 BUFFERS = 2  # one is filled while the other is read
@@ -86,27 +85,29 @@ class TransferStore:
 
 
 class Sender:
-    """The policy's side, on each of its ranks (ipc) or its first (nccl)."""
+    """The policy's side, in a process of a rank that sends."""
 
-    def __init__(self, transport: Streaming, device: torch.device, receivers: int, timeout_s: float) -> None:
-        self.transport, self.device = transport, device
-        self.receivers = 1 if transport == "ipc" else receivers
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1") if transport == "nccl" else "127.0.0.1"
+    def __init__(self, device: torch.device, receivers: int, timeout_s: float) -> None:
+        self.device, self.receivers = device, receivers
+        address = self.address()
         listening = socket.create_server((address, 0))
         port = listening.getsockname()[1]
         self.store = TransferStore(address, port, timeout_s, listening)
-        self.buffers: list[Tensor] = []
-        handles: list[Any] = []
-        for _ in range(BUFFERS):
-            if transport == "ipc":
-                buffer, handle = _allocate_shared(device)
-                handles.append(handle)
-            else:
-                buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-            self.buffers.append(buffer)
-        self.offer = Offer(address, port, host(), name_of(device), tuple(handles))
-        self.process_group: Any = None
+        made = [self.buffer() for _ in range(BUFFERS)]
+        self.buffers = [buffer for buffer, _ in made]
+        self.offer = Offer(address, port, host(), name_of(device), tuple(handle for _, handle in made))
         self.keys: list[str] = []  # that this version has in the store
+
+    def address(self) -> str:
+        """Return the address at which the engines reach this process."""
+        return "127.0.0.1"
+
+    def buffer(self) -> tuple[Tensor, Any]:
+        """Return a buffer, and the handle with which another process opens it, if it can."""
+        return torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.device), None
+
+    def hand_over(self, version: int, filled: Tensor) -> None:
+        """Give the engines the filled part of a buffer, once the store describes it."""
 
     def send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send all tensors, in order, and return when every engine has read the last one.
@@ -124,8 +125,6 @@ class Sender:
         for key in self.keys:  # of the version before, which every engine has read
             store.store.delete_key(key)
         self.keys = []
-        if self.transport == "nccl" and self.process_group is None:
-            self.process_group = _process_group(store, 0, 1 + self.receivers, self.device)
         for pieces in _fill_buffers(tensors):
             buffer = self.buffers[sent % BUFFERS]
             self._await_read(version, sent - BUFFERS)
@@ -137,8 +136,7 @@ class Sender:
             buffer[at:filled] = 0
             description = {"bytes": filled, "sum": checksum(buffer[:filled]), "pieces": [piece for *piece, _ in pieces]}
             self._publish(version, sent, description)
-            if self.process_group is not None:
-                _broadcast(self.process_group, buffer[:filled], store, version)
+            self.hand_over(version, buffer[:filled])
             sent += 1
         self._publish(version, sent, {"end": sent})
         self._await_read(version, sent)
@@ -187,10 +185,10 @@ class Transfer:
     arrived.
     """
 
-    transport: Streaming
+    transport: type["Streamed"]
     version: int
     names: frozenset[str]
-    offers: tuple[Offer, ...]  # of each rank (ipc), or of the first
+    offers: tuple[Offer, ...]  # of each rank that sends
     receivers: int
     timeout_s: float
     device: str = "cpu"  # of the engine, whose process sets it
@@ -210,7 +208,7 @@ class Transfer:
             yield
         except BaseException as error:
             for offer in self.offers:
-                if self.transport == "ipc" and offer.host != host():
+                if not self.transport.reaches(offer):
                     continue
                 with contextlib.suppress(Exception):
                     TransferStore(offer.address, offer.port, 5).report_failure(self.version, error)
@@ -274,41 +272,21 @@ class Transfer:
 
 
 class Receiver:
-    """An engine's side, which lives as long as the run: the store, and the shared buffers or the process group."""
+    """An engine's side, which lives as long as the run: the store, and the buffers."""
 
-    def __init__(
-        self, transport: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: torch.device
-    ) -> None:
-        self.device, self.process_group = device, None
-        if transport == "nccl":
-            self.store = TransferStore(offers[0].address, offers[0].port, timeout_s)
-            self.buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-            self.process_group = _process_group(self.store, self.store.store.add("engines", 1), 1 + receivers, device)
-            return
-        mine = [offer for offer in offers if (offer.host, offer.device) == (host(), name_of(device))]
-        if not mine or (device.type == "cuda" and len(mine) > 1):
-            raise SyncError(
-                f"rollout.transport: ipc: {len(mine)} ranks of the policy are on this engine's {device.type} "
-                f"{name_of(device)} of {host()}, but ipc needs exactly one; set rollout.transport to files or "
-                "object_store, or to nccl with policy and rollout in different compute.pools"
-            )
-        self.store = TransferStore(mine[0].address, mine[0].port, timeout_s)
-        if len(mine) > 1 and (number := (self.store.store.add("engines", 1) - 1) % len(mine)):
-            mine = mine[number:]
-            self.store = TransferStore(mine[0].address, mine[0].port, timeout_s)
-        self.buffers = [_open_shared(handle, device) for handle in mine[0].handles]
+    def __init__(self, store: TransferStore, buffers: Sequence[Tensor]) -> None:
+        self.store, self.buffers = store, buffers
 
     def receive(self, version: int, which: int, n: int) -> Tensor:
         """Return the first n bytes of buffer `which`, filled by the policy."""
-        buffer = self.buffers[which][:n]
-        if self.process_group is not None:
-            _broadcast(self.process_group, buffer, self.store, version)
-        return buffer
+        return self.buffers[which][:n]
 
 
 @functools.cache
-def _receiver(transport: str, offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: str) -> Receiver:
-    return Receiver(transport, offers, receivers, timeout_s, torch.device(device))
+def _receiver(
+    transport: type["Streamed"], offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: str
+) -> Receiver:
+    return transport.receiver(offers, receivers, timeout_s, torch.device(device))
 
 
 def name_of(device: torch.device) -> str:
@@ -322,56 +300,37 @@ def host() -> str:
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _allocate_shared(device: torch.device) -> tuple[Tensor, Any]:
-    """Return a buffer, and the handle with which another process of this machine opens it."""
-    if device.type == "cuda":
-        from torch.multiprocessing.reductions import reduce_tensor
+class Streamed(Transport):
+    """A transport whose engines read while the policy sends."""
 
-        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        return buffer, reduce_tensor(buffer)[1]
-    fd = os.memfd_create("ptf-weights")  # freed with the last process that has it open, however that ends
-    os.ftruncate(fd, BUFFER_BYTES)
-    path = f"/proc/{os.getpid()}/fd/{fd}"
-    return torch.from_file(path, shared=True, size=BUFFER_BYTES, dtype=torch.uint8), path
+    from_every_rank = False  # True: each rank of the policy sends; False: only its first
 
+    @staticmethod
+    @abstractmethod
+    def sender(device: torch.device, engines: int, timeout_s: float) -> Sender:
+        """Return the side of a rank of the policy on this device."""
 
-def _open_shared(handle: Any, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    @staticmethod
+    @abstractmethod
+    def receiver(offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> Receiver:
+        """Return the side of an engine on this device, connected to one of the offers."""
 
-        arguments = list(handle)
-        arguments[6] = device.index  # the same GPU may have another index in every process
-        return rebuild_cuda_tensor(*arguments)
-    return torch.from_file(handle, shared=True, size=BUFFER_BYTES, dtype=torch.uint8)
+    @staticmethod
+    def reaches(offer: Offer) -> bool:
+        """Return whether this process can read what the offer's rank sends."""
+        return True
 
+    def open(self, policy: RoleGroup, version: int) -> tuple[Transfer, Manifest]:
+        """See Transport."""
+        return policy.call("open_transfer", type(self), version, self.engines, self.timeout_s)
 
-def _process_group(store: TransferStore, rank: int, size: int, device: torch.device) -> Any:
-    """Return the process group of the sender and all receivers; it is not registered with torch.distributed."""
-    prefixed, timeout = dist.PrefixStore("group", store.store), timedelta(seconds=store.timeout_s)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    group: Any = dist.ProcessGroupGloo  # whose options its types leave out
-    options = group._Options()
-    # connecting a UDP socket sends nothing; it gives the address of this machine on the route to the policy
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.store.host, store.store.port))
-        own = probe.getsockname()[0]
-    options._devices = [group.create_device(hostname=own)]
-    options._timeout = timeout
-    return group(prefixed, rank, size, options)
-
-
-def _broadcast(group: Any, buffer: Tensor, store: TransferStore, version: int) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    work = group.broadcast([buffer], options)
-    # without this, a broadcast that the other side has left would last until the group's own deadline
-    store.wait(version, "a broadcast was not over", work.is_completed)
-    work.wait()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
+    def send(
+        self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest
+    ) -> Receipt:
+        """See Transport."""
+        assert isinstance(weights, Transfer)
+        with cluster.together(policy, rollout, "sync"):
+            return send_and_receive(policy, rollout, weights, manifest)
 
 
 def send_and_receive(policy: RoleGroup, rollout: RoleGroup, transfer: Transfer, manifest: Manifest) -> Receipt:

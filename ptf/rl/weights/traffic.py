@@ -7,7 +7,7 @@ transfer overlap, and otherwise their sum; a real transfer takes longer.
 
 from dataclasses import dataclass
 
-from ptf.rl.weights.transports import TRANSPORTS
+from ptf.config.transports import TRANSPORTS
 
 WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the engine
 

@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptf.errors import Lost
-from ptf.rl.weights import streamed
-from ptf.rl.weights.streamed import Sender, Transfer, TransferStore
+from ptf.rl.weights import nccl, streamed
+from ptf.rl.weights.ipc import Ipc, opened
+from ptf.rl.weights.nccl import Nccl
+from ptf.rl.weights.streamed import Sender, Streamed, Transfer, TransferStore
 from ptf.rl.weights.verification import Manifest, SyncError, check, checksum
 
 CPU = torch.device("cpu")
@@ -39,9 +41,9 @@ def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[tuple[str, torch.Te
 
 
 def lent(
-    sender: Sender, names: list[str], how: str, version: int = 0, engines: int = 1, timeout_s: float = 20
+    sender: Sender, names: list[str], how: type[Streamed], version: int = 0, engines: int = 1, timeout_s: float = 20
 ) -> Transfer:
-    return Transfer(how, version, frozenset(names), (sender.offer,), engines, timeout_s)  # type: ignore[arg-type]
+    return Transfer(how, version, frozenset(names), (sender.offer,), engines, timeout_s)
 
 
 def engine(sent: Transfer) -> dict[str, torch.Tensor]:
@@ -52,11 +54,11 @@ def engine(sent: Transfer) -> dict[str, torch.Tensor]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=9),
-    st.sampled_from(["ipc", "nccl"]),
+    st.sampled_from([Ipc, Nccl]),
 )
 def test_every_tensor_arrives_as_it_was(shapes, how):
     streamed._receiver.cache_clear()
-    sender, given = Sender(how, CPU, 1, 20), tensors(*shapes)
+    sender, given = how.sender(CPU, 1, 20), tensors(*shapes)
     with ThreadPoolExecutor(1) as beside:
         for version in (0, 1, 2):
             now = [(name, t + version) for name, t in given]
@@ -68,9 +70,9 @@ def test_every_tensor_arrives_as_it_was(shapes, how):
 
 
 def test_several_engines_are_all_waited_for():
-    sender, given = Sender("nccl", CPU, 3, 20), tensors((40,), (7, 5), (3,))
+    sender, given = Nccl.sender(CPU, 3, 20), tensors((40,), (7, 5), (3,))
     # a link of its own for each
-    sent = [Transfer("nccl", 0, frozenset(dict(given)), (sender.offer,), 3, 20, f"cpu:{i}") for i in range(3)]
+    sent = [Transfer(Nccl, 0, frozenset(dict(given)), (sender.offer,), 3, 20, f"cpu:{i}") for i in range(3)]
     with ThreadPoolExecutor(4) as beside:
         sending = beside.submit(sender.send, 0, given)
         founds = [one.result() for one in [beside.submit(engine, each) for each in sent]]
@@ -119,11 +121,11 @@ WRONG: dict[str, tuple[Callable[[list], list], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["ipc", "nccl"])
+@pytest.mark.parametrize("how", [Ipc, Nccl])
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_arrives_wrong_is_refused_and_the_policy_is_told(fault, how):
     change, said = WRONG[fault]
-    sender, given = Sender(how, CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    sender, given = how.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, change(given))
         with pytest.raises(SyncError, match=said):
@@ -133,39 +135,39 @@ def test_what_arrives_wrong_is_refused_and_the_policy_is_told(fault, how):
 
 
 def test_memory_that_changes_before_it_is_read_is_refused():
-    sender, given = Sender("ipc", CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    sender, given = Ipc.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
     sender.store.store = Bending(sender)
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, given)
         with pytest.raises(SyncError, match="part 1 arrived changed"):
-            engine(lent(sender, ["t0", "t1", "t2"], "ipc"))
+            engine(lent(sender, ["t0", "t1", "t2"], Ipc))
         with pytest.raises(SyncError, match="the other side failed"):
             sending.result()
 
 
 def test_what_is_broadcast_wrong_is_refused(monkeypatch):
     """The engine's copy changes on the way."""
-    sender, given = Sender("nccl", CPU, 1, 20), tensors((40,), (7, 5), (3,))
-    receive = streamed.Receiver.receive
+    sender, given = Nccl.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    receive = nccl.NcclReceiver.receive
 
     def bent(self, *what):
         buffer = receive(self, *what)
         buffer[3] ^= 1
         return buffer
 
-    monkeypatch.setattr(streamed.Receiver, "receive", bent)
+    monkeypatch.setattr(nccl.NcclReceiver, "receive", bent)
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, given)
         with pytest.raises(SyncError, match="part 0 arrived changed"):
-            engine(lent(sender, ["t0", "t1", "t2"], "nccl"))
+            engine(lent(sender, ["t0", "t1", "t2"], Nccl))
         with pytest.raises(SyncError, match="the other side failed"):
             sending.result()
 
 
 def test_a_version_that_was_lost_or_repeated_is_refused_before_anything_is_read():
-    sender = Sender("ipc", CPU, 1, 20)
+    sender = Ipc.sender(CPU, 1, 20)
     with pytest.raises(SyncError, match="version 2 was sent, but the engine holds 2"):
-        check(lent(sender, ["t0"], "ipc", 2), Manifest(2, {"t0": ""}), current=2)
+        check(lent(sender, ["t0"], Ipc, 2), Manifest(2, {"t0": ""}), current=2)
 
 
 def test_a_policy_that_fails_half_way_ends_the_engines_wait():
@@ -173,28 +175,28 @@ def test_a_policy_that_fails_half_way_ends_the_engines_wait():
         yield from tensors((40,), (40,))
         raise ValueError("a shard is gone")
 
-    sender = Sender("ipc", CPU, 1, 60)
+    sender = Ipc.sender(CPU, 1, 60)
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, breaking())
         with pytest.raises(SyncError, match="the other side failed: ValueError: a shard is gone"):
-            engine(lent(sender, ["t0", "t1"], "ipc", timeout_s=60))
+            engine(lent(sender, ["t0", "t1"], Ipc, timeout_s=60))
         with pytest.raises(ValueError, match="a shard is gone"):
             sending.result()
 
 
 def test_nobody_waits_longer_than_the_deadline():
-    sender = Sender("ipc", CPU, 1, 0.5)
+    sender = Ipc.sender(CPU, 1, 0.5)
     with pytest.raises(TimeoutError, match="1 engines had not all read part"):
         sender.send(0, tensors((40,), (40,), (40,), (40,)))
-    other = Sender("ipc", CPU, 1, 0.5)
+    other = Ipc.sender(CPU, 1, 0.5)
     with pytest.raises(TimeoutError, match="the policy had not sent part 0"):
-        engine(lent(other, ["t0"], "ipc", timeout_s=0.5))
+        engine(lent(other, ["t0"], Ipc, timeout_s=0.5))
 
 
 LISTENS = """
 import torch, sys
-from ptf.rl.weights.streamed import Sender
-sender = Sender("ipc", torch.device("cpu"), 1, 60)
+from ptf.rl.weights.ipc import Ipc
+sender = Ipc.sender(torch.device("cpu"), 1, 60)
 sender.buffers[0][:5] = torch.tensor(list(b"hello"), dtype=torch.uint8)
 print(sender.offer.handles[0], flush=True)
 sys.stdin.read()
@@ -207,21 +209,21 @@ def test_memory_is_seen_by_another_process_and_is_gone_with_it(monkeypatch):
     assert other.stdout
     try:
         path = other.stdout.readline().strip()
-        assert bytes(streamed._open_shared(path, CPU)[:5].tolist()) == b"hello"
+        assert bytes(opened(path, CPU)[:5].tolist()) == b"hello"
     finally:
         other.kill()
         other.wait(30)
     with pytest.raises(RuntimeError):
-        streamed._open_shared(path, CPU)
+        opened(path, CPU)
 
 
 def test_what_was_said_is_forgotten_when_it_was_read():
-    sender, given = Sender("ipc", CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    sender, given = Ipc.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
     keys = []
     with ThreadPoolExecutor(1) as beside:
         for version in range(4):
             sending = beside.submit(sender.send, version, given)
-            engine(lent(sender, ["t0", "t1", "t2"], "ipc", version))
+            engine(lent(sender, ["t0", "t1", "t2"], Ipc, version))
             sending.result()
             keys.append(sender.store.store.num_keys())
     assert keys[1:] == keys[:1] * 3
@@ -234,8 +236,8 @@ def stops_early(sent: Transfer) -> None:
 
 
 def test_an_engine_that_stops_reading_has_no_receipt():
-    sender, given = Sender("ipc", CPU, 1, 2), tensors((40,), (7, 5), (3,))
-    sent = lent(sender, ["t0", "t1", "t2"], "ipc")
+    sender, given = Ipc.sender(CPU, 1, 2), tensors((40,), (7, 5), (3,))
+    sent = lent(sender, ["t0", "t1", "t2"], Ipc)
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, given)
         with pytest.raises(SyncError, match="the engine stopped reading after 0 of 3 tensors"):
@@ -248,21 +250,21 @@ def test_an_engine_that_stops_reading_has_no_receipt():
 
 def test_an_engine_takes_what_is_on_its_own_machine():
     """Whatever is offered elsewhere, and first."""
-    sender, given = Sender("ipc", CPU, 1, 20), tensors((9,))
+    sender, given = Ipc.sender(CPU, 1, 20), tensors((9,))
     elsewhere = replace(sender.offer, host="another", port=1)
-    sent = Transfer("ipc", 0, frozenset(["t0"]), (elsewhere, sender.offer), 1, 20)
+    sent = Transfer(Ipc, 0, frozenset(["t0"]), (elsewhere, sender.offer), 1, 20)
     with ThreadPoolExecutor(1) as beside:
         sending = beside.submit(sender.send, 0, given)
         assert torch.equal(engine(sent)["t0"], given[0][1])
         sending.result()
     with pytest.raises(SyncError, match="0 ranks of the policy are on this engine's cpu"):
-        engine(Transfer("ipc", 1, frozenset(["t0"]), (elsewhere,), 1, 20))
+        engine(Transfer(Ipc, 1, frozenset(["t0"]), (elsewhere,), 1, 20))
 
 
-@pytest.mark.parametrize("how", ["ipc", "nccl"])
+@pytest.mark.parametrize("how", [Ipc, Nccl])
 def test_listening_is_on_the_given_address_alone(how, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    sender = Sender(how, CPU, 1, 5)
+    sender = how.sender(CPU, 1, 5)
     listening = [
         line.split()[1]
         for name in ("tcp", "tcp6")
@@ -275,7 +277,7 @@ def test_listening_is_on_the_given_address_alone(how, monkeypatch):
 
 
 def test_a_wait_looks_for_the_other_sides_failure_again_and_again():
-    sender = Sender("ipc", CPU, 1, 30)
+    sender = Ipc.sender(CPU, 1, 30)
     line = TransferStore(sender.offer.address, sender.offer.port, 30)
     threading.Timer(0.3, lambda: line.store.set("7/fault", "RuntimeError: out of memory")).start()
     began = time.monotonic()

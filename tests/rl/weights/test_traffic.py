@@ -2,8 +2,8 @@
 
 import pytest
 
+from ptf.config.transports import TRANSPORTS
 from ptf.rl.weights.traffic import Rates, sync_traffic
-from ptf.rl.weights.transports import TRANSPORTS
 
 SIZES = {"8B": 8.19e9, "30B-A3B": 30.5e9, "235B": 235e9}
 

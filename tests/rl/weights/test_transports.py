@@ -1,5 +1,6 @@
 """The table of the transports is the one that configs choose from, and asks for what each needs."""
 
+import importlib
 import sys
 from dataclasses import fields
 from subprocess import run
@@ -10,23 +11,28 @@ import yaml
 
 from ptf.config import Job, loads
 from ptf.config.sections.rollout import RolloutConfig
-from ptf.rl.weights.traffic import Rates
-from ptf.rl.weights.transports import (
+from ptf.config.transports import (
     TRANSPORTS,
-    Streaming,
     advice,
     config_errors,
     resolve_transport,
     with_lora_sync,
 )
+from ptf.rl.weights.streamed import Streamed
+from ptf.rl.weights.traffic import Rates
+from ptf.rl.weights.transport import Transport
 
 
 def test_a_config_can_name_each_transport_and_no_other():
     assert set(get_args(RolloutConfig.model_fields["transport"].annotation)) == {*TRANSPORTS, "auto"}
 
 
-def test_only_what_is_not_streamed_is_written_to_files():
-    assert {name for name, transport in TRANSPORTS.items() if transport.streams} == {*get_args(Streaming)}
+def test_the_table_and_the_classes_agree():
+    for transport in TRANSPORTS.values():
+        module, _, name = transport.code.partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        assert issubclass(kind, Transport)
+        assert issubclass(kind, Streamed) == transport.streams
     assert not any(transport.streams and transport.in_files for transport in TRANSPORTS.values())
 
 
@@ -37,7 +43,7 @@ def test_every_link_of_a_transport_has_a_rate():
 
 
 def test_a_config_is_checked_without_torch():
-    code = "import sys; import ptf.rl.weights.transports; sys.exit('torch' in sys.modules)"
+    code = "import sys; import ptf.config.transports; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,11 +1,8 @@
-"""The transports of weights by the name that `rollout.transport` gives them: what each needs of a job, when `auto`
-tries it, and what a sync by it moves.
+"""The transports of weights by the name that `rollout.transport` gives them: the code of each, what it needs of a job,
+when `auto` tries it, and what a sync by it moves.
 
-To add one, add an entry to `TRANSPORTS`, its name to the `Literal` of `RolloutConfig.transport`, and its code. For a
-stored transport, whose buckets all exist before the engines read them, add a branch to `stored.collect`, and extend
-the arguments that `Controller.sync` and `Learner.collect_weights` pass to it. For a streaming one, whose engines read
-while the policy sends, add its name to `Streaming` here, and a branch for it where `Sender`, `Transfer` and `Receiver`
-of streamed.py make and read buffers. If it uses a link that no other transport does, add a field to `Rates`
+To add one, add a file with its class (a subclass of `Transport`, ptf/rl/weights/transport.py, or of one of those that
+are there), and an entry to `TRANSPORTS`. If it uses a link that no other transport does, add a field to `Rates`
 (traffic.py). `make reference` then writes the key's documentation.
 
 The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
@@ -19,8 +16,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
-Streaming = Literal["ipc", "nccl"]  # names of the transports that stream
-
 
 def no_errors(job: "Job") -> Iterator[str]:
     """Yield nothing: the transport works with every job."""
@@ -33,16 +28,16 @@ def for_all(job: "Job", gpu: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportFacts:
     """What a transport of weights does, and what a job must have for it."""
 
+    code: str  # its class, as module:name
     # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
     link_crossings: Mapping[str, int]
     # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes at
     # least as long as its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
-    from_every_rank: bool = False  # True: each rank of the policy sends; False: only its first
     errors: Callable[["Job"], Iterator[str]] = no_errors  # why a job cannot use it, one line for each reason
     # whether `auto` tries it for a job, whose roles have GPUs or not
     auto_candidate: Callable[["Job", bool], bool] = for_all
@@ -98,22 +93,24 @@ def whole_on_gpus(job: "Job", gpu: bool) -> bool:
 TRANSPORTS = {
     # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
     # within the GPU, into the shared buffer and out of it
-    "ipc": Transport(
+    "ipc": TransportFacts(
+        code="ptf.rl.weights.ipc:Ipc",
         link_crossings={"gather": 1, "device": 2, "digest_on_device": 2},
         streams=True,
-        from_every_rank=True,
         errors=ipc_errors,
         auto_candidate=whole_on_gpus,
     ),
     # by a broadcast from the policy's first rank
-    "nccl": Transport(
+    "nccl": TransportFacts(
+        code="ptf.rl.weights.nccl:Nccl",
         link_crossings={"gather": 1, "digest_on_device": 2, "network": 1},
         streams=True,
         errors=nccl_errors,
         auto_candidate=whole_on_gpus,
     ),
     # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
-    "files": Transport(
+    "files": TransportFacts(
+        code="ptf.rl.weights.stored:Files",
         link_crossings={
             "gather": 1,
             "host_link": 2,
@@ -126,7 +123,8 @@ TRANSPORTS = {
         auto_candidate=whole_on_gpus,
     ),
     # through host memory, all tensors at once: the same with an object store
-    "object_store": Transport(
+    "object_store": TransportFacts(
+        code="ptf.rl.weights.stored:ObjectStore",
         link_crossings={
             "gather": 1,
             "host_link": 2,
@@ -134,9 +132,15 @@ TRANSPORTS = {
             "digest_on_device": 1,
             "digest_on_host": 1,
             "network": 1,
-        }
+        },
     ),
 }
+
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal[("auto", *TRANSPORTS)]
 
 
 MAX_RANK_FOR_AUTO_ADAPTER_SYNC = 128  # vLLM serves four times as much
@@ -158,7 +162,8 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     engine_applies_adapters = (
         gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
     )
-    transport_sends_adapters = rollout.transport == "auto" or not TRANSPORTS[rollout.transport].streams
+    named = TRANSPORTS.get(rollout.transport)  # None: auto
+    transport_sends_adapters = named is None or not named.streams
     adapter = adapter_is_servable and only_adapters_train and engine_applies_adapters and transport_sends_adapters
     value = "adapter" if adapter else "merged"
     return job.model_copy(update={"rollout": rollout.model_copy(update={"lora_sync": value})})
@@ -170,7 +175,7 @@ def resolve_transport(job: "Job", gpu: bool) -> str:
     `gpu` is whether the roles have GPUs.
     """
     assert job.rollout is not None
-    if job.rollout.transport != "auto":
+    if job.rollout.transport in TRANSPORTS:
         return job.rollout.transport
     return next(
         name
@@ -183,18 +188,19 @@ def config_errors(job: "Job") -> list[str]:
     """Return the problems of `rollout.transport` with the rest of the job, as lines that begin with the key."""
     assert job.rollout is not None
     name = job.rollout.transport
-    if name == "auto":
-        return []
-    return [f"rollout.transport: {name}: {problem}" for problem in TRANSPORTS[name].errors(job)]
+    named = TRANSPORTS.get(name)  # None: auto
+    return [f"rollout.transport: {name}: {problem}" for problem in (named.errors(job) if named else ())]
 
 
 def advice(job: "Job", gpu: bool) -> list[str]:
-    """Return a line that says how `auto` could choose a faster transport than `files`, if one key prevents it."""
+    """Return a line that says how `auto` could choose a transport that streams, if one key prevents it."""
     assert job.rollout is not None
     rollout, workers = job.rollout, job.compute.workers
-    if rollout.transport != "auto" or resolve_transport(job, gpu) != "files" or workers % rollout.tensor_parallel_size:
+    if rollout.transport in TRANSPORTS or workers % rollout.tensor_parallel_size:
         return []
     replicas = workers // rollout.tensor_parallel_size
     other = job.model_copy(update={"rollout": rollout.model_copy(update={"replicas": replicas})})
-    name = resolve_transport(other, gpu)
-    return [] if name == "files" else [f"weights: with rollout.replicas: {replicas} they would go by {name}"]
+    now, then = resolve_transport(job, gpu), resolve_transport(other, gpu)
+    if TRANSPORTS[now].streams or not TRANSPORTS[then].streams:
+        return []
+    return [f"weights: with rollout.replicas: {replicas} they would go by {then}"]
