@@ -11,10 +11,9 @@ HEAD = """# Command line
 Written from `ptf/cli.py` by `python docs/cli_reference.py`; do not edit.
 
 `ptf COMMAND --help` prints the same. Exit status 0: success. 1: the command ran and found a problem (`check-model`,
-`scaffold`, `inspect`, `check-engine`, `try`), or the job does not fit (`plan`). 2: it stopped with one message that
-says what to do: an invalid input, a run in use, a request to stop (the checkpoint is written), or a failure that a
-retry may cure, such as a rank that died or a cluster that does not answer. Any other failure ends with a traceback and
-status 1.
+`inspect`, `check-engine`, `try`), or the job does not fit (`plan`). 2: it stopped with one message that says what to
+do: an invalid input, a run in use, a request to stop (the checkpoint is written), or a failure that a retry may cure,
+such as a rank that died or a cluster that does not answer. Any other failure ends with a traceback and status 1.
 """
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
-    scaffold, inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
+    inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
     parser, words = _parser(), sys.argv[1:] if argv is None else argv
     if list(words[:1]) == ["verify"]:
         parser.error("ptf verify is now ptf check-model")
@@ -290,7 +290,7 @@ def verify(options: argparse.Namespace) -> int:
     return _print_report(report, options.json)
 
 
-def _print_report(report: "Report", as_json: bool = False) -> int:
+def _print_report(report: "Report", as_json: bool) -> int:
     """Print what the verifier found, a row for each comparison, and return the exit status."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -314,37 +314,6 @@ def _print_report(report: "Report", as_json: bool = False) -> int:
         out.print(line, markup=False, highlight=False)
     verdict, style = ("pass", "green") if report.passed else ("fail", "red")
     console().print(f"{report.model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
-    return 0 if report.passed else 1
-
-
-def scaffold(options: argparse.Namespace) -> int:
-    """Write the file of a model family, say what is missing in it, and verify it."""
-    from ptf.model.scaffold.check import check as check_text
-    from ptf.model.scaffold.check import checked
-    from ptf.model.scaffold.draft import write_draft
-    from ptf.model.scaffold.report import next_steps
-
-    draft = write_draft(options.model, options.output, options.force)
-    name, found = draft.reference.model_type, draft.findings
-    if found.registered:
-        report = checked(draft.reference, options.configs)
-        if options.parallel and report.passed:
-            from ptf.model.parallel_parity import verify_parallel
-
-            report.cases += verify_parallel(name, min(options.configs, PARALLEL_CONFIGS))
-    else:  # it is no module of this ptf: processes of their own could not import it
-        report = check_text(draft.reference, draft.text, options.configs)
-    if options.json:
-        sys.stdout.write(json.dumps(found.as_dict() | {"check": report.as_dict()}) + "\n")
-    else:
-        for line in found.lines():
-            print(line)
-        _print_report(report)
-        if draft.reference.given:
-            print(f"config {options.configs}: the config.json of {options.model}, with small sizes")
-        if not found.registered:
-            print(f'as a family: move {found.file} into ptf/model/families/ and add "{name}" to its MODULES')
-        print("next (docs/add_a_model.md, Checklist):", *next_steps(name, found.file), sep="\n  ")
     return 0 if report.passed else 1
 
 
@@ -505,7 +474,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands, config)
     _add_try(commands, config)
     _add_check_model(commands)
-    _add_scaffold(commands)
     _add_check_engine(commands)
     _add_chat(commands)
     _add_serve(commands)
@@ -692,34 +660,6 @@ def _add_check_model(commands: Commands) -> None:
         "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
     )
     command.set_defaults(run=verify)
-
-
-def _add_scaffold(commands: Commands) -> None:
-    command = commands.add_parser(
-        "scaffold",
-        help="write the file of a new model family from transformers' model, say what could not be mapped, and run "
-        "check-model",
-    )
-    command.add_argument(
-        "model", metavar="MODEL_TYPE_OR_DIR", help="a model_type of transformers, or a directory with a config.json"
-    )
-    command.add_argument(
-        "--output",
-        metavar="FILE",
-        help="the file (default: among the families in a checkout of ptf, with its line in MODULES; else here)",
-    )
-    command.add_argument("--force", action="store_true", help="replace the file if there is one")
-    command.add_argument(
-        "--configs", type=_positive, default=4, metavar="N", help="random configs to verify (default: 4)"
-    )
-    command.add_argument(
-        "--parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="if these pass, also verify on two processes, as check-model does (default: on)",
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    command.set_defaults(run=scaffold)
 
 
 def _add_check_engine(commands: Commands) -> None:

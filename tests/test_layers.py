@@ -112,7 +112,6 @@ PACKAGES = {
         "ptf/model/hf_backend.py",
         "ptf/model/hf_language_model.py",
         "ptf/model/hf_weights.py",
-        "ptf/model/scaffold/*",
     ],
     "pyarrow": [
         "ptf/data/sources/blocks.py",

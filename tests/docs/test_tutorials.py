@@ -119,6 +119,9 @@ def test_commands_exist(page: Path) -> None:
             assert line[1] in given or (ROOT / line[1]).is_file(), line
             words = [word for word in line if word.endswith(".yaml")]
             assert all(word in given or (ROOT / word).is_file() for word in words), line
+        elif line[0] in ("pytest", "cp"):
+            read = line[1:2] if line[0] == "cp" else [word for word in line if word.endswith(".py")]
+            assert all((ROOT / word).is_file() for word in read), line
         elif line[0] == "make":
             assert f"\n{line[1]}:" in (ROOT / "Makefile").read_text(), line
         else:

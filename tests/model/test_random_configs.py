@@ -1,16 +1,21 @@
-"""The verifier's random configs vary every setting that a family's mapping reads: one that never varies is never
-verified."""
+"""A family reads every setting that changes its model, or refuses it; and the verifier's random configs vary what it
+reads: a setting that never varies is never verified."""
 
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from ptf.errors import UserError
 from ptf.model.families import MODULES, Family, family_of
+from ptf.model.reference import random_reference
 
 DRAWN = 150
 UNSEEN = {"max_position_embeddings", "initializer_range"}  # no logit and no gradient depends on them
@@ -66,3 +71,48 @@ def test_every_setting_that_the_mapping_reads_varies(model_type: str) -> None:
     values = {path: {repr(dict(leaves(c)).get(path)) for c in configs} for path in settings}
     assert len(settings) >= 10, "negative control: nothing was read"
     assert sorted(path for path, seen in values.items() if len(seen) < 2) == []
+
+
+def logits(c: Mapping[str, Any]) -> Tensor:
+    """Return what transformers' model computes, with the same weights where the shapes are the same."""
+    model = random_reference(deepcopy(dict(c)), 0).eval()  # transformers changes the mappings inside a config
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 25)[None], use_cache=False).logits
+
+
+def ignored(family: Family, c: Mapping[str, Any]) -> set[Path]:
+    """Return the settings of the language model that change transformers' logits, and that the mapping neither reads
+    nor refuses."""
+    mine, theirs, found = family.config(c), logits(c), set[Path]()
+    for path, value in leaves({"text_config": c["text_config"]} if "text_config" in c else c):
+        for other in others(value) or ["relu"]:  # a word that no family has
+            with contextlib.suppress(Exception):  # refused; or transformers, which raises a dozen kinds, has it not
+                if family.config(again := changed(c, path, other)) == mine and not torch.equal(logits(again), theirs):
+                    found.add(path)
+    return found
+
+
+def without(c: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a config without a setting, and its language model without it."""
+    return {k: without(v, key) if isinstance(v, dict) else v for k, v in c.items() if k != key}
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+def test_a_setting_that_changes_the_model_is_read_or_refused(model_type: str) -> None:
+    """In a config as transformers saves it, and in one without the list of layers, which other settings then make."""
+    family = family_of({"model_type": model_type})
+    for key in ("", "layer_types"):
+        drawn = family.random_config(random.Random(f"without/{key}/{model_type}"))
+        found = ignored(family, without(AutoConfig.for_model(**drawn).to_dict(), key))
+        # transformers saves the share that is rotated twice, and ptf reads that of rope_parameters
+        assert not {path for path in found if path[-1] != "partial_rotary_factor" or "rope_parameters" in path}
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "silu"), ("rms_norm_eps", 1e-6), ("attention_bias", False)])
+def test_a_setting_that_a_mapping_ignores_is_found(key: str, value: Any) -> None:
+    """The negative control."""
+    llama = family_of({"model_type": "llama"})
+    deaf = replace(llama, config=lambda c: llama.config({**c, key: value}))
+    c = AutoConfig.for_model(**llama.random_config(random.Random(1))).to_dict() | {key: value}
+    assert ignored(deaf, c) == {(key,)}
+    assert not ignored(llama, c)
