@@ -13,7 +13,6 @@ made. What is kept of a check with its present settings is not made again (--aga
 
 import argparse
 import contextlib
-import copy
 import fcntl
 import json
 import math
@@ -41,7 +40,6 @@ from benchmarks.flow_runs import commit, cpu  # noqa: E402
 from benchmarks.learning import SEEDS, origins  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
-from ptf.config.renames import with_first_names  # noqa: E402
 from ptf.data.sample import PackUnit, Sample  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
 from ptf.errors import Stopped, UserError  # noqa: E402
@@ -449,9 +447,9 @@ def kept() -> list[dict[str, Any]]:
 
 
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether what was found holds for the settings of today: apart from renamed keys and values they are the same, or
-    the run had more steps of a constant learning rate, of which the first are those of today's run."""
-    now, then = (with_first_names(copy.deepcopy(one)) for one in (settings(row["check"]), row["settings"]))
+    """Whether what was found holds for the settings of today: they are the same, or the run had more steps of a
+    constant learning rate, of which the first are those of today's run."""
+    now, then = settings(row["check"]), row["settings"]
     longer = now["schedule"] == "constant" and then["steps"] > now["steps"]
     return then == now or (longer and {**then, "steps": now["steps"]} == now)
 

@@ -19,7 +19,6 @@ from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 
 from flows.charts import Row, charts, json_lines, read, timeline
 from ptf.config import shown
-from ptf.config.renames import current_record, responses_of
 from ptf.config.schema import Job
 from ptf.credentials import redacted
 
@@ -185,14 +184,11 @@ def duration(seconds: float) -> str:
 def side_by_side(run: Path, sources: Iterable[str]) -> list[Table]:
     """Return one table per source with the greedy responses to held-out prompts, of the model that training started
     from and of the trained model."""
-    parts, place = [], responses_of(run)
+    parts, place = [], run / "responses"
     for name in sources:
-        then = {
-            json.dumps(row["row"], sort_keys=True): row
-            for row in map(current_record, json_lines(place / "start" / f"{name}.jsonl"))
-        }
+        then = {json.dumps(row["row"], sort_keys=True): row for row in json_lines(place / "start" / f"{name}.jsonl")}
         rows = []
-        for row in map(current_record, json_lines(place / f"{name}.jsonl")[:SAMPLES]):
+        for row in json_lines(place / f"{name}.jsonl")[:SAMPLES]:
             before = then.get(json.dumps(row["row"], sort_keys=True))
             rewards = f"{worth(before)} → {worth(row)}" if before else worth(row)
             rows.append(
@@ -236,7 +232,7 @@ def plain(text: str) -> str:
 def read_last(path: Path) -> list[Mapping[str, Any]]:
     """Return the rows of the last step in a file of responses; only the end of the file is read."""
     rows = json_lines(path, TAIL_BYTES)
-    return [current_record(row) for row in rows if row.get("step") == rows[-1].get("step")]
+    return [row for row in rows if row.get("step") == rows[-1].get("step")]
 
 
 def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:

@@ -13,7 +13,7 @@ from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.credentials import redacted
 from ptf.errors import Retryable, UserError, full_text, is_transient
-from ptf.evaluation_check import check_evaluation, with_current_names
+from ptf.evaluation_check import check_evaluation
 from ptf.measurement import measure_model, measure_run
 from ptf.model import bridge
 from ptf.run import settled_as_begun
@@ -41,7 +41,7 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     }
     columns = {"start": start, "trained": metrics}
     if there:
-        columns["published"] = with_current_names(job, there.get("metrics", {}))
+        columns["published"] = there["metrics"]
     print_table(columns, [name for name in metrics if not name.startswith("starting_model/")])
     print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics

@@ -21,10 +21,10 @@ import numpy as np
 from ptf import file_verification, storage
 from ptf.config import Job
 from ptf.config.inherited import algo_config
-from ptf.config.renames import RESPONSES, current_record, responses_of
 from ptf.errors import UserError
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
+RESPONSES = "responses"  # directory in the run's: the greedy responses of the evaluate stage, one line per prompt
 RANKED = "ranked"  # directory in the run's: the ranking metrics of each user, written by ptf.measurement
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # with fewer rows there is no interval
@@ -154,9 +154,8 @@ def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
         )
     measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
-        then, now = _read(responses_of(run), source)
+        then, now = _read(run / RESPONSES, source)
         value = float if measure == "greedy_reward" else lambda reward: float(reward >= 1)
-        then, now = ([current_record(record) for record in of] for of in (then, now))
         pairs = [(a["reward"], b["reward"]) for a, b in _both(then, now, run, "row")]
         return _paired([(value(a), value(b), 1.0) for a, b in pairs if a is not None and b is not None])
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:

@@ -232,5 +232,5 @@ def page(artifact: Artifact) -> str:
     return (
         f"Publish checks passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the "
         "trained model's; the tokenizer gives the ids that were trained on. "
-        f"Compared with what training started from: {manifest.get('gate', 'not compared')}.\n\n{text}"
+        f"Compared with what training started from: {manifest['gate']}.\n\n{text}"
     )

@@ -12,7 +12,6 @@ from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
-from ptf.evaluation_check import with_current_names
 from ptf.export_comparison import adapter_difference, model_difference
 from ptf.measurement import raise_if_regression
 from ptf.model_card import card
@@ -44,7 +43,6 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     assert artifact.run is not None
     run = Path(artifact.run)
     job = settled_as_begun(job, run)
-    artifact = artifact.with_changes(metrics=with_current_names(job, artifact.metrics))
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("publish"):
         return _publish(job, artifact, lease)
 
@@ -174,15 +172,13 @@ def push(directory: Path, repository: str, version: str) -> None:
 
 
 def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
-    """Return the manifest of the version that the pointer named before this one, with its metrics under the names of
-    today; None if there is none."""
+    """Return the manifest of the version that the pointer named before this one; None if there is none."""
     seen = published_versions.pointer(job.versions)
     counted = [*seen.before, seen.version] if seen else []
     earlier = counted[: counted.index(run_name)] if run_name in counted else counted
     if not earlier:
         return None
-    manifest = storage.manifest_of(f"{job.versions}/{earlier[-1]}")
-    return manifest | {"metrics": with_current_names(job, manifest["metrics"])}
+    return storage.manifest_of(f"{job.versions}/{earlier[-1]}")
 
 
 def _files(version: str) -> Mapping[str, Any] | None:
@@ -202,7 +198,7 @@ def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | 
     """
     metric = job.publish.metric
     if metric:
-        before = with_current_names(job, manifest["metrics"]) if manifest else {}
+        before = manifest["metrics"] if manifest else {}
         if (
             manifest
             and f"starting_model/{metric}" in artifact.metrics

@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from ptf import scratch
 from ptf.compute.tracking import is_clock, read_metrics
-from ptf.config.renames import current_metrics
 from ptf.errors import UserError
 from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.run import JOB, check_run_name
@@ -82,7 +81,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _first_different_step(one: Path, other: Path) -> int | None:
     """Return the first step whose metrics differ, those apart that measure time or memory, or count retries; None if
     none does."""
-    rows, others = ([current_metrics(row) for row in read_metrics(path)] for path in (one, other))
+    rows, others = read_metrics(one), read_metrics(other)
     for a, b in zip(rows, others, strict=False):
         names = {name for name in a.keys() | b.keys() if not is_clock(name)} - {RETRIES}
         if any(repr(a.get(name)) != repr(b.get(name)) for name in names):

@@ -27,7 +27,6 @@ from ptf.compute.tracking import raise_if_no_login
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
 from ptf.config.load import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
-from ptf.config.renames import SEAL, sealed
 from ptf.config.sections.data import Source
 from ptf.credentials import redacted
 from ptf.data.prepare import prepare
@@ -58,6 +57,7 @@ def new_run_name(job: Job) -> str:
 
 
 JOB = "job.yaml"  # in the run's directory; its last line is SEAL and a digest
+SEAL = "# SHA-256 of the run name and of what is above: "
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 OF_THE_JOB = ("start", "extended", "tokenizer", "rendered", "quarantine")  # what an attempt makes before its first step
 TAKEN = ("prepared", "tokenized", "precomputed", "published", "models")  # directories that runs share below `output`
@@ -286,7 +286,7 @@ def write_job_file(job: Job, directory: Path) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
     _write_plugins(job, directory)
     text = dump(job)
-    storage.write_text(str(directory / JOB), f"{text}{SEAL}{_digest(directory, text)}\n")
+    storage.write_text(str(directory / JOB), _sealed(directory, text))
 
 
 def has_stepped(directory: Path) -> bool:
@@ -319,12 +319,13 @@ def read_job_file(directory: Path) -> str | None:
     """
     file = directory / JOB
     try:
-        text, digest = sealed(file.read_bytes().decode())
+        content = file.read_bytes().decode()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
-        text, digest = "", "?"
-    if digest != _digest(directory, text):
+        content = ""
+    text = content.rpartition(SEAL)[0]
+    if content != _sealed(directory, text):
         raise storage.Corrupt(
             f"{file} was changed after this run wrote it; if you are sure that the config is the one that this run "
             "began with, remove the file, and it is written again"
@@ -332,8 +333,10 @@ def read_job_file(directory: Path) -> str | None:
     return text
 
 
-def _digest(directory: Path, text: str) -> str:
-    return hashlib.sha256(f"{directory.name}\n{text}".encode()).hexdigest()
+def _sealed(directory: Path, text: str) -> str:
+    """Return the text of a job with a last line that seals it: a digest of the run's name and of the text."""
+    digest = hashlib.sha256(f"{directory.name}\n{text}".encode()).hexdigest()
+    return f"{text}{SEAL}{digest}\n"
 
 
 def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:

@@ -12,7 +12,6 @@ from ptf.config import Job, dump, loads
 from ptf.config.load import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
-from ptf.evaluation_check import with_current_names
 from ptf.gate import unmeasured
 from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
 from ptf.train.components import abbreviated
@@ -52,7 +51,7 @@ class Run:
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
         evaluated = _record(directory, EVALUATED, EVALUATE).get("metrics", {})
-        metrics = last_metrics(directory) | with_current_names(job, evaluated)
+        metrics = last_metrics(directory) | evaluated
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
@@ -124,9 +123,9 @@ def raise_if_not_evaluated(job: Job, directory: Path) -> None:
     record, exported, fault = _record(directory, EVALUATED, EVALUATE), _exported(directory), ""
     if not record:
         fault = "the run was not evaluated"
-    elif record.get("model", exported) != exported:
+    elif record.get("model") != exported:
         fault = "the evaluation was of an earlier model of this run"
-    elif missing := unmeasured(job, with_current_names(job, record["metrics"])):
+    elif missing := unmeasured(job, record["metrics"]):
         fault = f"the evaluation did not measure {abbreviated(missing)}"
     if fault:
         raise UserError(

@@ -71,7 +71,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
             flush=True,
         )
         return True
-    then = manifest.get("data") or {}
+    then = manifest["data"]
     if then == artifact.data:
         print(f"retrain: nothing new since {manifest['version']}", flush=True)
         return False
@@ -133,9 +133,7 @@ def refusal(job: Job, artifact: Artifact) -> str:
 
 def _before_and_now(job: Job, artifact: Artifact) -> tuple[float | None, float | None]:
     """Return `publish.metric` of the model that training started from, and of the trained one."""
-    from ptf.evaluation_check import with_current_names
-
-    metrics = with_current_names(job, artifact.metrics)
+    metrics = artifact.metrics
     return metrics.get(f"starting_model/{job.publish.metric}"), metrics.get(str(job.publish.metric))
 
 

@@ -57,13 +57,10 @@ def trials(job: Job) -> list[str]:
 
 def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:
     """Return the number of the best trial, and print the metric of all. Raises UserError if no trial has the metric."""
-    from ptf.evaluation_check import with_current_names
-
     name, sign = str(job.publish.metric), 1 if job.publish.metric_direction == "max" else -1
-    found = [with_current_names(job, trial) for trial in metrics]
-    values = [trial.get(name, math.nan) for trial in found]
+    values = [trial.get(name, math.nan) for trial in metrics]
     if all(map(math.isnan, values)):
-        there = sorted({key for trial in found for key in trial})
+        there = sorted({key for trial in metrics for key in trial})
         raise UserError(f"publish.metric: no trial's evaluation has {name!r}; there are {', '.join(there) or 'none'}")
     chosen = max((i for i, value in enumerate(values) if not math.isnan(value)), key=lambda i: sign * values[i])
     for i, (changes, value) in enumerate(zip(job.flow.sweep, values, strict=True)):

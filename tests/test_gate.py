@@ -123,24 +123,6 @@ def test_what_is_worse_beyond_its_interval_is_named(
     assert gate.describe(off, compared) == "not compared with what training started from: publish.gate is off"
 
 
-def test_responses_of_an_earlier_version_are_read_from_its_directory(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, then, now = loads(yaml.safe_dump(raw)), [1] * 41 + [0] * 471, [1] * 9 + [0] * 503
-    with monkeypatch.context() as patch:
-        patch.setattr(gate, "RESPONSES", "answers")
-        metrics = answers(tmp_path, then, now)
-    assert (tmp_path / "answers").is_dir()
-    assert not (tmp_path / "responses").exists()
-    former = gate.comparisons(job, tmp_path, metrics)
-    assert [one.rows for one in former] == [512, 512]
-    answers(tmp_path, then, now)
-    assert gate.comparisons(job, tmp_path, metrics) == former
-    (tmp_path / "responses" / "test.jsonl").write_text("")
-    with pytest.raises(storage.Corrupt):  # that directory is read, and not the former one
-        gate.comparisons(job, tmp_path, metrics)
-
-
 def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_path: Path) -> None:
     metrics = answers(tmp_path, [0.9] * 50, [0.1] * 49 + [1])
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_pass_rate/test"}}))

@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 
 from ptf.config.explain import explain, given
 from ptf.config.plugin_code import code_of
-from ptf.config.renames import first_key, with_first_names
 from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
@@ -85,7 +84,7 @@ def plugin_path() -> list[str]:
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
     """Return the job of one YAML or JSON text that ptf wrote, with overrides `a.b=value`.
 
-    `loads(dump(job)) == job`. Names from older versions of ptf are translated.
+    `loads(dump(job)) == job`.
     """
     return checked(parse(text, overrides=overrides))
 
@@ -111,11 +110,10 @@ def fingerprint(job: Job, *sections: str) -> str:
     """Return 16 hex digits of the SHA-256 of the named sections (dotted), or of the whole job if none are named.
 
     It identifies the config that a stage's output depends on, and the code of the plugins that it names
-    (ptf.config.plugin_code). Keys and plugins enter under the names that they had first, so that renaming them does
-    not change the fingerprint.
+    (ptf.config.plugin_code).
     """
-    whole = with_first_names(job.model_dump())
-    chosen = {section: _at(whole, section) for section in map(first_key, sections)} if sections else whole
+    whole = job.model_dump()
+    chosen = {section: _at(whole, section) for section in sections} if sections else whole
     if digests := code_of(chosen).digests:
         chosen["code"] = digests
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]

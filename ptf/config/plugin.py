@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
-from ptf.config import renames
 from ptf.config.load import ConfigError, plugin_path
 from ptf.config.section import Plugin
 from ptf.config.tree import near
@@ -27,8 +26,6 @@ def resolve(use: str) -> Any:
 
     Raise ConfigError if there is none; an error inside the module itself is raised as it is.
     """
-    if moved := renames.address(use):
-        raise ConfigError(f"{use} is now {moved}")
     module, colon, name = use.partition(":")
     if module.endswith(".py"):
         raise ConfigError(f"{use!r}: give the module's name, without .py and with dots between directories")

@@ -11,8 +11,7 @@ from ptf.config import plugin
 from ptf.config.explain import explain
 from ptf.config.inherited import inherited_errors
 from ptf.config.load import ConfigError, checked, on_path
-from ptf.config.renames import ARGUMENTS
-from ptf.config.reward_signature import attribute_fault, reward_fault
+from ptf.config.reward_signature import reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
 
@@ -22,7 +21,7 @@ EPISODES: dict[Keys, tuple[str, ...]] = {  # what plays an episode → what it i
     ("rollout", "play"): ("prompt", "policy"),
     ("rollout", "harness", "agent"): ("row", "base_url", "api_key", "seed"),
 }
-ENVIRONMENT = {"reset": "begin", "step": "act"}  # methods of an environment → their names in earlier versions
+ENVIRONMENT = ("reset", "step")  # methods of an environment
 
 
 def load_checked(
@@ -63,8 +62,7 @@ def problems(root: Node) -> Iterator[Problem]:
         if where in EPISODES and (error := episode_fault(target, use, args, EPISODES[where])):
             yield problem(root, (*where, "use"), error)
         is_environment = where == ("rollout", "environment") or where[:-1] == ("rollout", "environments")
-        methods_fault = environment_fault(target) if isinstance(target, type) else None
-        if is_environment and (error := methods_fault or attribute_fault(target)):
+        if is_environment and isinstance(target, type) and (error := environment_fault(target)):
             yield problem(root, (*where, "use"), f"{use} {error}")
         if where == ("recipe",):
             algo = values.get("algo")
@@ -99,10 +97,8 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import JOB_ARGUMENTS, online_error
+    from ptf.recipes.registry import JOB_ARGUMENTS
 
-    if isinstance(target, type) and (error := online_error(target)):
-        yield problem(root, ("recipe", "use"), f"{use} {error}")
     yield from unknown(root, ("algo",), target, algo, use)
     for error in inherited_errors(target, {**args, **algo}):
         section = ("algo",) if error["loc"][0] in algo else ("recipe", "args")
@@ -115,13 +111,9 @@ def recipe(
 
 
 def environment_fault(environment: Any) -> str | None:
-    """Return which methods an environment, or its class, lacks, with the names that they had; None if it has all."""
+    """Return which methods an environment, or its class, lacks; None if it has all."""
     missing = [name for name in ENVIRONMENT if not callable(getattr(environment, name, None))]
-    if not missing:
-        return None
-    renamed = [f"`{ENVIRONMENT[name]}` to `{name}`" for name in missing if hasattr(environment, ENVIRONMENT[name])]
-    has_no = f"has no method {' and no method '.join(f'`{name}`' for name in missing)}"
-    return f"{has_no}: rename {' and '.join(renamed)}" if renamed else has_no
+    return f"has no method {' and no method '.join(f'`{name}`' for name in missing)}" if missing else None
 
 
 def episode_fault(
@@ -151,9 +143,7 @@ def unknown(
     names = [name for name, p in taken.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in given:
         if name not in names:
-            renamed = ARGUMENTS.get(use, {}).get(name)
-            hint = f": it is now {renamed}" if renamed else near(name, names)
-            yield problem(root, (*where, name), f"{use} has no argument {name!r}{hint}")
+            yield problem(root, (*where, name), f"{use} has no argument {name!r}{near(name, names)}")
 
 
 def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -35,8 +35,6 @@ Written from `ptf/config/sections/` and `ptf/recipes/*/config.py` by `python -m 
 * `ptf check CONFIG...` reports every problem at once with its file and line, or prints the config with all defaults.
   It opens what is on this machine: the headers of the models, the tokenizer, the first rows of each source, the reward.
   A problem there has the words with which training would stop. It says what it did not look at.
-* A key or a plugin that had another name in an earlier version of ptf is refused with the name of today.
-  What runs have stored is translated when it is read.
 * *Fixed* keys must be the same when a run continues from a checkpoint; the others *may change*.
 """
 MOST_SET = (

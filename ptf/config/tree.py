@@ -14,13 +14,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
-from ptf.config.renames import outdated, sealed
 from ptf.credentials import HIDDEN, is_secret
 
 RESOLVERS = [  # (tag, pattern of the text, first characters)
@@ -172,19 +170,12 @@ def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree
 def parse(text: str, source: str = "<text>", overrides: Sequence[str] = ()) -> Tree:
     """Parse one YAML or JSON text that ptf wrote, merge the overrides `a.b=value`, and return the tree.
 
-    Names from older versions of ptf are translated. `extends` in the text is relative to the working directory.
+    `extends` in the text is relative to the working directory.
     """
     tree = Tree(Node({}, SourceLocation(source, 1)))
-    tree.root = _top(text, source, (), True, tree)
+    tree.root = _top(text, source, (), tree)
     for override in overrides:
         tree.root = _over(tree.root, _override(override, tree))
-    return tree
-
-
-def read(text: str, source: str) -> Tree:
-    """Parse one YAML or JSON text without translating names; `extends` is a key like any other."""
-    tree = Tree(Node({}, SourceLocation(source, 1)))
-    tree.root = _read(text, SourceLocation(source, 1), tree) or tree.root
     return tree
 
 
@@ -238,15 +229,11 @@ def _file(file: str, extended_at: SourceLocation, above: tuple[str, ...], tree: 
         )
         tree.unread = True
         return Node({}, extended_at)
-    stored = sealed(text)[1] != ""
-    return _top(text, file, (*above, file), stored, tree)
+    return _top(text, file, (*above, file), tree)
 
 
-def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tree) -> Node:
-    """Return the root of one text, over the files that it extends.
-
-    `stored` is whether ptf wrote the text, possibly an older version of it.
-    """
+def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
+    """Return the root of one text, over the files that it extends."""
     root = _read(text, SourceLocation(source, 1), tree)
     if root is None or root.value is None:
         return Node({}, SourceLocation(source, 1))
@@ -254,7 +241,6 @@ def _top(text: str, source: str, above: tuple[str, ...], stored: bool, tree: Tre
         tree.problems.append(Problem(root.place, "", "expected keys and values at the top of the file"))
         tree.unread = True
         return Node({}, root.place)
-    _translate(root, stored, tree)
     extends = root.value.get("extends")
     if extends is None:
         return root
@@ -287,28 +273,7 @@ def _override(text: str, tree: Tree) -> Node:
         return Node({}, place, passing=True)
     for step in reversed(path):
         node = Node({step: node}, place, passing=True)
-    _translate(node, False, tree)
     return node
-
-
-def _translate(root: Node, stored: bool, tree: Tree) -> None:
-    """Replace old names of keys and of plugins' addresses by the current ones. Each is a problem, unless ptf wrote the
-    text (`stored`)."""
-    for rename in reversed(outdated(root.plain())):
-        section = reduce(lambda node, step: node.value[step], rename.path[:-1], root).value
-        name = rename.path[-1]
-        place = section[name].place
-        if rename.of_key and rename.text in section:
-            section.pop(name)
-            tree.problems.append(Problem(place, rename.key, f"is now {rename.new}, which is set too; remove one"))
-            continue
-        if rename.of_key:
-            section[rename.text] = section.pop(name)
-        else:
-            section[name] = replace(section[name], value=rename.text)
-        if not stored:
-            what = f"is now {rename.new}" if rename.of_key else f"{rename.old} is now {rename.new}"
-            tree.problems.append(Problem(place, rename.key, what))
 
 
 def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:

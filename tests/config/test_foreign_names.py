@@ -2,7 +2,7 @@ from pathlib import Path
 
 from ptf.config.foreign_names import FOREIGN
 
-KNOWN = (Path(__file__).parent / "stored" / "foreign_names.txt").read_text().split()
+KNOWN = Path(__file__).with_name("foreign_names.txt").read_text().split()
 
 
 def test_no_name_that_people_bring_has_lost_its_hint():

@@ -18,13 +18,8 @@ class Recipe:
     length: int = 0
     def __post_init__(self): raise AssertionError("a check makes nothing")
 @dataclass(frozen=True)
-class OldRecipe:
-    on_policy = True
-    strength: float = 1.0
-class OldEnvironment:
+class NoEnvironment:
     def __init__(self, row=None, seed=0): pass
-    def begin(self): pass
-    def act(self, text): pass
 class Environment:
     def __init__(self, row=None, seed=0): pass
     def reset(self): pass
@@ -49,14 +44,6 @@ class OfBatch:
 def of_pairs(row, text, *, scale): return [1.0]
 class NotCalled:
     def __init__(self, scale): pass
-class OldName(Environment): in_flight = 1
-def old_name(row, text, *, scale): return 1.0
-old_name.in_flight = 1
-@batched(max_size=8)
-class OldBatch:
-    in_flight = 4
-    def __init__(self, *, scale): pass
-    def __call__(self, items): return [1.0]
 number = 3
 """
 CONFIG = """
@@ -178,25 +165,8 @@ def test_what_is_right_is_right(written):
             "10 rollout.reward.args.scael MODULE:OfBatch has no argument 'scael'  (did you mean scale?)",
         ),
         (
-            {"reward": "OldEnvironment", "key": "environment", "scale": "seed"},
-            "9 rollout.environment.use MODULE:OldEnvironment has no method `reset` and no method `step`: "
-            "rename `begin` to `reset` and `act` to `step`",
-        ),
-        *(
-            (
-                {"reward": name, "key": key, "scale": scale},
-                f"9 rollout.{key}.use MODULE:{name} has the attribute `in_flight`, which is now called "
-                "`max_concurrent_calls`: rename it",
-            )
-            for name, key, scale in (
-                ("old_name", "reward", "scale"),
-                ("OldBatch", "reward", "scale"),
-                ("OldName", "environment", "seed"),
-            )
-        ),
-        (
-            {"recipe": "OldRecipe"},
-            "2 recipe.use MODULE:OldRecipe has `on_policy`, which is now `online`: set `online` to True",
+            {"reward": "NoEnvironment", "key": "environment", "scale": "seed"},
+            "9 rollout.environment.use MODULE:NoEnvironment has no method `reset` and no method `step`",
         ),
     ],
 )

@@ -153,8 +153,8 @@ def test_a_page_says_where_it_went_on_from_how_far_it_is_and_what_was_said(job):
     said = [
         {
             "step": n,
-            "prompt": {"messages": [{"role": "user", "content": "1|1"}]},
-            "answer": f"<b>{n}_[x](y)",
+            "row": {"messages": [{"role": "user", "content": "1|1"}]},
+            "response": f"<b>{n}_[x](y)",
             "reward": n / 4,
         }
         for n in (1, 2)
@@ -189,18 +189,15 @@ def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
     assert [row["step"] for row in cards.read_last(file)] == [29] * 3
 
 
-@pytest.mark.parametrize("place", ["responses", "answers"])  # the second is that of earlier versions
-def test_responses_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path, place):
+def test_responses_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
     prompts = [{"messages": [{"role": "user", "content": "x" * 400 + end}]} for end in "ab"]
     for name, answers in (("start/test", "34"), ("test", "21"), ("gone", "00")):
-        (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "responses" / name).parent.mkdir(parents=True, exist_ok=True)
         rows = [
             {"row": prompt, "response": answer, "reward": float(answer == "2"), "no_result": None}
-            if name == "test"
-            else {"prompt": prompt, "answer": answer, "outcome": float(answer == "2")}  # of an earlier version
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        (tmp_path / place / f"{name}.jsonl").write_text(
+        (tmp_path / "responses" / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows[:: -1 if "/" in name else 1])
         )
     (table,) = cards.side_by_side(tmp_path, ["test", "absent"])

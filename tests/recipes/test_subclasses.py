@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ptf.config import ConfigError, Job, loads
-from ptf.config.load import fingerprint, model_paths, resolve
+from ptf.config.load import model_paths, resolve
 from ptf.config.plugin_checks import load_checked
 from ptf.errors import UserError
 from ptf.gate import defaults
@@ -177,14 +177,3 @@ def test_inherited_keys_are_checked_at_their_lines(tmp_path: Path) -> None:
         build(job("OwnGRPO", "grpo", clip_low=-1))
     path.write_text(text("Redeclared", "grpo", policy_loss="other", clip_high=0.3))
     load_checked(path)  # what a class declares anew has values of its own
-
-
-def test_an_older_name_of_the_loss_is_refused_and_translated_in_stored_jobs(tmp_path: Path) -> None:
-    for recipe, name in (("dpo", "dpo"), ("OwnDPO", "dpo"), ("rm", "rm")):
-        old = text(recipe, name, loss="ipo" if name == "dpo" else "binary")
-        today = old.replace("loss:", "loss_type:")
-        (tmp_path / "job.yaml").write_text(old)
-        with pytest.raises(ConfigError, match=r"algo\.loss  is now algo\.loss_type"):
-            load_checked(tmp_path / "job.yaml")
-        assert loads(old) == loads(today)
-        assert fingerprint(loads(old)) == fingerprint(loads(today))

@@ -107,18 +107,12 @@ class Moody(Echo):
         return [{"role": "user", "content": str(time.time_ns())}]  # never the same twice
 
 
-class OfAnEarlierVersion:
-    """An environment whose methods have the names of an earlier version."""
+class WithoutMethods:
+    """An environment without a method."""
 
     def __init__(self, row, seed):
         pass
 
-    def begin(self):
-        return [{"role": "user", "content": "1"}]
 
-    def act(self, text):
-        return StepResult(done=True)
-
-
-def made_of_an_earlier_version(row, seed):
-    return OfAnEarlierVersion(row, seed)
+def made_without_methods(row, seed):
+    return WithoutMethods(row, seed)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from ptf import api, cli
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
-from ptf.config.renames import STEP_METRICS
 from ptf.errors import UserError
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import LocalRoleGroup
@@ -227,13 +226,6 @@ def test_a_run_by_the_wall_clock_is_replayed_to_the_bit(walled, capsys, tmp_path
     assert cli.main(["replay", str(first)]) == 0
     assert "first-replay has the bits of" in capsys.readouterr().out
     assert same(found(first), found(first.with_name("first-replay")))
-    metrics = first / "metrics.jsonl"
-    written = metrics.read_text()
-    assert all(f'"{name}":' in written for name in STEP_METRICS.values())
-    for old, new in STEP_METRICS.items():  # as an earlier version wrote them
-        metrics.write_text(metrics.read_text().replace(f'"{new}":', f'"{old}":'))
-    assert cli.main(["replay", str(first)]) == 0
-    metrics.write_text(written)
     other = train(walled, "other")
     assert (other / "flight.jsonl").read_text().splitlines() != lines, "negative control: it decides otherwise"
     (first / "flight.jsonl").rename(tmp_path / "away")

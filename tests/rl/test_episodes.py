@@ -18,7 +18,6 @@ from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.generation_checks import EngineFault
 from ptf.rl.engines.protocol import Sampling
-from ptf.rl.environments import protocol
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_response, run_all, run_episodes
@@ -331,11 +330,6 @@ def test_an_answer_of_the_engine_that_is_none_is_named(tokenizer, what):
         asyncio.run(run_all(engine, [episode]))
 
 
-def test_an_engine_that_imports_the_old_name_of_its_answers_is_told_the_new_names():
-    with pytest.raises(UserError, match="Call is now Generation, and its field `sampled` is `sampled_ids`"):
-        from ptf.data.trajectory import Call  # noqa: F401
-
-
 def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, environments):
     (found,) = played([{"at": 1, "fault": "silent"}], tokenizer, environments)
     assert isinstance(found.outcome, NoResult)
@@ -417,12 +411,12 @@ def test_an_environment_that_does_not_exist_is_refused_at_once():
         Environments(Plugin(use="tests.rl.environments:Ecco"))
 
 
-@pytest.mark.parametrize("name", ["OfAnEarlierVersion", "made_of_an_earlier_version"])
-def test_an_environment_with_the_old_names_of_its_methods_is_told_the_new_ones(tokenizer, name, capsys):
+@pytest.mark.parametrize("name", ["WithoutMethods", "made_without_methods"])
+def test_an_environment_without_its_methods_is_told_their_names(tokenizer, name, capsys):
     """Before anything is started if it is a class; what a function makes is known when an episode begins."""
     what = Plugin(use=f"tests.rl.environments:{name}")
-    told = "has no method `reset` and no method `step`: rename `begin` to `reset` and `act` to `step`"
-    if name == "OfAnEarlierVersion":
+    told = "has no method `reset` and no method `step`"
+    if name == "WithoutMethods":
         with pytest.raises(UserError, match=f"rollout.environment: {what.use} {told}"):
             raise_if_wrong_environment(what)
     else:
@@ -436,12 +430,6 @@ def test_an_environment_with_the_old_names_of_its_methods_is_told_the_new_ones(t
     assert isinstance(found.outcome, NoResult)
     assert told in found.outcome.reason
     assert told in capsys.readouterr().out
-
-
-def test_who_imports_the_old_name_of_a_step_result_is_told_the_new_names():
-    with pytest.raises(UserError, match=r"Turn is now StepResult.*`reset` \(`begin`\) and `step` \(`act`\)"):
-        from ptf.rl.environments.protocol import Turn  # noqa: F401
-    assert not hasattr(protocol, "Reply")
 
 
 def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeypatch):

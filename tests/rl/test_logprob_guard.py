@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from ptf.config import ConfigError, frozen_differences, loads
+from ptf.config import frozen_differences, loads
 from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS, logprob_limits
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -143,10 +143,3 @@ def test_a_run_in_fp32_that_began_without_importance_weights_is_resumed():
 
     assert frozen_differences(job("fp32", tis_cap=None), job("fp32")) == []
     assert frozen_differences(job("bf16", tis_cap=None), job("bf16")) == ["algo.tis_cap: null → 2.0"]
-
-
-def test_the_key_that_bounded_the_largest_difference_is_refused_with_the_new_one_and_translated_in_stored_jobs():
-    old = yaml.safe_dump({**JOB, "rollout": {**JOB["rollout"], "max_logprob_diff": 0.3}})
-    with pytest.raises(ConfigError, match=r"rollout.max_logprob_diff  is now rollout.logprob_diff_threshold"):
-        loads(yaml.safe_dump(JOB), ["rollout.max_logprob_diff=0.3"])
-    assert loads(old).rollout.logprob_diff_threshold == 0.3
