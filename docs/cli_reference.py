@@ -27,8 +27,7 @@ def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     purposes = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     for name, command in commands.choices.items():
-        hidden = argparse._HelpAction, cli._Renamed
-        rows = [row(action) for action in command._actions if not isinstance(action, hidden)]
+        rows = [row(action) for action in command._actions if not isinstance(action, argparse._HelpAction)]
         table = "\n".join(["| argument | |", "|---|---|", *rows])
         yield f"## ptf {name}\n\n{purposes[name][:1].upper()}{purposes[name][1:]}.\n" + (f"\n{table}\n" if rows else "")
 

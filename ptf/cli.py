@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. 0: success. 1: the command ran and found a problem (check-model,
     inspect, check-engine, try), or the job does not fit (plan). 2: it stopped with one message."""
-    parser, words = _parser(), sys.argv[1:] if argv is None else argv
-    if list(words[:1]) == ["verify"]:
-        parser.error("ptf verify is now ptf check-model")
-    options = parser.parse_args(words)
+    options = _parser().parse_args(argv)
     try:
         with disk.disk_errors_as_user_errors(getattr(options, "html", None) or "."):
             return options.run(options)
@@ -505,13 +502,6 @@ def _add_doctor(commands: Commands) -> None:
     command.set_defaults(run=doctor)
 
 
-class _Renamed(argparse.Action):
-    """An option that has a new name, `const`."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]} is now {self.const}")
-
-
 def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
     command = commands.add_parser("train", parents=[config], help="train")
     names = command.add_mutually_exclusive_group()
@@ -519,7 +509,6 @@ def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
     names.add_argument(
         "--continue", dest="continued", metavar="NAME", help="continue the run of this name; refused if there is none"
     )
-    command.add_argument("--lineage", action=_Renamed, const="--run-name", help=argparse.SUPPRESS)
     command.set_defaults(run=train)
 
 
@@ -580,8 +569,6 @@ def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gpu-type", default="H100", metavar="TYPE", help="type of GPU, which sets the peak FLOP/s (default: H100)"
     )
-    for old, new in (("--gpus", "--workers"), ("--gpu", "--gpu-type"), ("--memory", "--gpu-memory-gib")):
-        command.add_argument(old, action=_Renamed, const=new, help=argparse.SUPPRESS)
     command.add_argument(
         "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
     )

@@ -2,8 +2,6 @@
 
 import errno
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
 
 
 def full_text(error: BaseException) -> str:
@@ -49,18 +47,6 @@ def is_transient(error: BaseException) -> bool:
         word in str(error) for word in ("EADDRINUSE", "address already in use", "Address already in use")
     )
     return taken or isinstance(error, Retryable | Lost | ConnectionError)
-
-
-def raise_if_old_names(module: str, changes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that raises UserError for names that users' code may still import: old name
-    → how it changed."""
-
-    def getattr_of_module(name: str) -> Any:
-        if name in changes:
-            raise UserError(f"{module}.{name} {changes[name]}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return getattr_of_module
 
 
 def raise_if_custom_code(path: object, error: Exception) -> None:

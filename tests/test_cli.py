@@ -169,20 +169,6 @@ def test_a_run_that_is_to_be_continued_must_be_there(capsys, tmp_path):
         cli.main(["train", str(job), "--continue", "a", "--run-name", "a"])
 
 
-def test_an_option_that_was_renamed_is_refused_by_name(capsys):
-    for words, message in (
-        (["train", "a.yaml", "--lineage", "a"], "--lineage is now --run-name"),
-        (["train", "a.yaml", "--lineage=a"], "--lineage is now --run-name"),
-        (["plan", "a.yaml", "--gpus", "8"], "--gpus is now --workers"),
-        (["plan", "a.yaml", "--workers", "8", "--gpu", "H200"], "--gpu is now --gpu-type"),
-        (["verify", "llama"], "ptf verify is now ptf check-model"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(words)
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err
-
-
 def test_the_console_script_exits_with_the_status():
     run = subprocess.run(
         [sys.executable, "-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml"],

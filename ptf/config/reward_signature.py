@@ -49,13 +49,6 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def attribute_fault(target: Any) -> str | None:
-    """Return why a reward or an environment is refused for an attribute that was renamed; None if it has none."""
-    if hasattr(target, "in_flight"):
-        return "has the attribute `in_flight`, which is now called `max_concurrent_calls`: rename it"
-    return None
-
-
 def reward_fault(target: Any, use: str, args: Mapping[str, Any]) -> str | None:
     """Return why `target` cannot be called as a reward with these arguments of the config; None if it can.
 
@@ -65,8 +58,6 @@ def reward_fault(target: Any, use: str, args: Mapping[str, Any]) -> str | None:
     is_class = isinstance(target, type)
     if called(target) is None:
         return f"{use} is a class whose instances cannot be called: a reward has a method `__call__`"
-    if fault := attribute_fault(target):
-        return f"{use} {fault}"
     try:
         own, constructor = inspect.signature(called(target)), inspect.signature(target) if is_class else None
     except (TypeError, ValueError):  # a built-in function says nothing of its parameters

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ptf.errors import UserError
-
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
@@ -96,12 +94,6 @@ class AlgoConfig(Section):
     """Name of its held-out loss, as in `loss/NAME`; the gate (ptf/gate.py) compares it."""
     may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise UserError for a class with `on_policy`, the name that `online` had; it would count as offline."""
-        if hasattr(cls, "on_policy") or "on_policy" in cls.model_fields:
-            raise UserError(f"{cls.__module__}.{cls.__name__}: `on_policy` is now `online`; rename it")
 
     def model_paths(self) -> dict[str, str]:
         """Key (dotted, below `algo`) → value of each key that names a model to load."""

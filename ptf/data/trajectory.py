@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ptf.data.sample import Sample
-from ptf.errors import raise_if_old_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,6 @@ class Generation:
     finished: bool  # False: truncated at the token limit
 
 
-__getattr__ = raise_if_old_names(
-    __name__,
-    {
-        "Call": "is now Generation, and its field `sampled` is `sampled_ids`; the field `calls` of a Trajectory is "
-        "`generations`"
-    },
-)
 MAX_REWARD = 1e12  # a larger value, squared and summed over a group, overflows the numbers that training uses
 
 

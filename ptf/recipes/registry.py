@@ -87,50 +87,13 @@ def is_online(job: "Job") -> bool:
     return build(job).online if isinstance(job.recipe, Plugin) else algo_config_of(job.recipe).online
 
 
-def online_error(recipe: type) -> str | None:
-    """Return the error for a recipe's class that has `on_policy`, the former name of `online`, in place of it.
-
-    It is None if `on_policy` is a parameter of the recipe, or equals `online`.
-    """
-    if not hasattr(recipe, "on_policy") or "on_policy" in inspect.signature(recipe).parameters:
-        return None
-    if recipe.on_policy == getattr(recipe, "online", None):
-        return None
-    return f"has `on_policy`, which is now `online`: set `online` to {recipe.on_policy}"
-
-
-RENAMED_METHODS = {
-    "annotated_by": "precomputed_from",
-    "annotations": "precomputed_columns",
-    "companions": "frozen_models",
-    "credit": "compute_advantages",
-    "epochs": "update_epochs",
-    "minibatches": "num_minibatches",
-    "is_probability": "scores_are_logits",
-    "logprob_diff_bound": "logprob_diff_threshold",
-    "needs_old": "needs_old_logprobs",
-    "precomputed": "precompute",
-}
-
-
 def _raise_if_incomplete(made: Any, job: "Job") -> None:
     """Raise UserError for a recipe without `denominator` or `online`, or whose `online` is not that of its config."""
     from ptf.errors import UserError
 
     name = f"the recipe {type(made).__name__}"
     if not hasattr(made, "denominator"):
-        renamed = ": rename its method `units`" if hasattr(made, "units") else ""
-        raise UserError(f"{name} has no method `denominator(batch)`{renamed}")
-    if error := online_error(type(made)):
-        raise UserError(f"{name} {error}")
-    for old, new in RENAMED_METHODS.items():
-        if hasattr(made, old):
-            raise UserError(f"{name} has `{old}`, which is not read: rename it `{new}`")
-    if hasattr(made, "length_penalty"):
-        raise UserError(
-            f"{name} has `length_penalty`, which was added to the reward and is not read: define `overlong_penalty`, "
-            "which is subtracted from it"
-        )
+        raise UserError(f"{name} has no method `denominator(batch)`")
     if not hasattr(made, "online"):
         raise UserError(f"{name} has no `online`: True if it trains on rollouts, else False")
     if job.rollout is not None and job.rollout.max_staleness and getattr(made, "tis_cap", None) is None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 from ptf import storage
 from ptf.config import Job, Plugin, plugin
 from ptf.config.plugin_checks import environment_fault
-from ptf.config.reward_signature import attribute_fault
 from ptf.config.sections.rollout import RolloutConfig, SourcePlugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
@@ -157,11 +156,9 @@ def rollout_functions(job: Job, tokenizer: Tokenizer) -> RolloutFunctions:
 
 
 def raise_if_wrong_environment(what: Plugin, key: str = "rollout.environment") -> None:
-    """Raise UserError for a class without the methods of an environment, and for a renamed attribute; what a function
-    makes is checked later."""
+    """Raise UserError for a class without the methods of an environment; what a function makes is checked later."""
     target = plugin.resolve(what.use)
-    methods_fault = environment_fault(target) if isinstance(target, type) else None
-    if fault := methods_fault or attribute_fault(target):
+    if isinstance(target, type) and (fault := environment_fault(target)):
         raise UserError(f"{key}: {what.use} {fault}")
 
 

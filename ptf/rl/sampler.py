@@ -269,8 +269,7 @@ def make_engine(
             directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
         )
         if not hasattr(made, "prompt_logprobs"):
-            renamed = ": rename its method `score`" if hasattr(made, "score") else ""
-            raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`{renamed}")
+            raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`")
         return made
     if kind == "native":
         from ptf.rl.engines.hf_native import HFNativeEngine

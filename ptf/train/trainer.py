@@ -180,8 +180,7 @@ Means = tuple[dict[str, float], float]  # metrics as means over all ranks, and t
 def is_largest(metric: str) -> bool:
     """Return whether a metric is the largest value of all batches and ranks, not a mean.
 
-    Raises UserError for a name that begins with `max_`, as the names of largest values did in earlier versions: it
-    would be averaged.
+    Raises UserError for a name that begins with `max_`, which would be averaged.
     """
     if metric.startswith("max_"):
         raise UserError(

@@ -1,8 +1,7 @@
-"""Whether a recipe generates rollouts is said once, by its config class; a class with another flag is refused."""
+"""Whether a recipe generates rollouts is said once, by its config class; a recipe without the flag is refused."""
 
 import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 
@@ -13,12 +12,9 @@ from ptf.errors import UserError
 from ptf.recipes.ppo.recipe import CriticRecipe
 from ptf.recipes.registry import (
     RECIPES,
-    RENAMED_METHODS,
-    _raise_if_incomplete,
     algo_config_of,
     build,
     is_online,
-    online_error,
 )
 from ptf.recipes.sft.recipe import SFT
 from tests.conftest import ROOT
@@ -57,64 +53,19 @@ def test_a_recipe_that_differs_from_its_config_is_refused(monkeypatch: pytest.Mo
         build(job_of("sft"))
 
 
-class WithOldFlag(SFT):
-    """A recipe that says by an earlier name that it is online; `online` is inherited."""
-
-    on_policy: ClassVar[bool] = True
-
-
-class WithOwnParameter(SFT):
-    """A recipe with a parameter of that name, which says something else."""
-
-    def __init__(self, on_policy: bool = True) -> None:
-        super().__init__()
-
-    on_policy = True
-
-
 class WithoutFlag:
     """A recipe that says nothing."""
 
     def denominator(self, batch: object) -> None: ...
 
 
-def test_a_plugin_that_says_it_by_another_name_is_told_the_name() -> None:
+def test_a_plugin_that_does_not_say_whether_it_is_online_is_told_the_name() -> None:
     text = (
         "{recipe: {use: 'tests.recipes.test_registry:NAME'}, model: {path: m}, "
         "data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}}"
     )
-    with pytest.raises(UserError, match="WithOldFlag has `on_policy`, which is now `online`: set `online` to True"):
-        build(loads(text.replace("NAME", "WithOldFlag")))
     with pytest.raises(UserError, match="WithoutFlag has no `online`"):
         build(loads(text.replace("NAME", "WithoutFlag")))
-    assert not is_online(loads(text.replace("NAME", "WithOwnParameter")))  # the control
-    assert online_error(SFT) is None
-
-
-def test_a_config_class_that_says_it_by_another_name_is_told_the_name() -> None:
-    with pytest.raises(UserError, match="Old: `on_policy` is now `online`; rename it"):
-        type("Old", (AlgoConfig,), {"on_policy": True, "__annotations__": {"on_policy": ClassVar[bool]}})
-    with pytest.raises(UserError, match="Old: `on_policy` is now `online`; rename it"):
-        type("Old", (AlgoConfig,), {"on_policy": True, "__annotations__": {"on_policy": bool}})
-    assert type("New", (AlgoConfig,), {"online": True, "__annotations__": {"online": ClassVar[bool]}}).online  # control
-
-
-@pytest.mark.parametrize("old", ["annotations", "annotated_by", "minibatches"])
-def test_a_recipe_with_a_former_name_of_a_method_is_refused_with_the_new_one(old):
-    """It would be a recipe that precomputes nothing, or that makes one optimizer step, without a word."""
-    made = type("Mine", (), {old: 2, "denominator": None, "online": False})()
-    job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
-    with pytest.raises(UserError, match=f"Mine has `{old}`, which is not read: rename it `{RENAMED_METHODS[old]}`"):
-        _raise_if_incomplete(made, job)
-
-
-def test_a_recipe_with_a_length_penalty_of_the_other_sign_is_refused():
-    made = type("Mine", (), {"length_penalty": 2, "denominator": None, "online": False})()
-    job = loads("recipe: sft\nmodel: {path: m}\ndata: {sources: {a: {path: a}}}\ntrain: {steps: 1, lr: 1.0}\n")
-    with pytest.raises(
-        UserError, match=r"Mine has `length_penalty`, .*: define `overlong_penalty`, which is subtracted"
-    ):
-        _raise_if_incomplete(made, job)
 
 
 def test_every_recipe_has_its_flow_and_its_keys():

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
-from ptf.errors import raise_if_old_names
 from ptf.rl.worker_messages import Fault, Gone, Lost
 from ptf.rl.worker_process import WorkerProcess
 
@@ -49,15 +48,6 @@ class Environment(Protocol):
     def step(self, text: str) -> StepResult:
         """Return the result of the policy's `text`, which is without its end-of-turn token."""
         ...
-
-
-__getattr__ = raise_if_old_names(
-    __name__,
-    {
-        "Turn": "is now StepResult(environment_messages, reward, done, policy_message); the methods of an environment "
-        "are now `reset` (`begin`) and `step` (`act`)"
-    },
-)
 
 
 class EnvironmentFault(Exception):

@@ -13,9 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ptf.config import Plugin, plugin
-from ptf.config.reward_signature import attribute_fault
 from ptf.credentials import resolved
-from ptf.errors import UserError
 
 COROUTINES = 256  # of a coroutine function without an attribute `max_concurrent_calls`
 THREADS = 64  # of a plain function without one
@@ -72,13 +70,8 @@ def first_lines(what: Plugin) -> list[str]:
 
 
 def max_concurrent_calls(function: Callable, default: int | None = None) -> int:
-    """Return how many calls of a reward, or of environments, may overlap.
-
-    Raises UserError if it has the attribute under its earlier name.
-    """
+    """Return how many calls of a reward, or of environments, may overlap."""
     own, arguments = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
-    if fault := attribute_fault(own):
-        raise UserError(f"{getattr(own, '__qualname__', type(own).__qualname__)} {fault}")
     found: Any = getattr(own, "max_concurrent_calls", default or (COROUTINES if is_asynchronous(own) else THREADS))
     return int(found(**arguments)) if callable(found) else int(found)  # pyright: ignore[reportArgumentType]
 

@@ -122,23 +122,6 @@ def in_the_main_thread(row, text):
     return float(threading.current_thread() is threading.main_thread())
 
 
-class OldName:
-    """Has the number of calls that may overlap under its former name."""
-
-    in_flight = 1
-
-    def __call__(self, row, text):
-        return 1.0
-
-
-def old_name(row, text):
-    """As OldName."""
-    return 1.0
-
-
-old_name.in_flight = 1  # type: ignore[attr-defined]
-
-
 @batched(8)
 def changes_rows(items, *, episodes):
     """How often a row was changed before, of which there must be none; a row and its episode share no message."""

@@ -22,7 +22,6 @@ from ptf.rl.rewards.concurrent import COROUTINES, max_concurrent_calls
 from ptf.rl.rewards.scoring import RewardWorkers, responses_left_to
 from ptf.rl.rewards.weighted_sum import WeightedSum
 from ptf.rl.worker_messages import Fault
-from tests.rl.rewards import shapes
 from tests.rl.rewards.shapes import Sizes, lengths
 
 HERE = "tests.rl.rewards.shapes"
@@ -190,15 +189,6 @@ def test_the_row_of_a_group_is_sent_once_and_the_episode_only_if_it_is_asked_for
         sent = responses_left_to(rewards, group("p", ["a", "b", "c"]))
     assert len({id(response.row) for response in sent}) == 1
     assert [response.episode is not None for response in sent] == [asks] * 3
-
-
-@pytest.mark.parametrize("name", ["OldName", "old_name"])
-def test_a_reward_with_the_former_attribute_is_refused(name: str) -> None:
-    message = "has the attribute `in_flight`, which is now called `max_concurrent_calls`: rename it"
-    with pytest.raises(UserError, match=message):
-        RewardWorkers(Plugin(use=f"{HERE}:{name}", args={})).close()
-    with pytest.raises(UserError, match=message):
-        max_concurrent_calls(getattr(shapes, name))
 
 
 def test_what_a_reward_changes_no_other_response_sees() -> None:
