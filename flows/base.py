@@ -146,11 +146,7 @@ class PostTrainFlow(FlowSpec):
     @step
     def end(self):
         """Print the run's name, and the paths of the model and of the published version."""
-        print(f"run name   {self._known_as()}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
-
-    def _known_as(self) -> str:
-        """Return the training run's name, which `start` stored; runs of earlier versions stored it as `lineage`."""
-        return self.run_name if hasattr(self, "run_name") else self.lineage
+        print(f"run name   {self.run_name}\nmodel      {self.artifact.model}\npublished  {self.artifact.published}")
 
     def _run_name(self) -> str:
         flow = re.sub(

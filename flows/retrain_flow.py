@@ -44,7 +44,7 @@ class RetrainFlow(PostTrainFlow):
     def end(self):
         """Print the result."""
         if self.artifact.published:
-            print(f"run name   {self._known_as()}\npublished  {self.artifact.published}")
+            print(f"run name   {self.run_name}\npublished  {self.artifact.published}")
         else:
             from steps import retrain
 

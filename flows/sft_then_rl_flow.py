@@ -91,7 +91,7 @@ class SFTThenRLFlow(PostTrainFlow):
         with cards.publishing(current.card["publish"], self._artifact, page):
             self._stage(publish)
         self.published_first = self.artifact.published
-        self.artifact = Artifact(run_name=self._known_as())
+        self.artifact = Artifact(run_name=self.run_name)
         self.next(self.prepare)
 
     @step

@@ -52,7 +52,7 @@ class SweepFlow(PostTrainFlow):
         self.number, self.trial, self.artifact = (
             self.index,
             self.input,
-            Artifact(run_name=f"{self._known_as()}-{self.index}"),
+            Artifact(run_name=f"{self.run_name}-{self.index}"),
         )
         self._stage(prepare)
         self.artifact = self.artifact.with_changes(models={**self.artifact.models, **self.models})
@@ -76,7 +76,7 @@ class SweepFlow(PostTrainFlow):
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
         with self._reporting_errors():
             chosen = trials[best(self._job(), [trial.artifact.metrics for trial in trials])]
-        self.run_name, self.trial, self.artifact, self.failed = chosen._known_as(), chosen.trial, chosen.artifact, ""
+        self.run_name, self.trial, self.artifact, self.failed = chosen.run_name, chosen.trial, chosen.artifact, ""
         self.next(self.publish)
 
     def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:

@@ -34,15 +34,6 @@ class Artifact:
             raise_if_damaged(self.prepared, job.verify_bytes)
         return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the fields of a stored artifact; earlier versions called `run_name` `lineage`."""
-        if "lineage" in state:
-            state = {
-                "run_name": state["lineage"],
-                **{name: value for name, value in state.items() if name != "lineage"},
-            }
-        self.__dict__.update(state)
-
     def with_changes(self, **changes: Any) -> "Artifact":
         """Return a copy with these fields changed."""
         return replace(self, **changes)

@@ -161,14 +161,14 @@ class WandB:
     Raises UserError if wandb is not installed, or not logged in.
     """
 
-    def __init__(self, directory: Path, project: str, resumed: int) -> None:
+    def __init__(self, directory: Path, project: str) -> None:
         raise_if_no_login(project)
         import wandb
 
         file, name = directory / "wandb_id", directory.name
-        if not file.is_file():  # a run that an earlier version began has its name as its id
+        if not file.is_file():
             place = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:8]
-            file.write_text(name if resumed else f"{name[:100]}-{place}")
+            file.write_text(f"{name[:100]}-{place}")
         self._run = wandb.init(project=project, id=file.read_text(), name=name, dir=str(directory), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -202,7 +202,7 @@ class Tracker:
         self.begun, self.resumed = time.perf_counter(), resumed
         self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
-            self.sinks.append(WandB(directory, track_config.wandb_project, resumed))
+            self.sinks.append(WandB(directory, track_config.wandb_project))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, online of a rollout and its optimizer steps; `step` counts from 1."""

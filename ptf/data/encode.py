@@ -31,7 +31,6 @@ Encode = Callable[[dict[str, Any], str], list[PackUnit]]  # (row, source name); 
 SetAside = Callable[[BadRow, Mapping[str, int]], None]
 # `too_long` counts the pack units of which nothing was kept, `truncated` those that were cut.
 COUNTS = ("rows", "samples", "tokens", "trained", "whole", "too_long", "truncated", "bad", "rows_without_samples")
-STORED_COUNTS = {"too_long": "dropped", "rows_without_samples": "left_out"}  # names that earlier versions stored
 VALUE = "value/"  # prefix of the per-token values of `values` of events
 FORM = 5  # version of what encoders make of a row; data of another version are tokenized again
 
@@ -367,14 +366,6 @@ def row_weight(row: Row) -> float:
             "null} if it says something else"
         )
     return float(weight)
-
-
-def counts_of(stored: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts of an encoder in the state or the manifest that a version of ptf stored.
-
-    What an earlier version did not count is 0.
-    """
-    return {key: int(stored.get(key, stored.get(STORED_COUNTS.get(key, key), 0))) for key in COUNTS}
 
 
 class Encoder:

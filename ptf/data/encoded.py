@@ -11,7 +11,7 @@ import numpy as np
 
 from ptf.data import tokenized
 from ptf.data.baskets import reorder_baskets
-from ptf.data.encode import COUNTS, Encoder, counts_of
+from ptf.data.encode import COUNTS, Encoder
 from ptf.data.order import PartitionSource, Ranges
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import RawRow
@@ -173,7 +173,7 @@ class Encoded:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._source.load_state_dict(state["source"])
-        self._encoder.counts = counts_of(state["counts"])
+        self._encoder.counts = dict(state["counts"])
         self._empty_rows, self._last_epoch, self._ended = (
             int(state["without"]),
             int(state["found"]),

@@ -289,7 +289,6 @@ class Loader:
         """Return the state after the last step that was yielded, with the partitions that this rank serves."""
         return {
             "step": self.step,
-            # stored names stay as the first version had them
             "lanes": {str(partition): settle(state) for partition, state in self._states.items()},
         }
 

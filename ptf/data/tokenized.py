@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ptf import file_verification, progress, scratch, storage
-from ptf.data.encode import COUNTS, Encode, Encoder, TooLong, counts_of
+from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
@@ -109,7 +109,7 @@ def write(
     if (root / storage.MANIFEST).exists():
         manifest = file_verification.verify(directory, spec.verify_up_to, f"remove {directory}: it is made again")
         if manifest.items() >= made_with.items():
-            return manifest | counts_of(manifest)
+            return manifest
     with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))

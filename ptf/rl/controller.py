@@ -500,7 +500,7 @@ class Controller:
         self.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
         self.canary = state["canary"]
-        self.skipped = state.get("skipped", 0)
+        self.skipped = state["skipped"]
         if self.asynchronous:
             self.asynchronous.restore(state["in_flight"])
         self.saves.prune(step)

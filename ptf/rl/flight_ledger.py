@@ -35,7 +35,7 @@ class FlightLedger:
         self.updates: set[tuple[int, int]] = set()  # the slice before which an update ended, and its version
         self.slices: dict[int, dict[str, Any]] = {}
         self.ends: dict[int, frozenset[EpisodeId]] = {}
-        self.no_results: dict[EpisodeId, dict[str, Any]] = {}
+        self.no_results: dict[EpisodeId, tuple[int, Any]] = {}  # responses, and the trajectory as JSON has it
         if path is not None and path.exists():
             _end_at_a_line(path)
             for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -72,8 +72,8 @@ class FlightLedger:
         known = self.no_results.get((group, number))
         if known is None:
             return None
-        responses = known["responses"] if "responses" in known else known["heard"]  # the second: of earlier versions
-        return Decided(responses, trajectory_from_json(known["trajectory"], prompt))
+        responses, trajectory = known
+        return Decided(responses, trajectory_from_json(trajectory, prompt))
 
     def write_computed(
         self, slice_number: int, version: int, beside_update: bool, episodes: Iterable[EpisodeId]
@@ -106,7 +106,7 @@ class FlightLedger:
 
     def _read(self, line: dict[str, Any]) -> None:
         if "no_result" in line:
-            self.no_results[tuple(line["no_result"])] = line
+            self.no_results[tuple(line["no_result"])] = line["responses"], line["trajectory"]
         elif "update_ended" in line:
             self.updates.add((line["slice"], line["update_ended"]))
         elif "ended" in line:

@@ -75,9 +75,8 @@ def _restored_member(state: Mapping[str, Any], prompt: Prompt) -> Member:
         return Member(
             trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], end_counts=state["counts"]
         )
-    stored = state["responses"] if "responses" in state else state["heard"]  # the second: of earlier versions
-    responses, started = list(restored_generations(stored)), dict(state["started"])
+    responses, started = list(restored_generations(state["responses"])), dict(state["started"])
     if started:
         last = responses[-1] if responses else None
-        started["context"] = whole_context(started["context"], started.pop("shared", 0), last)
+        started["context"] = whole_context(started["context"], started.pop("shared"), last)
     return Member(responses=responses, started=started, due=state["due"])

@@ -51,11 +51,11 @@ def generations_state(generations: Sequence[Generation]) -> list[dict[str, Any]]
 
 
 def restored_generations(states: Sequence[Mapping[str, Any]]) -> tuple[Generation, ...]:
-    """Return the generations that `generations_state` was given; states of earlier versions have whole contexts."""
+    """Return the generations that `generations_state` was given."""
     restored = list[Generation]()
     for state in states:
         fields, before = dict(state), restored[-1] if restored else None
-        context = whole_context(fields.pop("context"), fields.pop("shared", 0), before)
+        context = whole_context(fields.pop("context"), fields.pop("shared"), before)
         restored.append(Generation(context=context, **fields))
     return tuple(restored)
 

@@ -371,7 +371,7 @@ class OfflineAttempt:
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
             state = checkpoint.load_host(f"{path}/{file}")
             self.tokenizer.raise_if_different(state["tokenizer"], path)
-            partitions |= state["lanes"]  # stored names, as the first version had them
+            partitions |= state["lanes"]
             ends = int(state["ends"])
             if self.early_stopping:
                 self.early_stopping.load_state_dict(state["watch"])

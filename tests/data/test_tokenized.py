@@ -7,10 +7,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from ptf import storage
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.encode import COUNTS, encode_document
+from ptf.data.encode import encode_document
 from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.source_units import pack_units_once
@@ -103,24 +102,6 @@ def test_the_manifest_counts(rows: str, characters: Tokenizer, tmp_path: Path) -
     assert manifest["too_long"] > 0
     assert manifest["expansion"] == 1.0
     assert set(manifest["files"]) == {"rows.parquet"}
-
-
-def test_counts_that_an_earlier_version_stored_are_read(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
-    manifest = write(rows, tmp_path / "t", characters)
-    names = {"too_long": "dropped", "rows_without_samples": "left_out"}
-    storage.commit(
-        tmp_path / "t", {names.get(key, key): n for key, n in manifest.items() if key not in ("files", "digest")}
-    )
-    again = write(rows, tmp_path / "t", characters)
-    assert {key: again[key] for key in COUNTS} == {key: manifest[key] for key in COUNTS}
-    whole, resumed = (partition(SourceSpec(rows), 0, characters) for _ in range(2))
-    rows_of(whole, 50)
-    state = settle(whole.state_dict())
-    stream = state["atoms"]["streams"]["sums"]["stream"]
-    assert stream["counts"]["too_long"] > 0
-    stream["counts"] = {names.get(key, key): n for key, n in stream["counts"].items()}
-    resumed.load_state_dict(state)
-    assert resumed.counts() == whole.counts()
 
 
 def test_what_is_left_out_is_the_same_share_of_an_epoch(rows: str, characters: Tokenizer, tmp_path: Path) -> None:

@@ -160,11 +160,11 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     assert float(recipe.denominator(together)) == float(recipe.denominator(apart)) == 3.0
 
 
-def test_scores_at_every_token_as_they_once_were_are_refused(place):
-    """Data of an earlier format have scores at every token. A batch without documents is accepted."""
+def test_tokenized_data_without_scored_responses_are_refused(place):
+    """Data of other recipes have none. A batch without documents is accepted."""
     recipe, model = RM(loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
-    with pytest.raises(UserError, match="tokenize it again"):
+    with pytest.raises(UserError, match="have no score at the end of each response: tokenize them again"):
         recipe.loss(
             model,
             Batch.of([[(replace(sample, token_columns={"score": sample.token_columns["score"]}),)]], len(sample)),

@@ -237,11 +237,7 @@ def test_an_episode_without_a_result_ends_so_again(tmp_path):
     again = run(clock(2), play, ledger=ledger)
     assert (told(first[0]), first[1], outcomes(first[0])) == (told(again[0]), again[1], outcomes(again[0]))
     assert outcomes(run(clock(2), play)[0]) != outcomes(first[0])  # negative control
-    lines = ledger.read_text()
-    assert '"responses": 2' in lines
-    ledger.write_text(lines.replace('"responses":', '"heard":'))  # as earlier versions wrote it
-    earlier = run(clock(2), play, ledger=ledger)
-    assert (told(earlier[0]), outcomes(earlier[0])) == (told(first[0]), outcomes(first[0]))
+    assert '"responses": 2' in ledger.read_text()
 
 
 @pytest.mark.parametrize("wall", [False, True])
@@ -368,14 +364,7 @@ def test_a_fault_of_an_episode_is_raised_and_those_of_the_others_are_not_reporte
     assert "never retrieved" not in caplog.text
 
 
-def of_earlier_versions(group):
-    """A stored group with the name that the responses of an episode had."""
-    members = [{"heard" if k == "responses" else k: v for k, v in member.items()} for member in group["members"]]
-    return {**group, "members": members}
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests(earlier):
+def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
     def begun(play):
         engine, prompts = Engine(), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
         return InFlight(clock(2), engine, play, 10.0), engine, lambda: next(prompts)
@@ -389,8 +378,6 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests(ear
         state = state_of(first)
         assert any(member.get("started") for group in state["groups"] for member in group["members"])
         assert any(member.get("responses") for group in state["groups"] for member in group["members"])
-        if earlier:
-            state = {**state, "groups": [of_earlier_versions(group) for group in state["groups"]]}
         second, _, _ = begun(player(2))
         restore(second, state)
         engine.version = 0

@@ -1,7 +1,6 @@
 """The prepare step makes the models that a job takes from other jobs: each once,
 and each under a name of its own."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -67,11 +66,3 @@ def test_an_attempt_keeps_the_teachers_that_it_began_with(raw, tmp_path):
         publish(load(str(tmp_path / f"{name}.yaml")), "v2")
     assert module.prepare(job, Artifact(run_name="kd-1")).resolve(job) == begun
     assert module.prepare(job, Artifact(run_name="kd-2")).resolve(job) != begun
-
-
-def test_an_artifact_that_an_earlier_version_stored_is_read():
-    artifact = Artifact("a", run="runs/a", metrics={"train/loss": 1.0})
-    assert pickle.loads(pickle.dumps(artifact)) == artifact
-    earlier = Artifact.__new__(Artifact)
-    earlier.__setstate__({"lineage" if name == "run_name" else name: value for name, value in vars(artifact).items()})
-    assert earlier == artifact

@@ -120,8 +120,7 @@ class RM:
         """Return the value of a column for each scored response: [responses]."""
         if len(batch.trained_positions) and "answer_length" not in batch.token_columns:
             raise UserError(
-                "this data was tokenized by an earlier version of ptf, with a score at every token of a response: "
-                "tokenize it again"
+                "these tokenized data have no score at the end of each response: tokenize them again with this job"
             )
         return batch.token_columns.get(name, batch.loss_weights).flatten()[batch.trained_positions]
 
