@@ -114,8 +114,6 @@ NAMES = {
     ("torch.distributed.checkpoint.metadata", "StorageMeta"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    # entries that are not tensors: older checkpoints have them; they are never read
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),

@@ -292,6 +292,9 @@ def test_a_ledger_that_is_damaged_is_named(tmp_path):
     (tmp_path / "flight.jsonl").write_text('{"slice": 0, "computed"\n{"slice": 1, "ended": []}\n')
     with pytest.raises(UserError, match="line 1 is damaged"):
         FlightLedger(tmp_path / "flight.jsonl")
+    (tmp_path / "flight.jsonl").write_text('{"slice": 1, "ended": []}\n{"no_result": [0, 1], "trajectory": {}}\n')
+    with pytest.raises(UserError, match="line 2 is damaged"):
+        FlightLedger(tmp_path / "flight.jsonl")
 
 
 def test_a_ledger_of_another_run_is_refused(tmp_path):
