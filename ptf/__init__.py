@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# The directories of plugins, as a parent process found them (ptf.config.load.on_path). They are last, so that a file in
-# them, such as queue.py, hides no module of Python and no installed package.
+# The directories of plugins, as a parent process found them (ptf.config.plugin.on_path). They are last, so that a file
+# in them, such as queue.py, hides no module of Python and no installed package.
 _PLACES = os.environ.get("PTF_PLUGIN_PATH", "").split(os.pathsep)
 sys.path += [place for place in _PLACES if place and place not in sys.path]
 

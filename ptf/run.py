@@ -25,7 +25,7 @@ from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
 from ptf.compute.tracking import raise_if_no_login
 from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
-from ptf.config.load import PLUGINS, plugin_path
+from ptf.config.plugin import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
 from ptf.config.sections.data import Source
 from ptf.credentials import redacted

@@ -9,7 +9,7 @@ from ptf.artifact import Artifact
 from ptf.compute.checkpoint import STEP
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads
-from ptf.config.load import on_path
+from ptf.config.plugin import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.gate import unmeasured

@@ -13,7 +13,7 @@ import yaml
 
 from ptf import credentials
 from ptf.config import Plugin, dump, loads, plugin, shown
-from ptf.config.load import ConfigError
+from ptf.config.error import ConfigError
 from ptf.errors import UserError
 from tests.flows.toy import Toy
 from tests.tiny import arithmetic

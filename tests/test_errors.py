@@ -9,7 +9,7 @@ import yaml
 
 from ptf.cli import main
 from ptf.config import load, loads
-from ptf.recipes.registry import RECIPES
+from ptf.config.recipes import RECIPES
 from ptf.run import flow_of
 from tests.conftest import ROOT
 from tests.tiny import arithmetic, write_jsonl

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "varlen": set(),
     "credentials": {"errors"},
     "disk": {"errors"},
-    "config": BASE,  # and REGISTRIES, inside functions
+    "config": BASE,
     "storage": BASE,
     "gate": BASE | {"config", "storage", "file_verification"},
     "file_verification": BASE | {"storage"},
@@ -131,13 +131,12 @@ PACKAGES = {
     "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/episode_preview/terminal.py"],
 }
 ALGO_CONFIGS = [
-    "ptf/recipes/registry.py",
     "ptf/recipes/online.py",
     "ptf/recipes/rules.py",
     "ptf/recipes/*/config.py",
 ]
-REGISTRIES = ("ptf.recipes.registry.",)  # which the config asks, inside functions
 TORCH_FREE = [
+    "ptf/recipes/registry.py",
     *ALGO_CONFIGS,
     "ptf/config/*",
     "ptf/storage/*",
@@ -213,8 +212,6 @@ def broken_rule(file: str, found: Import) -> str | None:
     if home == "ptf" and is_in(ALGO_CONFIGS) and not found.lazy:
         knows = found.module.startswith("ptf.config.section.") or is_algo_config(found.module)
         return None if knows else "keys of algorithms know ptf.config.section and each other alone"
-    if file.startswith("ptf/config/") and found.lazy and found.module.startswith(REGISTRIES):
-        return None
     own = file.split("/")[1].removesuffix(".py").replace("__init__", "")
     return None if part == own or part in MAY_IMPORT.get(own, set()) else f"ptf.{own} may not import ptf.{part}"
 

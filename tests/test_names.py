@@ -12,7 +12,7 @@ import yaml
 from ptf import cli, published_versions, storage
 from ptf.compute.checkpoint import Checkpoints
 from ptf.config import loads
-from ptf.config.load import ConfigError
+from ptf.config.error import ConfigError
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles

@@ -1,8 +1,8 @@
 """Configs: one typed tree (`schema`), read from YAML (`load`). No torch. Only here, and in the
 recipes' own keys, pydantic is used."""
 
+from ptf.config.error import ConfigError
 from ptf.config.load import (
-    ConfigError,
     dump,
     fingerprint,
     frozen_differences,

@@ -15,7 +15,8 @@ from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from ptf.config import plugin
-from ptf.config.load import ConfigError
+from ptf.config.error import ConfigError
+from ptf.config.recipes import algo_config_of, recipe_of_class
 from ptf.config.schema import Job
 from ptf.config.section import AlgoConfig, Plugin
 
@@ -24,8 +25,6 @@ from ptf.config.section import AlgoConfig, Plugin
 def inherited_config(recipe: object) -> type[AlgoConfig]:
     """Return the config class with the keys that a plugin inherits; AlgoConfig, without keys, if it is no class or
     inherits from no recipe of ptf."""
-    from ptf.recipes.registry import algo_config_of, recipe_of_class
-
     bases = inspect.getmro(recipe) if isinstance(recipe, type) else ()
     names = [recipe_of_class(base) for base in bases]
     if not any(names):

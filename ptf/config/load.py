@@ -8,42 +8,24 @@ the line that must change.
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ptf.config.error import Problems
 from ptf.config.explain import explain, given
+from ptf.config.inherited import algo_config
+from ptf.config.plugin import on_path
 from ptf.config.plugin_code import code_of
 from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
 from ptf.credentials import HIDDEN, REFERENCE
-from ptf.errors import UserError
-
-PLUGIN_PATH = "PTF_PLUGIN_PATH"  # of which ptf/__init__.py takes notice
-PLUGINS = "ptf_plugins.json"  # in a run's directory: the directories of its plugins, and the digests of their modules
-
-
-class ConfigError(UserError):
-    """A config is invalid."""
-
-
-class Problems(ConfigError):
-    """All problems of a config. The message has one line for each, in the order of the files."""
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = sorted(problems, key=lambda p: (p.place, p.key))
-        super().__init__("\n".join(map(str, self.problems)))
-
-    def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
-        return Problems, (self.problems,)
 
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
@@ -53,32 +35,6 @@ def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
     """
     on_path(files)
     return checked(merge(*files, overrides=overrides))
-
-
-def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
-    """Append the directories of these configs and the current one to the path of Python modules, for plugins.
-
-    For the config of a run they are those that it began with (`PLUGINS`). Changes `sys.path` and `PTF_PLUGIN_PATH`,
-    which child processes inherit. The directories are last, so that their files do not hide installed packages.
-    """
-    directories = list[str]()
-    for file in files:
-        parent = Path(file).resolve().parent
-        recorded = parent / PLUGINS
-        try:
-            directories += json.loads(recorded.read_bytes())["directories"] if recorded.is_file() else [str(parent)]
-        except (ValueError, TypeError, LookupError):
-            raise ConfigError(f"{recorded} is damaged: restore it, or begin a run with another name") from None
-    for directory in dict.fromkeys([*directories, os.getcwd()]):
-        if directory not in sys.path:
-            sys.path.append(directory)
-        if directory not in (known := plugin_path()):
-            os.environ[PLUGIN_PATH] = os.pathsep.join([*known, directory])
-
-
-def plugin_path() -> list[str]:
-    """Return the directories of plugins, which are last on the path of Python modules."""
-    return [*filter(None, os.environ.get(PLUGIN_PATH, "").split(os.pathsep))]
 
 
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
@@ -125,8 +81,6 @@ def model_paths(job: Job) -> dict[str, str]:
     if job.rollout and job.rollout.reward_model:
         paths["rollout.reward_model.path"] = job.rollout.reward_model.path
     if job.algo:  # a plugin is imported to know which of its keys name models
-        from ptf.config.inherited import algo_config
-
         paths |= {f"algo.{key}": path for key, path in algo_config(job).model_paths().items()}
     return paths
 

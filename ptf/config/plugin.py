@@ -6,19 +6,50 @@ A plugin is resolved to a callable with its keyword arguments bound; a wrong nam
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import pickle
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from ptf.config.load import ConfigError, plugin_path
+from ptf.config.error import ConfigError
 from ptf.config.section import Plugin
 from ptf.config.tree import near
 from ptf.credentials import resolved
 
 T = TypeVar("T")
+PLUGIN_PATH = "PTF_PLUGIN_PATH"  # of which ptf/__init__.py takes notice
+PLUGINS = "ptf_plugins.json"  # in a run's directory: the directories of its plugins, and the digests of their modules
+
+
+def on_path(files: Iterable[str | os.PathLike[str]]) -> None:
+    """Append the directories of these configs and the current one to the path of Python modules, for plugins.
+
+    For the config of a run they are those that it began with (`PLUGINS`). Changes `sys.path` and `PTF_PLUGIN_PATH`,
+    which child processes inherit. The directories are last, so that their files do not hide installed packages.
+    """
+    directories = list[str]()
+    for file in files:
+        parent = Path(file).resolve().parent
+        recorded = parent / PLUGINS
+        try:
+            directories += json.loads(recorded.read_bytes())["directories"] if recorded.is_file() else [str(parent)]
+        except (ValueError, TypeError, LookupError):
+            raise ConfigError(f"{recorded} is damaged: restore it, or begin a run with another name") from None
+    for directory in dict.fromkeys([*directories, os.getcwd()]):
+        if directory not in sys.path:
+            sys.path.append(directory)
+        if directory not in (known := plugin_path()):
+            os.environ[PLUGIN_PATH] = os.pathsep.join([*known, directory])
+
+
+def plugin_path() -> list[str]:
+    """Return the directories of plugins, which are last on the path of Python modules."""
+    return [*filter(None, os.environ.get(PLUGIN_PATH, "").split(os.pathsep))]
 
 
 def resolve(use: str) -> Any:

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.config import plugin
+from ptf.config.error import ConfigError
 from ptf.config.explain import explain
 from ptf.config.inherited import inherited_errors
-from ptf.config.load import ConfigError, checked, on_path
+from ptf.config.load import checked
+from ptf.config.plugin import on_path
+from ptf.config.recipes import JOB_ARGUMENTS
 from ptf.config.reward_signature import reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
@@ -97,8 +100,6 @@ def recipe(
 ) -> Iterator[Problem]:
     """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
     and those that it needs and is not given."""
-    from ptf.recipes.registry import JOB_ARGUMENTS
-
     yield from unknown(root, ("algo",), target, algo, use)
     for error in inherited_errors(target, {**args, **algo}):
         section = ("algo",) if error["loc"][0] in algo else ("recipe", "args")

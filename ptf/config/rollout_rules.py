@@ -1,10 +1,15 @@
 """Rules between the keys of online recipes, which generate what they train on, and of the engines that generate."""
 
+from typing import TYPE_CHECKING
+
 from ptf.config import transports
-from ptf.config.schema import Job
+from ptf.config.recipes import STALENESS_NEEDS_CAP
+
+if TYPE_CHECKING:
+    from ptf.config.schema import Job
 
 
-def rollout_errors(job: Job) -> list[str]:
+def rollout_errors(job: "Job") -> list[str]:
     """Return the problems of `rollout` and of what does not go with it."""
     rollout_config = job.rollout
     if rollout_config is None:
@@ -61,12 +66,10 @@ def rollout_errors(job: Job) -> list[str]:
     return errors
 
 
-def asynchronous_errors(job: Job) -> list[str]:
+def asynchronous_errors(job: "Job") -> list[str]:
     """Return the problems of `rollout.max_staleness` and its keys with the rest of the job."""
     config = job.rollout
     assert config is not None
-    from ptf.recipes.registry import STALENESS_NEEDS_CAP
-
     k, fields = config.max_staleness, type(config).model_fields
     if not k:
         keys = ("slice_tokens", "in_flight", "generation_batches", "clock", "update_slices", "environment_slices")
@@ -104,7 +107,7 @@ def asynchronous_errors(job: Job) -> list[str]:
     return [problem for problem, present in problems.items() if present]
 
 
-def reward_errors(job: Job) -> list[str]:
+def reward_errors(job: "Job") -> list[str]:
     """Return the problems of the rewards: responses get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
@@ -147,7 +150,7 @@ def reward_errors(job: Job) -> list[str]:
     return []
 
 
-def _unknown_source_errors(job: Job) -> list[str]:
+def _unknown_source_errors(job: "Job") -> list[str]:
     """Return the rewards and environments of sources that the job does not have."""
     assert job.rollout is not None
     known = {*job.data.sources, *job.evaluate.sources}
@@ -159,7 +162,7 @@ def _unknown_source_errors(job: Job) -> list[str]:
     ]
 
 
-def _unrewarded_source_errors(job: Job) -> list[str]:
+def _unrewarded_source_errors(job: "Job") -> list[str]:
     """Return the sources whose responses get no reward, where rewards or environments are given by source."""
     config = job.rollout
     assert config is not None
@@ -174,7 +177,7 @@ def _unrewarded_source_errors(job: Job) -> list[str]:
     ]
 
 
-def prompt_errors(job: Job) -> list[str]:
+def prompt_errors(job: "Job") -> list[str]:
     """Return the problems of the kinds of sources: prompts are for rollouts and evaluation, which take no others."""
     wants_prompts = {f"evaluate.sources.{n}": s for n, s in job.evaluate.sources.items()}
     errors = []
@@ -194,7 +197,7 @@ def prompt_errors(job: Job) -> list[str]:
     return errors
 
 
-def engine_errors(job: Job) -> list[str]:
+def engine_errors(job: "Job") -> list[str]:
     """Return the problems of engines that need a process of their own, which only Ray gives."""
     if job.compute.launcher == "ray":
         return []
@@ -212,7 +215,7 @@ def engine_errors(job: Job) -> list[str]:
     ]
 
 
-def pool_errors(job: Job) -> list[str]:
+def pool_errors(job: "Job") -> list[str]:
     """Return the problems of `compute.pools`: policy and rollout must each be in a pool, the same or different ones,
     and no role in more than one.
 

@@ -6,20 +6,22 @@ their problems are reported.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
-from ptf.config.schema import Job
 from ptf.config.section import AlgoConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.credentials import is_secret
+
+if TYPE_CHECKING:
+    from ptf.config.schema import Job
 
 SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
-def name_errors(job: Job) -> list[str]:
+def name_errors(job: "Job") -> list[str]:
     """Return the problems of names that, as part of a path, could lead out of their directory."""
     by_key = {
         "data.sources": job.data.sources,
@@ -37,7 +39,7 @@ def name_errors(job: Job) -> list[str]:
     ]
 
 
-def secret_errors(job: Job) -> list[str]:
+def secret_errors(job: "Job") -> list[str]:
     """Return a problem for each secret that is written into the config: configs are stored, shown and published."""
     rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
@@ -57,7 +59,7 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def data_parallel_errors(job: Job) -> list[str]:
+def data_parallel_errors(job: "Job") -> list[str]:
     """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
     workers, mesh = job.compute.workers, job.compute.mesh
     data_ranks, divisor = (
@@ -77,7 +79,7 @@ def data_parallel_errors(job: Job) -> list[str]:
     return [f"{key} ({value}) must be a multiple of {divisor}" for key, value in dealt.items() if value % data_ranks]
 
 
-def launch_errors(job: Job) -> list[str]:
+def launch_errors(job: "Job") -> list[str]:
     """Return the problems of where the run runs and writes, and of how its workers divide the model."""
     workers, mesh, errors = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
@@ -92,12 +94,12 @@ def launch_errors(job: Job) -> list[str]:
     return errors
 
 
-def recipe_errors(job: Job) -> list[str]:
+def recipe_errors(job: "Job") -> list[str]:
     """Return the problems that the recipe's own rules find."""
     return job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
 
 
-def held_out_errors(job: Job) -> list[str]:
+def held_out_errors(job: "Job") -> list[str]:
     """Return the problems of held-out data and of the metrics on it."""
     errors = []
     if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
@@ -116,7 +118,7 @@ def held_out_errors(job: Job) -> list[str]:
     return errors
 
 
-def deployment_errors(job: Job) -> list[str]:
+def deployment_errors(job: "Job") -> list[str]:
     """Return the problems of when the flow runs and of what it publishes."""
     errors = []
     if job.flow.cron is not None and not schedule(job.flow.cron):
@@ -149,7 +151,7 @@ def schedule_fault(train: TrainConfig, steps: int | None) -> str | None:
     )
 
 
-def schedule_errors(job: Job) -> list[str]:
+def schedule_errors(job: "Job") -> list[str]:
     """Warm-up and decay must fit into the run."""
     train, errors = job.train, []
     if fault := schedule_fault(train, train.steps):
@@ -168,7 +170,7 @@ def schedule_errors(job: Job) -> list[str]:
     return errors
 
 
-def source_path_errors(job: Job) -> list[str]:
+def source_path_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with a source's path.
 
     Whether the path is a dataset of the Hub, where a directory may have the same name, is known when it is read.
@@ -195,7 +197,7 @@ def source_path_errors(job: Job) -> list[str]:
     return errors
 
 
-def length_errors(job: Job) -> list[str]:
+def length_errors(job: "Job") -> list[str]:
     """When the run ends, and what its data must be for that."""
     errors = []
     if (job.train.steps is None) == (job.train.epochs is None):
@@ -229,7 +231,7 @@ def length_errors(job: Job) -> list[str]:
     return errors
 
 
-def foreign_model_errors(job: Job) -> list[str]:
+def foreign_model_errors(job: "Job") -> list[str]:
     """Return the problems of keys that `model.backend: hf` does not support."""
     if job.model.backend != "hf":
         return []
@@ -243,7 +245,7 @@ def foreign_model_errors(job: Job) -> list[str]:
     return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
 
 
-def quantised_weight_errors(job: Job) -> list[str]:
+def quantised_weight_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with `model.quantization`."""
     if job.model.quantization is None:
         return []
@@ -261,13 +263,13 @@ def quantised_weight_errors(job: Job) -> list[str]:
     return [error for error, kept in rules.items() if not kept]
 
 
-def optimizer_errors(job: Job) -> list[str]:
+def optimizer_errors(job: "Job") -> list[str]:
     """Return a problem if moments in 8 bits were to be in host memory."""
     both = job.train.optimizer == "adamw_8bit" and job.train.optimizer_offload
     return ["train.optimizer: adamw_8bit needs train.optimizer_offload: false; offload fp32 moments instead"] * both
 
 
-def deterministic_errors(job: Job) -> list[str]:
+def deterministic_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
         return []
@@ -284,7 +286,7 @@ def deterministic_errors(job: Job) -> list[str]:
     return [error for error, kept in rules.items() if not kept]
 
 
-def watched_metric_errors(job: Job) -> list[str]:
+def watched_metric_errors(job: "Job") -> list[str]:
     """Return a problem for each metric that train.early_stopping or checkpoint.best watches and nothing measures."""
     if not (job.train.early_stopping or job.checkpoint.best):
         return []
@@ -307,7 +309,7 @@ def watched_metric_errors(job: Job) -> list[str]:
     return errors
 
 
-def own_component_errors(job: Job) -> list[str]:
+def own_component_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with components and tokens of the user's own."""
     model, tokens, errors = job.model, job.model.tokens, []
     if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
@@ -340,7 +342,7 @@ def own_component_errors(job: Job) -> list[str]:
     return errors
 
 
-RULES: tuple[Callable[[Job], list[str]], ...] = (
+RULES: tuple[Callable[["Job"], list[str]], ...] = (
     data_parallel_errors,
     name_errors,
     secret_errors,
@@ -364,6 +366,6 @@ RULES: tuple[Callable[[Job], list[str]], ...] = (
 )
 
 
-def broken(job: Job) -> list[str]:
+def broken(job: "Job") -> list[str]:
     """One line for each rule that is broken, beginning with the key to change."""
     return [error for rule in RULES for error in rule(job)]

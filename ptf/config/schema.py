@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import create_model, model_validator
 
+from ptf.config.recipes import RECIPES, algo_config_of
+from ptf.config.rules import broken
 from ptf.config.section import AlgoConfig, Count, Plugin, Section, changeable
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import ComputeConfig
@@ -63,8 +65,6 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> "Job":
-        from ptf.config.rules import broken  # which reads these classes
-
         if errors := broken(self):
             raise ValueError("\n".join(errors))
         return self
@@ -80,8 +80,6 @@ class PluginJob(Job):
 @cache
 def job_of(recipe: str) -> type[Job]:
     """Return the `Job` whose `algo` and `rollout` are typed as the algorithm's `config.py` says."""
-    from ptf.recipes.registry import RECIPES, algo_config_of  # which reads ptf.config.section
-
     algo_config = algo_config_of(recipe)
     required = any(field.is_required() for field in algo_config.model_fields.values())
     fields: dict[str, Any] = {
@@ -94,22 +92,16 @@ def job_of(recipe: str) -> type[Job]:
 
 def jobs() -> dict[str, type[Job]]:
     """Name of each algorithm of ptf → its Job."""
-    from ptf.recipes.registry import RECIPES
-
     return {recipe: job_of(recipe) for recipe in RECIPES}
 
 
 def online_recipes() -> tuple[str, ...]:
     """Return the names of the recipes of ptf that train on what they generate."""
-    from ptf.recipes.registry import RECIPES, algo_config_of
-
     return tuple(recipe for recipe in RECIPES if algo_config_of(recipe).online)
 
 
 def job_class(recipe: object) -> type[Job] | None:
     """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
-    from ptf.recipes.registry import RECIPES
-
     if isinstance(recipe, dict | Plugin):
         return PluginJob
     return job_of(recipe) if isinstance(recipe, str) and recipe in RECIPES else None

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptf.compute.device_defaults import settled
 from ptf.config import Job
-from ptf.config.load import Problems
+from ptf.config.error import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
 from ptf.data.order import Ordered

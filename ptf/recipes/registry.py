@@ -1,57 +1,19 @@
-"""The recipes by the name that a config gives them, and the recipe of a job. Adding one to ptf adds a package, a
-line here, and flows/NAME_flow.py; a plugin recipe needs none of these."""
+"""The recipe of a job, built from its config (ptf.config.recipes lists those of ptf)."""
 
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ptf.config.section import AlgoConfig, Plugin
+from ptf.config import plugin
+from ptf.config.inherited import algo_config
+from ptf.config.logprob_limits import logprob_limits
+from ptf.config.recipes import RECIPES, STALENESS_NEEDS_CAP, algo_config_of
+from ptf.config.section import Plugin
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
     from ptf.recipes.protocol import Recipe
-
-
-class Entry(NamedTuple):
-    """The location of a recipe: `config.py` and `recipe.py` of `package`, with the classes `NAMEConfig` and
-    `NAME`."""
-
-    package: str
-    name: str
-
-
-RECIPES = {
-    "sft": Entry("ptf.recipes.sft", "SFT"),
-    "dpo": Entry("ptf.recipes.dpo", "DPO"),
-    "kd": Entry("ptf.recipes.kd", "KD"),
-    "rm": Entry("ptf.recipes.rm", "RM"),
-    "grpo": Entry("ptf.recipes.grpo", "GRPO"),
-    "ppo": Entry("ptf.recipes.ppo", "PPO"),
-    "opd": Entry("ptf.recipes.opd", "OPD"),
-}
-
-
-STALENESS_NEEDS_CAP = (
-    "with rollout.max_staleness responses have tokens of earlier weights, and the loss must be corrected for it; give "
-    "a cap (2 is usual)"
-)
-# Values of a job that recipes may request by a parameter's name; see `job_arguments`.
-JOB_ARGUMENTS = ("train_on", "sources", "processing", "max_new_tokens", "logprob_diff_threshold")
-
-
-@cache
-def algo_config_of(recipe: str) -> type[AlgoConfig]:
-    """Return the class of an algorithm's section `algo`; it imports no torch. Raises KeyError for an unknown name."""
-    package, name = RECIPES[recipe]
-    return getattr(importlib.import_module(f"{package}.config"), f"{name}Config")
-
-
-def recipe_of_class(recipe: type) -> str | None:
-    """Return the name of the recipe of ptf whose class this is; None if it is no recipe of ptf."""
-    modules = {(f"{package}.recipe", class_name): name for name, (package, class_name) in RECIPES.items()}
-    return modules.get((recipe.__module__, recipe.__name__))
 
 
 def build(job: "Job") -> "Recipe":
@@ -61,12 +23,8 @@ def build(job: "Job") -> "Recipe":
     that it has parameters for. A plugin that inherits from a recipe of ptf is called with all keys of that recipe, as
     the recipe itself is: with their defaults, and `auto` replaced by what it is for the job.
     """
-    from ptf.config.inherited import algo_config
-
     settings = algo_config(job).in_force(job).arguments()
     if isinstance(job.recipe, Plugin):
-        from ptf.config import plugin
-
         recipe: Callable[..., Any] = plugin.bind(job.recipe)
         parameters, bound = inspect.signature(recipe).parameters, recipe.keywords  # type: ignore[attr-defined]
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -112,7 +70,6 @@ def job_arguments(job: "Job") -> dict[str, Any]:
     """
     values: dict[str, Any] = {"train_on": job.data.train_on, "sources": tuple(job.data.sources)}
     if job.rollout is not None:
-        from ptf.config.logprob_limits import logprob_limits
         from ptf.model.sampling import LogitsProcessing
 
         values |= {

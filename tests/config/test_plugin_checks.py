@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ptf.config.load import PLUGIN_PATH, Problems, checked, on_path, plugin_path
+from ptf.config.error import Problems
+from ptf.config.load import checked
+from ptf.config.plugin import PLUGIN_PATH, on_path, plugin_path
 from ptf.config.plugin_checks import problems
 from ptf.config.tree import merge
 

@@ -10,7 +10,7 @@ import pytest
 import ptf
 from ptf.compute.launch import as_child
 from ptf.config import ConfigError, fingerprint, loads, plugin
-from ptf.config.load import PLUGIN_PATH, PLUGINS, on_path, plugin_path
+from ptf.config.plugin import PLUGIN_PATH, PLUGINS, on_path, plugin_path
 from ptf.config.plugin_code import code_of
 from ptf.run import write_job_file
 

@@ -3,7 +3,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from ptf.recipes.registry import RECIPES, algo_config_of
+from ptf.config.recipes import RECIPES, algo_config_of
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -6,16 +6,12 @@ import sys
 import pytest
 
 from ptf.config import Job, loads
+from ptf.config.recipes import RECIPES, algo_config_of
 from ptf.config.schema import online_recipes
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
 from ptf.recipes.ppo.recipe import CriticRecipe
-from ptf.recipes.registry import (
-    RECIPES,
-    algo_config_of,
-    build,
-    is_online,
-)
+from ptf.recipes.registry import build, is_online
 from ptf.recipes.sft.recipe import SFT
 from tests.conftest import ROOT
 

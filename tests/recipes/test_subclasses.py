@@ -10,6 +10,7 @@ import yaml
 from ptf.config import ConfigError, Job, loads
 from ptf.config.load import model_paths, resolve
 from ptf.config.plugin_checks import load_checked
+from ptf.config.recipes import RECIPES
 from ptf.errors import UserError
 from ptf.gate import defaults
 from ptf.recipes.dpo.recipe import DPO
@@ -17,7 +18,7 @@ from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.recipe import KD
 from ptf.recipes.opd.recipe import OPD
 from ptf.recipes.ppo.recipe import PPO
-from ptf.recipes.registry import RECIPES, build
+from ptf.recipes.registry import build
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 

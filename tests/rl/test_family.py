@@ -13,6 +13,7 @@ from hypothesis.strategies import floats, sampled_from
 from torch import Tensor
 
 from ptf.config import loads
+from ptf.config.recipes import JOB_ARGUMENTS
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Sample
@@ -22,7 +23,7 @@ from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
 from ptf.recipes.grpo.recipe import GRPO, estimate_kl
-from ptf.recipes.registry import JOB_ARGUMENTS, build, job_arguments
+from ptf.recipes.registry import build, job_arguments
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12

@@ -15,7 +15,7 @@ from ptf.compute.offload import release_freed_memory
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World, joined
 from ptf.config import loads
-from ptf.config.load import ConfigError
+from ptf.config.error import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model.sampling import NO_LOGITS_PROCESSING

@@ -12,7 +12,7 @@ import yaml
 
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
-from ptf.config.load import ConfigError
+from ptf.config.error import ConfigError
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluation_check import check_evaluation

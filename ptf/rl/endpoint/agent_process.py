@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf.config.load import plugin_path
+from ptf.config.plugin import plugin_path
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.credentials import resolved
 from ptf.errors import UserError
