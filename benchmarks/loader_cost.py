@@ -28,8 +28,9 @@ import numpy as np
 from flow_runs import ROOT, cpu
 
 from ptf import storage
-from ptf.data import encoded, loader, order, stream, token_file, tokenized
+from ptf.data import encode, encoded, loader, mixer, order, packing, stream, token_file, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.documents import Documents
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.sample import Sample
@@ -41,7 +42,7 @@ from ptf.data.tokenizer import Tokenizer
 from tests.data.test_order import labelled, labels, mixed, partitions_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"
-AIM, EPOCHS = 100_000, 8
+AIM, EPOCHS = 20_000, 8
 MEAN, SEQ_LEN, SHUFFLE, LOOKAHEAD, ROWS_A_RANK = 298, 2048, 1024, 64, 4
 
 
@@ -114,11 +115,14 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
 STAGES = {
     "parquet: read and decompress a row group": [(columnar.Parquet, "block")],
     "its columns as arrays": [(token_file.TokenRows, "__init__")],
-    "order of the rows, items, counts": [(order.Ranges, "run"), (encoded.Encoded, "run")],
-    "shuffle": [(stream.Shuffle, "_draw_many")],
-    "packing, and an item at a time through mixer and shuffle": [(Loader, "_items")],
+    "order of the rows": [(order.Ranges, "__next__")],
+    "samples of a row, and counts": [(encode.Encoder, "__call__")],
+    "their places": [(encoded.Encoded, "__next__")],
+    "shuffle": [(stream.Shuffle, "__next__")],
+    "mixture": [(mixer.Mixer, "__next__")],
+    "packing": [(packing.Packer, "__next__")],
     "states of the partitions": [(Loader, "_snapshot")],
-    "columns of a step's documents": [(loader, "documents_of")],
+    "columns of a step's documents": [(Documents, "of")],
     "laying out": [(loader, "lay_out")],
 }
 

@@ -102,7 +102,7 @@ def rank_of_group(
         seq_len=SEQ_LEN,
         peers=peers,
     )
-    making, real = [0.0], loader._items
+    making, real = [0.0], loader._read
 
     def made_in(step: int) -> Any:
         began = time.thread_time()
@@ -110,7 +110,7 @@ def rank_of_group(
         making[0] += time.thread_time() - began
         return found
 
-    loader._items = made_in
+    loader._read = made_in
     began, documents = time.process_time(), 0
     for _ in range(steps):
         documents += sum(len(batch.lengths) for batch in next(loader))

@@ -1,4 +1,4 @@
-"""Packed sequences as columns with one entry per document: what laying them out needs, wherever they came from."""
+"""Packed sequences as columns with one entry per document: what laying them out needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

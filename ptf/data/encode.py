@@ -430,15 +430,15 @@ class Encoder:
 
     def count(self, whole_units: Sequence[PackUnit], fitted: Sequence[Sequence[PackUnit]]) -> None:
         """Count a row: its pack units, and what is left of each."""
-        flat = [unit for units in fitted for unit in units]
-        tokens = [sum(length(unit) for unit in units) for units in fitted]
-        self.counts["rows"] += 1
-        self.counts["samples"] += len(flat)
-        self.counts["tokens"] += sum(tokens)
-        self.counts["trained"] += sum(int((s.loss_weights != 0).sum()) for unit in flat for s in unit)
-        self.counts["whole"] += max(tokens, default=0)
-        self.counts["too_long"] += sum(not units for units in fitted)
-        self.counts["rows_without_samples"] += not flat
-        self.counts["truncated"] += sum(
-            bool(units) and units[0] is not unit for units, unit in zip(fitted, whole_units, strict=True)
-        )
+        counts, longest = self.counts, 0
+        for whole, units in zip(whole_units, fitted, strict=True):
+            tokens = sum(map(length, units))
+            longest = max(longest, tokens)
+            counts["samples"] += len(units)
+            counts["tokens"] += tokens
+            counts["trained"] += sum(int(np.count_nonzero(s.loss_weights)) for unit in units for s in unit)
+            counts["too_long"] += not units
+            counts["truncated"] += bool(units) and units[0] is not whole
+        counts["rows"] += 1
+        counts["whole"] += longest
+        counts["rows_without_samples"] += not any(fitted)

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data import tokenized
 from ptf.data.baskets import reorder_baskets
 from ptf.data.encode import COUNTS, Encoder
-from ptf.data.order import PartitionSource, Ranges
+from ptf.data.order import PartitionSource
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import RawRow
 from ptf.data.stream import Deferred
-from ptf.data.stream_units import StreamUnit, after_empty_rows, place_of, stored_units, stream_units_of
-from ptf.data.unit_block import UnitBlock, dump
+from ptf.data.stream_unit import StreamUnit
 from ptf.errors import UserError
 
 
@@ -73,73 +71,19 @@ class Encoded:
                 reorder_baskets(unit, f"{self._reorder}/{(row.epoch, row.file, row.number, row.row, i)}")
                 for i, unit in enumerate(units)
             ]
-        return stream_units_of(units, self._name, row.epoch, (row.file, row.number), row.row, empty_rows)
-
-    def run(self, most: int) -> UnitBlock | None:
-        """Return the stream units of the next rows, at most `most` rows, without the cost of each row by itself.
-
-        Return None where `__next__` must be used.
-        """
-        encoder = self._encoder
-        if (
-            self._empty_rows
-            or self._pending
-            or self._ended
-            or self._reorder
-            or not isinstance(encoder, tokenized.TokenizedEncoder)
-            or not isinstance(self._source, Ranges)
-        ):
-            return None
-        rows = self._source.run(most, encoder.fits)
-        if rows is None:
-            return None
-        before = {"without": self._empty_rows, "found": self._last_epoch, "ended": False}
-        units_of_heads, recorded = [], []
-        ends: list[int] | None = None
-        for head, n in zip(rows.open_blocks, rows.counts(len(rows.order)), strict=True):
-            block, first, at = head[3], head[1], (head[5], head[6])
-            recorded.append(block.row_counts[first : first + n])
-            if block.simple(first, first + n):
-                units_of_heads.append(iter(stored_units(block, first, first + n, self._name, rows.epoch, at)))
-            else:
-                ends = []
-                units = map(block.units, range(first, first + n))
-                found = [stream_units_of(one, self._name, rows.epoch, at, first + i, 0) for i, one in enumerate(units)]
-                units_of_heads.append(iter(found))
-        items: list[Any] = list(map(next, map(units_of_heads.__getitem__, rows.order.tolist())))
-        counts = encoder.counted(np.concatenate(recorded)[_row_order(rows.order)])
-        if ends is not None:
-            items, ends = self._flat(items)
-        if items:
-            self._last_epoch = rows.epoch
-        encoder.counts = dict(zip(COUNTS, counts[-1].tolist(), strict=True))
-        return UnitBlock(items, rows.epoch, rows, ends, counts, before)
-
-    def _flat(self, rows: Sequence[Any]) -> tuple[list[StreamUnit], list[int]]:
-        """Return the stream units of rows, each of which gave one or a list of them, and the number of rows read with
-        each."""
-        items: list[StreamUnit] = []
-        ends: list[int] = []
-        for i, row in enumerate(rows):
-            if isinstance(row, tuple):
-                row = [row]
-            if not row:
-                self._empty_rows += 1
-                continue
-            if self._empty_rows:
-                row = [after_empty_rows(row[0], self._empty_rows), *row[1:]]
-                self._empty_rows = 0
-            items += row
-            ends += [i + 1] * len(row)
-        return items, ends
+        n, place = len(units), (self._name, row.epoch, row.file, row.number, row.row)
+        return [
+            StreamUnit(unit, *place, i, 0 if i else empty_rows, (0 if i else empty_rows) + 1 / n)
+            for i, unit in enumerate(units)
+        ]
 
     def counts(self) -> Mapping[str, int]:
         """Return the encoder's counts."""
         return self._encoder.counts
 
     def dump(self, items: Sequence[StreamUnit]) -> np.ndarray:
-        """Return the places and checksums of stream units."""
-        return dump(items)
+        """Return the places and checksums of stream units, [stream units, 7] int32."""
+        return np.array([item.place for item in items], np.int32).reshape(-1, 7)
 
     def load(self, places: np.ndarray) -> list[StreamUnit]:
         """Read the samples of places again, every row once.
@@ -151,7 +95,7 @@ class Encoded:
             epoch, file, number, row, i, empty_rows, _ = key
             at = self._source.at(file, number, row, epoch)
             items = self._items(at, self._reread_encoder(at), empty_rows)
-            if i >= len(items) or place_of(items[i]) != key:
+            if i >= len(items) or items[i].place != key:
                 raise UserError(
                     f"{at.where} is not what it was when the checkpoint was written: "
                     "training cannot continue where it stopped"
@@ -180,13 +124,3 @@ class Encoded:
             bool(state["ended"]),
         )
         self._pending = self.load(state["pending"])
-
-
-def _row_order(order: np.ndarray) -> np.ndarray:
-    """Return where each row that is read lies among the heads' rows, which are listed head by head.
-
-    The result is [rows] int64.
-    """
-    at = np.empty(len(order), np.int64)
-    at[np.argsort(order, kind="stable")] = np.arange(len(order))
-    return at

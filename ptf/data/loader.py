@@ -24,16 +24,11 @@ from ptf.data.packing import idle
 from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
 from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
-from ptf.data.stream_units import StreamUnit, documents_of, stream_units_of, units_of
 from ptf.errors import UserError
 
 
 class PackedPartition(Stream[list[PackUnit]], Protocol):
     """A partition: packed sequences, and running totals of the samples and rows that they were made from."""
-
-    def sequence(self) -> list[StreamUnit]:
-        """Return the next sequence as items; used instead of `__next__`."""
-        ...
 
     def counts(self) -> Mapping[str, int]:
         """Return the running totals."""
@@ -143,7 +138,7 @@ class Loader:
 
     def _pack(self, step: int) -> _Step:
         """Make a step without exchanging sequences with other ranks."""
-        documents = documents_of(self._items(step))
+        documents = Documents.of(self._read(step))
         return self._lay_out_step(self._sequence_numbers, documents, self._snapshot(self._partitions_of(step)))
 
     @property
@@ -155,11 +150,11 @@ class Loader:
         """Return the partition of each of this rank's sequences of a step."""
         return [(step * self._sequences + j) % self._partitions for j in self._sequence_numbers]
 
-    def _items(self, step: int) -> list[list[StreamUnit]]:
-        """Return the items of this rank's sequences of a step."""
-        sequences = [self._sequence(partition) for partition in self._partitions_of(step)]
+    def _read(self, step: int) -> list[list[PackUnit]]:
+        """Return this rank's sequences of a step."""
+        sequences = [next(self._served[partition], []) for partition in self._partitions_of(step)]
         if not all(sequences):  # a partition that has ended gives sequences that train nothing
-            nothing = stream_units_of([idle([[self._template_unit(sequences)]])], "", 0, (0, 0), 0, 0)
+            nothing = [idle([[self._template_unit(sequences)]])]
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
@@ -195,7 +190,7 @@ class Loader:
                     return
                 try:
                     number = step + len(made)
-                    made.append((units_of(self._items(number)), self._snapshot(self._partitions_of(number))))
+                    made.append((self._read(number), self._snapshot(self._partitions_of(number))))
                 except BaseException as e:
                     # raised later: first the ranks that wait for this rank's sequences get the steps made before it
                     error = e
@@ -211,16 +206,9 @@ class Loader:
             yield self._lay_out_step(*step_data)
         raise error or ended
 
-    def _sequence(self, partition: int) -> list[StreamUnit]:
-        """Return a partition's next sequence; [] if the partition has ended."""
-        try:
-            return self._served[partition].sequence()
-        except StopIteration:
-            return []
-
-    def _template_unit(self, sequences: list[list[StreamUnit]]) -> PackUnit:
+    def _template_unit(self, sequences: list[list[PackUnit]]) -> PackUnit:
         """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
-        template = self._template or next((units_of([sequence[:1]])[0][0] for sequence in sequences if sequence), None)
+        template = self._template or next((sequence[0] for sequence in sequences if sequence), None)
         if template is None:
             # from any partition that has sequences
             streams = (self._factory(partition) for partition in range(self._partitions))

@@ -5,25 +5,15 @@ stream has contributed its share to within one sample, and the counts are the mi
 """
 
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import add
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from ptf.data.stream import Stream
+from ptf.data.stream import Stream, T_co
 
 T = TypeVar("T")
 
 
-class EpochStream(Stream[T], Protocol[T]):
+class EpochStream(Stream[T_co], Protocol[T_co]):
     """An endless stream that counts its epochs."""
-
-    @property
-    def ready(self) -> list[T]:
-        """The next items, in reverse order; `passes` does not change until they are taken.
-
-        A consumer takes an item by popping it off this list.
-        """
-        ...
 
     def passes(self) -> int | None:
         """Return how often every item has been yielded; None if the stream has no more items."""
@@ -60,59 +50,25 @@ class Mixer(Generic[T]):
         self._deficits = initial_deficits or dict.fromkeys(streams, 0.0)
         self._ended: set[str] = set()  # streams that have yielded their epochs
         self._empty: set[str] = set()  # streams that have no more items
-        self._taken: dict[str, float] = dict.fromkeys(streams, 0)
-        self._reset()
-
-    def _reset(self) -> None:
+        self.taken: dict[str, float] = dict.fromkeys(streams, 0)
+        """The amount taken from each stream, in samples or in units of `size`."""
         self._left = self._open()
-        self._changed = list(self._streams)  # streams from which an item was taken since the last `_update`
-        self.ready: list[T] = []
-        """Items of the only stream that is left, in reverse order. A consumer takes an item by popping it off this list
-        or with `__next__`."""
-        self._uncounted: list[T] = []  # the items of `ready` when they were last counted
+        self._changed = list(streams)  # streams from which an item was taken since the last `_update`
 
     def __next__(self) -> T:
-        if self.ready:
-            return self.ready.pop()
-        self._count()
         self._update()
         left = self._left
-        if len(left) == 1:
-            item = self._take(left[0])
-            self._changed, self.ready = left, self._streams[left[0]].ready
-            self._uncounted = self.ready.copy()
-            return item
-        if left:
-            shares, n = sum(self._shares[name] for name in left), sum(self._taken[name] for name in left) + 1
-            # of equals, the first stream in the config is chosen
-            name = max(
-                left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self._taken[name]
-            )
-        else:
+        if not left:
             raise StopIteration
-        self._changed = [name]
-        return self._take(name)
-
-    def _take(self, name: str) -> T:
+        name = left[0]
+        if len(left) > 1:
+            shares, n = sum(self._shares[name] for name in left), sum(self.taken[name] for name in left) + 1
+            # of equals, the first stream in the config is chosen
+            name = max(left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self.taken[name])
         item = next(self._streams[name])
-        self._taken[name] += 1 if self._size is None else self._size(item)
+        self.taken[name] += 1 if self._size is None else self._size(item)
+        self._changed = [name]
         return item
-
-    def _count(self) -> None:
-        """Count the items that were popped off `ready`, in the order in which they were taken, so that the rounding of
-        the sum does not depend on when they are counted."""
-        popped = self._uncounted[: len(self.ready) - 1 if self.ready else None : -1]
-        del self._uncounted[len(self.ready) :]
-        if popped:
-            name = self._left[0]
-            sizes = [1] * len(popped) if self._size is None else map(self._size, popped)
-            self._taken[name] = reduce(add, sizes, self._taken[name])
-
-    @property
-    def taken(self) -> dict[str, float]:
-        """The amount taken from each stream, in samples or in units of `size`."""
-        self._count()
-        return self._taken
 
     def _update(self) -> None:
         """Find out which streams have yielded their epochs or have no more items, and which are left."""
@@ -145,8 +101,8 @@ class Mixer(Generic[T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self._taken = {name: float(state["taken"][name]) for name in self._streams}
+        self.taken = {name: float(state["taken"][name]) for name in self._streams}
         self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
-        self._reset()
+        self._left, self._changed = self._open(), list(self._streams)

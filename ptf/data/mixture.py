@@ -1,13 +1,13 @@
 """The mixture of the sources: the share of each, and what happens when a source has completed its epochs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from ptf.data.mixer import Mixer
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, randint
-from ptf.data.stream_units import StreamUnit, length_of, rows_in
 from ptf.errors import UserError
 
 
@@ -20,7 +20,6 @@ class Mixture:
     temperature: float = 1.0
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    stands_for: Callable[[Any], float] = rows_in  # how many rows of the source an item stands for
 
     @property
     def weighted(self) -> bool:
@@ -59,17 +58,18 @@ class Mixture:
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
-    def mixed(
-        self, streams: Mapping[str, Shuffle[StreamUnit]], shares: Mapping[str, float], partition: int
-    ) -> Mixer[StreamUnit]:
-        """Return the mixture of the streams that a partition reads."""
-        size = length_of if self.by == "tokens" else None
+    def mixed(self, streams: Mapping[str, Shuffle[Any]], shares: Mapping[str, float], partition: int) -> Mixer[Any]:
+        """Return the mixture of the streams that a partition reads.
+
+        Their items have `rows`, the rows of the source that they stand for, and `length` where shares are of tokens.
+        """
+        size = attrgetter("length") if self.by == "tokens" else None
         epochs = {name: spec.epochs for name, spec in self.sources.items()}
         deficits = {name: randint(f"mix/{self.seed}/{partition}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
         return Mixer(
             streams,
             shares,
-            size=size if self.weighted else self.stands_for,
+            size=size if self.weighted else attrgetter("rows"),
             exhausted=self.ends,
             epochs=epochs,
             initial_deficits=deficits,

@@ -13,7 +13,7 @@ of rows R is no multiple of the number of partitions P, R mod P of them have one
 numbers (e·R + k) mod P. Over any number of epochs, no partition reads two rows more than another.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -232,36 +232,6 @@ def changed_error(reader: Reader, file: int) -> UserError:
     )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RowRun:
-    """Rows of one epoch that a partition reads one after the other, from blocks that stay open meanwhile."""
-
-    epoch: int
-    open_blocks: list[list[Any]]  # the open blocks as in Ranges, before the first row; they are not modified
-    order: np.ndarray  # [rows] int64: the cursor that each row comes from; the rows of a cursor are ascending
-    before: dict[str, Any]  # the state of the partition before the first row
-
-    def counts(self, n: int) -> list[int]:
-        """Return for each cursor how many of the first n rows are its."""
-        return np.bincount(self.order[:n], minlength=len(self.open_blocks)).tolist()
-
-    def state(self, n: int) -> dict[str, Any]:
-        """Return the state of the partition after the first n rows."""
-        return self.before | {"taken": self.before["taken"] + n, "heads": [cursor[:2] for cursor in self.left(n)]}
-
-    def left(self, n: int) -> list[list[Any]]:
-        """Return the open blocks after the first n rows; the one that the last row of a run exhausts is removed."""
-        open_blocks = [
-            [cursor[0], cursor[1] + taken, *cursor[2:]]
-            for cursor, taken in zip(self.open_blocks, self.counts(n), strict=True)
-        ]
-        ended = next((h for h, cursor in enumerate(open_blocks) if cursor[1] == cursor[2]), None)
-        if ended is not None:
-            open_blocks[ended] = open_blocks[-1]
-            open_blocks.pop()
-        return open_blocks
-
-
 class Ranges(_Partition):
     """The rows of permuted blocks: each partition has a range of the rows in that order, and reads several blocks of it
     side by side."""
@@ -276,6 +246,7 @@ class Ranges(_Partition):
     def _begin(self, epoch: int) -> None:
         self._epoch, self._taken, self._opened = epoch, 0, 0
         self._pieces = self._ordered.pieces(epoch, self._partition).tolist()
+        self._rows = sum(end - first for _, first, end in self._pieces)
         # the open blocks: piece, next row, end, block, lines before it, file, number
         self._open_blocks: list[list[Any]] = []
         self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._partition}")
@@ -289,7 +260,7 @@ class Ranges(_Partition):
                 h = number % n
             else:
                 # no further block will be opened: draw in proportion to the rows left, so that all end at about once
-                number %= sum(cursor[2] - cursor[1] for cursor in open_blocks)
+                number %= self._rows - self._taken
                 while (number := number - open_blocks[h][2] + open_blocks[h][1]) >= 0:
                     h += 1
         cursor = open_blocks[h]
@@ -311,44 +282,6 @@ class Ranges(_Partition):
                 open_blocks.append(self._open(self._opened, None))
                 self._opened += 1
         return open_blocks, self._opened < len(self._pieces)
-
-    def run(self, most: int, ready: Callable[[Block], bool]) -> RowRun | None:
-        """Return the next rows, at most `most`, as `__next__` would return them one by one.
-
-        Return None, and take nothing, if an open block is not `ready`.
-        """
-        open_blocks, more = self._open_wanted()
-        if not all(ready(cursor[3]) for cursor in open_blocks):
-            return None
-        if more and len(open_blocks) < self._most:  # until the next block is opened beside them
-            most = min(most, self._window + GAP * (len(open_blocks) - BEGIN + 1) - self._taken)
-        order = self._drawn(open_blocks, most, more)
-        run = RowRun(self._epoch, open_blocks, order, self.state_dict())
-        self._open_blocks, self._taken = run.left(len(order)), self._taken + len(order)
-        return run
-
-    def _drawn(self, open_blocks: list[list[Any]], most: int, more: bool) -> np.ndarray:
-        """Return the open blocks that the next rows come from, at most `most` rows, until a cursor is exhausted."""
-        n, left = len(open_blocks), [cursor[2] - cursor[1] for cursor in open_blocks]
-        if n == 1:
-            return np.zeros(min(most, left[0]), np.int64)
-        numbers = self._draw.numbers(self._taken, most)
-        if more:
-            order = (numbers % np.uint64(n)).astype(np.int64)
-            if any(count >= room for count, room in zip(np.bincount(order, minlength=n).tolist(), left, strict=True)):
-                ends = [at[room - 1] for h, room in enumerate(left) if len(at := np.flatnonzero(order == h)) >= room]
-                order = order[: min(ends) + 1]
-            return order
-        total, order = sum(left), []
-        for number in numbers.tolist():
-            number, h = number % total, 0
-            while (number := number - left[h]) >= 0:
-                h += 1
-            order.append(h)
-            total, left[h] = total - 1, left[h] - 1
-            if not left[h]:
-                break
-        return np.array(order, np.int64)
 
     def _wanted(self) -> int:
         """Return how many blocks to have open: at the start few, because nothing is trained before the partition's

@@ -81,10 +81,9 @@ class Packer(Generic[T]):
             raise StopIteration
         window, ages, seq_len, size, units = self._window, self._ages, self._seq_len, self._size, self._units
         bits, mirror, arrivals = self._bits, self._mirror, self._arrivals
-        ready: list[T] = getattr(units, "ready", [])  # units that come next, which `__next__` would pop one by one
         n = size(next(iter(window.values())))
         sequence, room = [], seq_len
-        while True:  # once for each unit, with nothing but local names: this is a fifth of the loader's work
+        while True:  # once for each unit, with nothing but local names
             of_this_length = ages[n]
             sequence.append(window.pop(of_this_length.pop(0)))
             if not of_this_length:
@@ -92,11 +91,7 @@ class Packer(Generic[T]):
                 bits ^= 1 << n
                 mirror ^= 1 << (seq_len - n)
             room -= n
-            if ready:
-                more = ready.pop()
-            else:
-                more = next(units, None)
-                ready = getattr(units, "ready", ready)
+            more = next(units, None)
             if more is not None:
                 n = size(more)
                 if n > seq_len:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 from ptf.data.encode import Encode, Encoder, TooLong
@@ -14,7 +15,6 @@ from ptf.data.quarantine import Quarantine
 from ptf.data.source_units import encoder_of, opened
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.stream import Shuffle
-from ptf.data.stream_units import epoch_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
 
@@ -54,11 +54,10 @@ class Partitions:
         for name in self.sources:
             encoded[name] = each = self._encoded(name, partition)
             shuffled[name] = Shuffle(
-                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", epoch_of, each.dump, each.load
+                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", attrgetter("epoch"), each.dump, each.load
             )
-        return Partition(
-            encoded, shuffled, self.mixture.mixed(shuffled, self.shares, partition), self.seq_len, self.lookahead
-        )
+        mixed = self.mixture.mixed(shuffled, self.shares, partition)
+        return Partition(encoded, mixed, self.seq_len, self.lookahead)
 
     @cached_property
     def mixture(self) -> Mixture:

@@ -121,7 +121,7 @@ class Prompts:
             streams[name] = Shuffle(
                 texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load
             )
-        self.mixture = Mixture(sources, seed, temperature, stands_for=attrgetter("rows"))
+        self.mixture = Mixture(sources, seed, temperature)
         self.shares = self.mixture.shares(self.rows)
         self._mixer = self.mixture.mixed(streams, self.shares, 0)
 

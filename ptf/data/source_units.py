@@ -33,7 +33,7 @@ def encoder_of(
 ) -> Encoder:
     """Return the encoder that makes pack units of a source's rows."""
     if spec.kind == "tokenized":
-        return tokenized.TokenizedEncoder(name, seq_len, too_long, share_prefixes)
+        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind, share_prefixes=share_prefixes)
     return Encoder(
         encode,
         name,

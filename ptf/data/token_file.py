@@ -6,6 +6,7 @@ slice of them. Loss weights are stored as runs of equal weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,34 +70,7 @@ def runs(weights: np.ndarray) -> np.ndarray:
 
 def expand_runs(runs: np.ndarray) -> np.ndarray:
     """Return the weights of runs, [runs, 2] int32 → [n] float32; the inverse of `runs`."""
-    return np.repeat(runs[:, 1].view(np.float32), runs[:, 0])
-
-
-def marked(tokens: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens that carry their weights, given as runs: [n] int32 and [runs, 2] int32 → [n] int32 and None.
-
-    A token that is not trained is stored as its complement, which is negative, so a sample is one slice. Where some
-    weight is neither 0 nor 1, return the tokens as they are and the weights, [n] float32.
-    """
-    assert tokens.min(initial=0) >= 0, "a column of tokenized data holds a negative token id"
-    lengths, bits = runs[:, 0], runs[:, 1]
-    if not ((bits == 0) | (bits == ONE)).all():
-        return tokens, expand_runs(runs)
-    return np.repeat(np.where(bits == 0, np.int32(-1), np.int32(0)), lengths) ^ tokens, None
-
-
-ONE = np.float32(1).view(np.int32)  # its bits
-
-
-def unmarked(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the weights of marked tokens, [n] int32 → [n] int32 and [n] float32.
-
-    The tokens are replaced in place. Temporary arrays would cost ten times as much, because their memory is new.
-    """
-    signs = tokens >> 31
-    np.bitwise_xor(tokens, signs, out=tokens)
-    np.bitwise_and(np.invert(signs, out=signs), ONE, out=signs)
-    return tokens, signs.view(np.float32)
+    return runs[:, 1].view(np.float32).repeat(runs[:, 0])
 
 
 def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -211,52 +185,33 @@ def _lists(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
     )
 
 
-NO_COLUMNS: dict[str, np.ndarray] = {}
-
-
 class TokenRows:
     """The rows of one row group: its columns as long arrays, of which a row's samples are slices."""
 
     def __init__(self, table: pa.Table):
         """Read the columns of a row group."""
-        self.lines = table.num_rows
-        # The first pack unit of each row, then the end of the last row; and the number of samples of each pack unit.
-        self._first_unit, self._units = _list(table, "atoms")
-        self._first_sample, lengths = _list(table, "lengths")
-        self._ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # number of tokens before each sample
-        tokens, runs = _values(table, "tokens", np.int32), _values(table, "weights", np.int32).reshape(-1, 2)
-        ends = np.concatenate([[0], np.cumsum(runs[:, 0], dtype=np.int64)])  # number of tokens before each run
-        assert len(tokens) == self._ends[-1] == ends[-1], "the columns of a row group differ in their number of tokens"
-        self.tokens, self.weights = marked(tokens, runs)
-        self.bytes = self.tokens.data  # the same, whose slices cost less
+        self.lines, self.nbytes = table.num_rows, table.nbytes
+        first_unit, units = _list(table, "atoms")
+        first_sample, lengths = _list(table, "lengths")
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self._tokens = _values(table, "tokens", np.int32)[1]
+        first_run, runs = _values(table, "weights", np.int32)
+        self._runs = runs.reshape(-1, 2)
+        assert len(self._tokens) == ends[-1] == self._runs[:, 0].sum(dtype=np.int64), (
+            "the columns of a row group differ in their number of tokens"
+        )
+        assert self._tokens.min(initial=0) >= 0, "a column of tokenized data holds a negative token id"
+        # the first pack unit, sample and run of each row, then the end of the last row
+        self._first_unit, self._first_sample = first_unit.tolist(), first_sample.tolist()
+        self._first_run = (first_run // 2).tolist()
+        self._units = units.tolist()  # number of samples of each pack unit
+        self._ends = ends.tolist()  # number of tokens before each sample
         self._sources = _list(table, "sources")[1]
         self._token_columns = {
             name.removeprefix(COLUMN_PREFIX): _token_column(table, name)
             for name in table.column_names
             if name.startswith(COLUMN_PREFIX)
         }
-        self.nbytes = table.nbytes
-        self.row_counts = self._count_rows(runs, ends)
-        self.longest = int(self.row_counts[:, 3].max(initial=0))  # tokens of the longest pack unit
-        one = np.diff(self._first_sample) == 1 if not self._token_columns else np.zeros(self.lines, bool)
-        # Number of rows before each row that are not one sample without per-token values.
-        self._several = np.concatenate([[0], np.cumsum(~one)])
-
-    def _count_rows(self, runs: np.ndarray, run_ends: np.ndarray) -> np.ndarray:
-        """Return the counts of every row, [rows, 4] int64, given the runs and the number of tokens before each.
-
-        They are its pack units, its tokens, its trained tokens, and the tokens of its longest pack unit.
-        """
-        samples = np.concatenate([[0], np.cumsum(self._units, dtype=np.int64)])
-        of_rows, of_units = self._ends[self._first_sample], np.diff(self._ends[samples])
-        trained = np.concatenate([[0], np.cumsum(runs[:, 0] * (runs[:, 1].view(np.float32) != 0), dtype=np.int64)])[
-            np.searchsorted(run_ends, of_rows)  # the first run of each row, then the end of the last row
-        ]
-        longest = np.zeros(self.lines, np.int64)
-        nonempty = np.flatnonzero(np.diff(self._first_unit))
-        if len(nonempty):
-            longest[nonempty] = np.maximum.reduceat(of_units, self._first_unit[nonempty])
-        return np.stack([np.diff(self._first_unit), np.diff(of_rows), np.diff(trained), longest], 1)
 
     @property
     def columnar(self) -> bool:
@@ -276,38 +231,18 @@ class TokenRows:
 
     def units(self, i: int) -> list[PackUnit]:
         """Return the pack units of row i."""
-        start = int(self._first_sample[i])
-        units: list[PackUnit] = []
-        before = self._ends[start]
-        row = slice(before, self._ends[self._first_sample[i + 1]])
-        tokens, weights = unmarked(np.array(self.tokens[row]))
-        if self.weights is not None:
-            weights = self.weights[row]
-        for n in self._units[self._first_unit[i] : self._first_unit[i + 1]].tolist():
-            units.append(tuple([self._sample(k, tokens, weights, before) for k in range(start, start + n)]))
-            start += n
-        return units
-
-    def _sample(self, k: int, tokens: np.ndarray, weights: np.ndarray, before: int) -> Sample:
-        """Return sample k; `tokens` and `weights` are the row's, and `before` is the number of tokens before the
-        row."""
-        start, end = self._ends[k], self._ends[k + 1]
-        token_columns = (
-            {name: values[start:end] for name, values in self._token_columns.items()}
-            if self._token_columns
-            else NO_COLUMNS
-        )
-        own = slice(start - before, end - before)
-        return Sample(tokens[own], weights[own], self._sources[k], token_columns)
-
-    def simple(self, first: int, end: int) -> bool:
-        """Return whether each of the rows `first` to before `end` is one sample without per-token values."""
-        return bool(self._several[first] == self._several[end])
-
-    def spans(self, first: int, end: int) -> tuple[list[int], list[str]]:
-        """Return where the tokens of each simple row begin, then the end of the last one, and the samples' sources."""
-        samples = self._first_sample[first : end + 1]
-        return self._ends[samples].tolist(), self._sources[samples[0] : samples[-1]]
+        first, last = self._first_sample[i], self._first_sample[i + 1]
+        start, end = self._ends[first], self._ends[last]
+        tokens = self._tokens[start:end]
+        weights = expand_runs(self._runs[self._first_run[i] : self._first_run[i + 1]])
+        columns = {name: values[start:end] for name, values in self._token_columns.items()}
+        samples = []
+        for k in range(first, last):
+            own = slice(self._ends[k] - start, self._ends[k + 1] - start)
+            carried = {name: values[own] for name, values in columns.items()}
+            samples.append(Sample(tokens[own], weights[own], self._sources[k], carried))
+        remaining = iter(samples)
+        return [tuple(islice(remaining, n)) for n in self._units[self._first_unit[i] : self._first_unit[i + 1]]]
 
     def part(self, start: int, end: int) -> Block:
         """Raise: rows of tokenized data are not tokenized again."""
@@ -328,11 +263,11 @@ class LengthRows(TokenRows):
     def __init__(self, table: pa.Table):
         """Read the lengths of a row group."""
         self.lines, self.nbytes = table.num_rows, table.nbytes
-        self._first_unit, units = _list(table, "atoms")
+        first_unit, units = _list(table, "atoms")
         ends = np.concatenate([[0], np.cumsum(_list(table, "lengths")[1], dtype=np.int64)])
         samples = np.concatenate([[0], np.cumsum(units, dtype=np.int64)])
+        self._first_unit = first_unit.tolist()
         self._of_units = np.diff(ends[samples]).tolist()  # tokens of each pack unit
-        self.row_counts = None
 
     def units(self, i: int) -> list[PackUnit]:
         """Return placeholders of the pack units of row i."""
@@ -378,21 +313,22 @@ def _numbers(array: Any) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], np.int32, len(array), array.offset * 4)
 
 
-def _values(table: pa.Table, name: str, kind: Any) -> np.ndarray:
-    """Return what all cells of a column hold, one after the other."""
+def _values(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each row's cell begins, then the end of the last one, in values; and what all cells hold."""
     cells = _one(table, name)
     _, ends, data = cells.buffers()
     if data is None:
-        return np.zeros(0, kind)
+        return np.zeros(len(cells) + 1, np.int64), np.zeros(0, kind)
     offsets = np.frombuffer(ends, np.int64, len(cells) + 1, cells.offset * 8)
-    return np.frombuffer(data, kind, (offsets[-1] - offsets[0]) // np.dtype(kind).itemsize, offsets[0])
+    begins = (offsets - offsets[0]) // np.dtype(kind).itemsize
+    return begins, np.frombuffer(data, kind, begins[-1], offsets[0])
 
 
 def _token_column(table: pa.Table, name: str) -> np.ndarray:
     """Return the per-token values of a name, [tokens] or [tokens, k]."""
     metadata = table.schema.field(name).metadata
     k = int(metadata[b"k"])
-    return _values(table, name, metadata[b"kind"].decode()).reshape(-1, *([k] if k else []))
+    return _values(table, name, metadata[b"kind"].decode())[1].reshape(-1, *([k] if k else []))
 
 
 def _one(table: pa.Table, name: str) -> Any:

@@ -17,15 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ptf import file_verification, progress, scratch, storage
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Location, Reader, Row
-from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once, place
+from ptf.data.sources.rows import SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
@@ -228,52 +226,6 @@ def lengths_reader(reader: Reader) -> Reader:
 def decode(row: Row, name: str) -> list[PackUnit]:
     """Return the pack units of a row of tokenized data; it takes the place of an encoder."""
     return row["atoms"]
-
-
-class TokenizedEncoder(Encoder):
-    """The encoder of tokenized rows.
-
-    The counts of a row are computed for its whole block, so a row whose pack units fit costs little more than slicing
-    them.
-    """
-
-    def __init__(self, name: str, seq_len: int, too_long: TooLong, share_prefixes: bool = False) -> None:
-        """Create a decoder; see `Encoder` for the arguments."""
-        super().__init__(decode, name, seq_len, too_long, kind="tokenized", share_prefixes=share_prefixes)
-        self._longest = -1 if share_prefixes else seq_len  # with sharing, what is shared depends on the tokens
-
-    def fits(self, block: Block) -> bool:
-        """Return whether every pack unit of a block is kept unchanged."""
-        return isinstance(block, TokenRows) and block.row_counts is not None and block.longest <= self._longest
-
-    def counted(self, row_counts: np.ndarray) -> np.ndarray:
-        """Return the counts before and after each of some rows of such blocks, [rows + 1, len(COUNTS)] int64.
-
-        `row_counts` holds what each row counts (`TokenRows.row_counts`).
-        """
-        steps = np.zeros((len(row_counts) + 1, len(COUNTS)), np.int64)
-        steps[0] = [self.counts[key] for key in COUNTS]
-        steps[1:, :5] = 1
-        steps[1:, 1:5] = row_counts
-        steps[1:, COUNTS.index("rows_without_samples")] = row_counts[:, 0] == 0
-        return np.cumsum(steps, 0)
-
-    def __call__(self, place: RawRow) -> list[PackUnit]:
-        """Return the pack units of a row, and count it."""
-        block = place.block
-        if not isinstance(block, TokenRows) or block.row_counts is None:
-            return super().__call__(place)
-        units, tokens, trained, longest = block.row_counts[place.row].tolist()
-        if longest > self._longest:
-            return super().__call__(place)
-        counts = self.counts
-        counts["rows"] += 1
-        counts["samples"] += units
-        counts["rows_without_samples"] += not units
-        counts["tokens"] += tokens
-        counts["trained"] += trained
-        counts["whole"] += longest
-        return block.units(place.row)
 
 
 def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:

@@ -560,7 +560,7 @@ class Telling:
     def __init__(self) -> None:
         self.own: dict[str, int] = {"rows": Added(0), "samples": Added(0)}
 
-    def sequence(self) -> list[Any]:
+    def __next__(self) -> list[Any]:
         self.own.update(rows=Added(int(self.own["rows"]) + 2), samples=Added(int(self.own["samples"]) + 1))
         return [None]
 
@@ -578,7 +578,7 @@ def test_a_step_adds_up_the_counts_of_those_partitions_alone_that_it_read(monkey
         loader = Loader(made, partitions=partitions, sequences=4, micro_batch_sequences=4, seq_len=8)
         monkeypatch.setattr(Added, "operations", 0)
         for step in range(40):
-            loader._items(step)
+            loader._read(step)
             states, counts = loader._snapshot(loader._partitions_of(step))
             assert counts == {"rows": 8 * (step + 1), "samples": 4 * (step + 1)}
             assert counts["rows"] == sum(int(state["rows"]) for state in states.values())

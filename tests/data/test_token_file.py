@@ -1,5 +1,4 @@
-"""The file of tokenized data: what comes back is what was written, to the bit,
-and reading many rows at once is reading them one by one."""
+"""The file of tokenized data: what comes back is what was written, to the bit."""
 
 import json
 import subprocess
@@ -15,13 +14,11 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.data import tokenized
-from ptf.data.encoded import Encoded
 from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
-from ptf.data.stream_units import documents_of, stored_units, units_of
-from ptf.data.token_file import RowFile, TokenRows, expand_runs, marked, runs, side_by_side, unit_columns, unmarked
+from ptf.data.token_file import RowFile, TokenRows, expand_runs, runs, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -92,43 +89,12 @@ def test_every_row_comes_back_to_the_bit(
     blocks = stored(rows, tmp_path_factory.mktemp("rows") / "rows.parquet", group)
     back = [block.units(i) for block in blocks for i in range(len(block))]
     assert [said(units) for units in back] == [said(units) for units in rows]
-    counted = [told for block in blocks for told in block.row_counts.tolist()]
-    lengths = [[sum(map(len, unit)) for unit in row] for row in rows]
-    assert counted == [
-        [len(row), sum(each), sum(int((s.loss_weights != 0).sum()) for unit in row for s in unit), max(each, default=0)]
-        for row, each in zip(rows, lengths, strict=True)
-    ]
-    items = []
-    for block in blocks:
-        for i in range(len(block)):
-            simple = not token_columns and sum(map(len, block.units(i))) == 1
-            assert block.simple(i, i + 1) == simple
-            if simple:
-                items += stored_units(block, i, i + 1, "a", 0, (0, 0))
-                ((unit,),) = units_of([items[-1:]])
-                assert said([unit]) == said(block.units(i))
-    units = [unit for (unit,) in units_of([[item] for item in items])]
-    assert said(units) == said([unit for row in rows if sum(map(len, row)) == 1 and not token_columns for unit in row])
-    documents = documents_of([items])
-    assert documents.tokens.tobytes() == b"".join(s.tokens.tobytes() for (s,) in units)
-    assert documents.weights.tobytes() == b"".join(s.loss_weights.tobytes() for (s,) in units)
 
 
-def test_weights_of_zeros_and_ones_are_marks_of_the_tokens() -> None:
-    tokens = np.array([0, 5, (1 << 31) - 1, 0], np.int32)
-    values = np.array([0, 1, 0, 1], np.float32)
-    kept, others = marked(tokens, runs(values))
-    assert others is None
-    assert kept.tolist() == [-1, 5, -(1 << 31), 0]
-    back, found = unmarked(kept.copy())
-    assert back.tolist() == tokens.tolist()
-    assert found.tobytes() == values.tobytes()
-    for other in (0.5, -0.0):
-        kept, others = marked(tokens, runs(np.array([0, 1, other, 1], np.float32)))
-        assert kept.tolist() == tokens.tolist()
-        assert others is not None
+def test_a_negative_token_is_refused(tmp_path: Path) -> None:
+    negative = Sample(np.array([3, -3], np.int32), np.ones(2, np.float32), "a")
     with pytest.raises(AssertionError, match="negative token id"):
-        marked(np.array([3, -3], np.int32), runs(np.ones(2, np.float32)))
+        stored([[(negative,)]], tmp_path / "rows.parquet", 1)
 
 
 @given(weights)
@@ -157,12 +123,10 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
 
 
 @pytest.mark.parametrize(("seq_len", "shuffle"), [(64, 60), (64, 1), (32, 60), (64, 900)])
-def test_many_rows_at_once_are_the_rows_one_by_one(
-    characters: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, shuffle: int
+def test_a_partition_resumes_with_the_same_rows_counts_and_states(
+    characters: Tokenizer, tmp_path: Path, seq_len: int, shuffle: int
 ) -> None:
-    """The same rows, counts and states behind each; also where some units do not fit,
-    of which all has to be looked at one by one."""
-    spec, together = written(tmp_path / "t", characters), []
+    """Also where some units do not fit."""
     options: dict[str, Any] = {
         "partitions": 3,
         "seed": 1,
@@ -171,36 +135,25 @@ def test_many_rows_at_once_are_the_rows_one_by_one(
         "seq_len": seq_len,
         "too_long": "drop",
     }
+    spec = written(tmp_path / "t", characters)
 
     def partition():
         return Partitions({"a": spec}, characters, None, **options)(1)  # type: ignore[arg-type]
 
-    one_by_one, run = (lambda self, most: None), Encoded.run
-
-    def counted(self: Encoded, most: int) -> Any:
-        found = run(self, most)
-        together.append(len(found.items) if found else 0)
-        return found
-
-    monkeypatch.setattr(Encoded, "run", one_by_one)
-    single = partition()
-    monkeypatch.setattr(Encoded, "run", counted)
-    many = partition()
-
     def plain(state):
         return json.dumps(settle(state), default=lambda array: array.tolist(), sort_keys=True)
 
-    for i, row in enumerate(single):
-        assert said(next(many)) == said(row)
-        assert many.counts() == single.counts()
+    whole, resumed = partition(), partition()
+    for i, sequence in enumerate(whole):
+        assert said(next(resumed)) == said(sequence)
+        assert resumed.counts() == whole.counts()
         if i % 5 == 0:
-            assert plain(many.state_dict()) == plain(single.state_dict())
+            assert plain(resumed.state_dict()) == plain(whole.state_dict())
         if i % 50 == 7:
             again = partition()
-            again.load_state_dict(settle(many.state_dict()))
-            many = again
-    assert next(many, None) is None
-    assert max(together) > 20 if seq_len == 64 else not any(together)
+            again.load_state_dict(settle(resumed.state_dict()))
+            resumed = again
+    assert next(resumed, None) is None
 
 
 def test_another_form_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
