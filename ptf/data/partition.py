@@ -20,13 +20,7 @@ from ptf.data.stream_unit import StreamUnit
 class Partition:
     """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
-    def __init__(
-        self,
-        encoded: Mapping[str, Encoded],
-        items: Stream[StreamUnit],
-        seq_len: int,
-        lookahead: int,
-    ):
+    def __init__(self, encoded: Mapping[str, Encoded], items: Stream[StreamUnit], seq_len: int, lookahead: int):
         """Make the partition: `items` mixes the sources' `encoded` streams, each of them shuffled."""
         self._encoded, self._names = encoded, list(encoded)
         self._packer = Packer(items, seq_len, lookahead, attrgetter("length"), self._dump, self._load)

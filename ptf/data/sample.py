@@ -1,8 +1,7 @@
 """The output of an encoder: a `Sample` is one document as token ids and weights; a pack unit is the samples that must
 be in the same packed sequence.
 
-Samples and units are immutable, so the state of a window of them holds references to them, and is written to a
-checkpoint as a few long arrays.
+Samples and units are immutable, so the state of a window of them holds references to them.
 """
 
 from collections.abc import Mapping, Sequence

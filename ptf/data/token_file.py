@@ -68,11 +68,6 @@ def runs(weights: np.ndarray) -> np.ndarray:
     return result
 
 
-def expand_runs(runs: np.ndarray) -> np.ndarray:
-    """Return the weights of runs, [runs, 2] int32 → [n] float32; the inverse of `runs`."""
-    return runs[:, 1].view(np.float32).repeat(runs[:, 0])
-
-
 def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return rows that `unit_columns` made as columns."""
     rows = list(rows)
@@ -185,6 +180,9 @@ def _lists(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
     )
 
 
+NO_COLUMNS: dict[str, np.ndarray] = {}  # of all samples without per-token values: many dicts slow the collector down
+
+
 class TokenRows:
     """The rows of one row group: its columns as long arrays, of which a row's samples are slices."""
 
@@ -196,8 +194,8 @@ class TokenRows:
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self._tokens = _values(table, "tokens", np.int32)[1]
         first_run, runs = _values(table, "weights", np.int32)
-        self._runs = runs.reshape(-1, 2)
-        assert len(self._tokens) == ends[-1] == self._runs[:, 0].sum(dtype=np.int64), (
+        self._run_lengths, self._run_weights = runs[::2].astype(np.int64), runs[1::2].copy().view(np.float32)
+        assert len(self._tokens) == ends[-1] == self._run_lengths.sum(), (
             "the columns of a row group differ in their number of tokens"
         )
         assert self._tokens.min(initial=0) >= 0, "a column of tokenized data holds a negative token id"
@@ -232,15 +230,15 @@ class TokenRows:
     def units(self, i: int) -> list[PackUnit]:
         """Return the pack units of row i."""
         first, last = self._first_sample[i], self._first_sample[i + 1]
-        start, end = self._ends[first], self._ends[last]
-        tokens = self._tokens[start:end]
-        weights = expand_runs(self._runs[self._first_run[i] : self._first_run[i + 1]])
-        columns = {name: values[start:end] for name, values in self._token_columns.items()}
+        before, runs, columns = self._ends[first], slice(*self._first_run[i : i + 2]), self._token_columns
+        weights = self._run_weights[runs].repeat(self._run_lengths[runs])
         samples = []
         for k in range(first, last):
-            own = slice(self._ends[k] - start, self._ends[k + 1] - start)
-            carried = {name: values[own] for name, values in columns.items()}
-            samples.append(Sample(tokens[own], weights[own], self._sources[k], carried))
+            start, end = self._ends[k], self._ends[k + 1]
+            own = {name: values[start:end] for name, values in columns.items()} if columns else NO_COLUMNS
+            samples.append(
+                Sample(self._tokens[start:end], weights[start - before : end - before], self._sources[k], own)
+            )
         remaining = iter(samples)
         return [tuple(islice(remaining, n)) for n in self._units[self._first_unit[i] : self._first_unit[i + 1]]]
 
