@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.baskets import reorder_baskets
-from ptf.data.encode import COUNTS, Encoder
+from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
 from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import RawRow

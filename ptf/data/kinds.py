@@ -21,7 +21,7 @@ from ptf.data.messages import (
 )
 from ptf.data.quarantine import FAULTS
 from ptf.data.rendering import ROW_KEYS
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.errors import UserError
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ptf.data.sources.blocks import Block, Reader
+from ptf.data.sources.blocks import Block
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, fingerprint, raise_if_other_files
 from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError

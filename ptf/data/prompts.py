@@ -15,7 +15,9 @@ from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
 from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
-from ptf.data.sources.blocks import Location, Reader, Row
+from ptf.data.sources.blocks import Row
+from ptf.data.sources.files import Location
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle, settle
 from ptf.data.tokenizer import Tokenizer

@@ -6,7 +6,8 @@ from ptf.data import tokenized
 from ptf.data.encode import Encode, Encoder, SetAside, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.sample import PackUnit
-from ptf.data.sources.blocks import Location, Reader
+from ptf.data.sources.files import Location
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread

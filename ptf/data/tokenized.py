@@ -22,7 +22,9 @@ from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
-from ptf.data.sources.blocks import Block, Location, Reader, Row
+from ptf.data.sources.blocks import Block, Row
+from ptf.data.sources.files import Location
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer

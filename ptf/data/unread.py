@@ -13,7 +13,8 @@ from ptf.data.forms import Row, adopt_known_forms, rename_columns
 from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, label_of, shaped
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
-from ptf.data.sources.blocks import Location, Reader
+from ptf.data.sources.files import Location
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptf import storage
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
 

@@ -216,7 +216,7 @@ def not_called(reward: Plugin) -> str | None:
 
 def length_of_run(job: Job, recipe: "Recipe", tokenizer: "Tokenizer") -> str:
     """Return the passes over each source and the steps. Raise UserError if warm-up and decay do not fit into them."""
-    from ptf.data.sources.blocks import Location, resolve_files
+    from ptf.data.sources.files import Location, resolve_files
     from ptf.train.data_plan import preview_data
     from ptf.train.source_specs import specs
 

@@ -32,7 +32,7 @@ from ptf.data import tokenized
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample, length
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer

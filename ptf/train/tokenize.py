@@ -8,8 +8,7 @@ from ptf.config import Job, fingerprint
 from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
 from ptf.data.encode import FORM
-from ptf.data.sources.blocks import Location, resolve_files
-from ptf.data.sources.files import described
+from ptf.data.sources.files import Location, described, resolve_files
 from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry

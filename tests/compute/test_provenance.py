@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptf.compute.provenance import PACKAGES, TOOLS, code, made_with, raise_if_different
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import fingerprint
 from ptf.errors import UserError
 from tests.test_layers import ROOT, imports

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ptf.data.order import Ordered, PartitionSource, shares, size
 from ptf.data.partitions import Partitions
 from ptf.data.sample import Sample
-from ptf.data.sources import blocks
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources import reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
@@ -40,7 +40,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """61 numbered rows in four files of several blocks."""
     root = tmp_path_factory.mktemp("order")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "LINES_BYTES", 60)
+        patch.setattr(reader, "LINES_BYTES", 60)
         for f, (start, end) in enumerate([(0, 30), (30, 31), (31, 43), (43, 61)]):
             write(root / f"part{f}.{request.param}", range(start, end))
         yield root

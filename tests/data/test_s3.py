@@ -13,8 +13,8 @@ import s3fs
 
 from ptf import storage
 from ptf.data.order import Ordered
-from ptf.data.sources import blocks
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources import reader
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
 from ptf.storage.store import GIVE_UP_S
@@ -69,7 +69,7 @@ def put(server: Server, tmp_path: Path, suffix: str, rows: int = 90, files: int 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
 def test_rows_stream_and_resume(server: Server, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LINES_BYTES", 10_000)
+    monkeypatch.setattr(reader, "LINES_BYTES", 10_000)
     uri = put(server, tmp_path, suffix)
     assert [place.read()["n"] for place in rows_once(Reader(f"{uri}/*"))] == list(range(90))
     source = Ordered(Reader(uri), "k", 2, shuffled=False).partition(1, 0)
@@ -82,7 +82,7 @@ def test_rows_stream_and_resume(server: Server, tmp_path: Path, suffix: str, mon
 def test_rows_stream_through_an_outage(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(blocks, "LINES_BYTES", 10_000)
+    monkeypatch.setattr(reader, "LINES_BYTES", 10_000)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # so that it is our own asking again that is seen
     uri = put(server, tmp_path, "jsonl")
     source = Ordered(Reader(uri), "k", 1, shuffled=False).partition(0, 0)

@@ -29,7 +29,7 @@ from ptf.data.loader import Loader
 from ptf.data.order import PartitionSource
 from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
-from ptf.data.sources import blocks
+from ptf.data.sources import reader
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
@@ -215,7 +215,7 @@ class Outcome:
 
 def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
     """The run without a stop; then with stops; then what was said of it."""
-    before, blocks.LINES_BYTES = blocks.LINES_BYTES, trial.block_bytes
+    before, reader.LINES_BYTES = reader.LINES_BYTES, trial.block_bytes
     try:
         sources = written(trial, directory, tokenizer)
         total = trial.steps * len(trial.worlds)
@@ -247,7 +247,7 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             largest,
         )
     finally:
-        blocks.LINES_BYTES = before
+        reader.LINES_BYTES = before
 
 
 def _not_once(trial: Trial, seen: Counter) -> int:

@@ -9,8 +9,9 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ptf.data.sources.blocks import Block, Location, Reader, Row, data_files, resolve_files
-from ptf.data.sources.files import described
+from ptf.data.sources.blocks import Block, Row
+from ptf.data.sources.files import Location, data_files, described, resolve_files
+from ptf.data.sources.reader import Reader
 from ptf.errors import UserError
 
 

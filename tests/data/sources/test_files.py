@@ -7,8 +7,8 @@ import datasets
 import fsspec
 import pytest
 
-from ptf.data.sources.blocks import Location, Reader
-from ptf.data.sources.files import choose, resolve_files
+from ptf.data.sources.files import Location, choose, resolve_files
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, first_lines, rows_once
 from ptf.errors import UserError
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.order import Ordered
-from ptf.data.sources import blocks
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources import reader as readers
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, rows_once
 from ptf.errors import UserError
 
@@ -76,7 +76,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_every_format_gives_the_rows_and_resumes(
     suffix: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "LINES_BYTES", 300)
+    monkeypatch.setattr(readers, "LINES_BYTES", 300)
     uri = str(write(tmp_path / f"a.{suffix}", ROWS))
     if where == "remote":
         fsspec.filesystem("memory").pipe_file(f"/formats/a.{suffix}", Path(uri).read_bytes())
@@ -92,7 +92,7 @@ def test_every_format_gives_the_rows_and_resumes(
         suffix == "parquet" or (where == "local" and suffix in ("jsonl", "arrow", "feather"))
     )
     assert counts in (None, [[(len(block), block.lines) for block in held if block is not None]])
-    monkeypatch.setattr(blocks, "KEEP_BYTES", 0)
+    monkeypatch.setattr(readers, "KEEP_BYTES", 0)
     again = Reader(uri)
     for n in random.Random(0).sample(range(count), count):  # in any order, each read anew
         block, expected = again.block(0, n), held[n]
@@ -124,7 +124,7 @@ def places(path: Path) -> list[str]:
 
 
 def test_places_are_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LINES_BYTES", 10)
+    monkeypatch.setattr(readers, "LINES_BYTES", 10)
     (tmp_path / "a.csv").write_text('n,text\n1,"two\nlines"\n\n2,one\n')
     assert places(tmp_path / "a.csv") == ["2", "5"]
     (tmp_path / "a.json").write_text('[\n {"n": 1},\n {\n  "n": 2},\n {"n": 3}, {"n": 4}\n]\n')
@@ -215,7 +215,7 @@ def test_arrays_are_cut_where_their_elements_end(
         )
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "LINES_BYTES", size)
+        patch.setattr(readers, "LINES_BYTES", size)
         patch.setattr("ptf.data.sources.json_array.READ", read)
         found = list(rows_once(Reader(str(path))))
         assert [place.read() for place in found] == [{}, *rows]

@@ -17,7 +17,8 @@ from huggingface_hub import constants
 from ptf.config import loads
 from ptf.data.order import Ordered
 from ptf.data.sources import hub
-from ptf.data.sources.blocks import Location, Reader
+from ptf.data.sources.files import Location
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import fingerprint, rows_once
 from ptf.errors import UserError
 from ptf.run import dataset_commits, resolved, write_job_file
@@ -225,7 +226,7 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
 def test_without_a_network_it_is_one_sentence_at_once(environment: dict[str, str], why: str, tmp_path: Path) -> None:
     """In a process of its own, for the client reads its environment once."""
     script = """
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources.reader import Reader
 from ptf.errors import UserError
 try:
     Reader("open/gsm:main:train")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from ptf.data.prompts import prompts_once, prompts_stream
 from ptf.data.source_units import pack_units_once
-from ptf.data.sources.blocks import Reader
 from ptf.data.sources.json_values import json_value
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.order import Ordered, PartitionSource
-from ptf.data.sources import blocks
-from ptf.data.sources.blocks import Reader
+from ptf.data.sources import reader as readers
+from ptf.data.sources.blocks import Lines
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
 
@@ -151,8 +152,8 @@ def test_blocks_are_the_lines_wherever_they_are_cut(
     path = tmp_path_factory.mktemp("blocks") / name
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "LINES_BYTES", size)
-        patch.setattr(blocks, "KEEP_BYTES", kept)
+        patch.setattr(readers, "LINES_BYTES", size)
+        patch.setattr(readers, "KEEP_BYTES", kept)
         reader = Reader(str(path))
         count = next(n for n in itertools.count() if reader.block(0, n) is None)
         found = {n: reader.block(0, n) for n in order.sample(range(count), count)}  # in any order
@@ -160,7 +161,7 @@ def test_blocks_are_the_lines_wherever_they_are_cut(
     before = 0
     for n in range(count):
         block = found[n]
-        assert isinstance(block, blocks.Lines)
+        assert isinstance(block, Lines)
         texts += [(before + block.line(i), block.texts[i].rstrip(b"\n")) for i in range(len(block))]
         before += block.lines
     assert texts == [(n, line) for n, line in enumerate(lines) if line]
@@ -195,7 +196,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(
 ) -> None:
     rows = [{"n": n, "text": "x" * 5000} for n in range(60)]
     fsspec.filesystem("memory").pipe_file(f"/rows/a.{suffix}", write(tmp_path / f"a.{suffix}", rows).read_bytes())
-    monkeypatch.setattr(blocks, "LINES_BYTES", 30_000)
+    monkeypatch.setattr(readers, "LINES_BYTES", 30_000)
     store = Counting(monkeypatch, {1, 2, 4})
     assert all_of("memory://rows") == list(range(60))
     assert store.asked > (4 if suffix == "jsonl" else 2)  # what is compressed is one request
@@ -209,7 +210,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(
 def test_partitions_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"n": n, "text": "x" * 10_000} for n in range(100)]
     fsspec.filesystem("memory").pipe_file("/rows/a.jsonl", write(tmp_path / "a.jsonl", rows).read_bytes())
-    monkeypatch.setattr(blocks, "LINES_BYTES", 50_000)
+    monkeypatch.setattr(readers, "LINES_BYTES", 50_000)
     store = Counting(monkeypatch, set())
     ordered = Ordered(Reader("memory://rows"), "key", 8)
     partitions = [ordered.partition(partition, 0) for partition in range(8)]
@@ -220,8 +221,8 @@ def test_partitions_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.
 def test_rows_in_all_are_known_from_those_read_whatever_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "LINES_BYTES", 1000)
-    monkeypatch.setattr(blocks, "KEEP_BYTES", 0)
+    monkeypatch.setattr(readers, "LINES_BYTES", 1000)
+    monkeypatch.setattr(readers, "KEEP_BYTES", 0)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n, "text": "x" * 80}) + "\n" for n in range(1000)))
     reader = Reader(str(tmp_path))
     for number in range(20):
@@ -232,13 +233,13 @@ def test_rows_in_all_are_known_from_those_read_whatever_was_kept(
 def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four partitions read 24 MB in blocks of 256 KB, of which 1 MB are kept;
     without that bound they would hold all of it."""
-    monkeypatch.setattr(blocks, "LINES_BYTES", 1 << 18)
+    monkeypatch.setattr(readers, "LINES_BYTES", 1 << 18)
     path = tmp_path / "a.jsonl"
     with path.open("w") as file:
         file.writelines(json.dumps({"n": n, "text": "x" * 4000}) + "\n" for n in range(6000))
 
     def peak(keep: int) -> int:
-        monkeypatch.setattr(blocks, "KEEP_BYTES", keep)
+        monkeypatch.setattr(readers, "KEEP_BYTES", keep)
         ordered = Ordered(Reader(str(path)), "key", 4, shuffled=False)
         partitions = [ordered.partition(partition, 0) for partition in range(4)]
         tracemalloc.start()
@@ -273,7 +274,7 @@ class Sized:
 def test_what_is_held_is_bounded_without_adding_up_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand blocks of small files: each is asked for its size when it is kept and when it is dropped."""
     (tmp_path / "a.jsonl").write_text("{}\n")
-    monkeypatch.setattr(blocks, "KEEP_BYTES", 20_000)
+    monkeypatch.setattr(readers, "KEEP_BYTES", 20_000)
     monkeypatch.setattr(Sized, "asked", 0)
     reader, sizes = Reader(str(tmp_path)), [random.Random(n).randrange(100) for n in range(1000)]
     monkeypatch.setattr(reader, "_from_file", lambda file, number: Sized(sizes[number]))
