@@ -8,7 +8,7 @@ from typing import Any
 from ptf.data.sources.blocks import DataFile, Tables, open_bytes
 from ptf.data.sources.columnar import ArrowFile, ArrowStream, Parquet
 from ptf.data.sources.csv_rows import Csv
-from ptf.data.sources.json_array import JsonArray, is_lines
+from ptf.data.sources.json_array import open_json
 from ptf.data.sources.jsonl import Compressed, Jsonl
 
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
@@ -34,6 +34,6 @@ def open_file(
         return Compressed(uri, lines_bytes)
     if uri.endswith(".csv"):
         return Csv(uri, lines_bytes)
-    if uri.endswith(".json") and not is_lines(uri):
-        return JsonArray(uri, lines_bytes)
+    if uri.endswith(".json"):
+        return open_json(uri, lines_bytes)
     return Jsonl(uri, lines_bytes)

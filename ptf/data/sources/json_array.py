@@ -2,105 +2,118 @@
 
 It holds one array of objects, or one object with one such array (`{"data": [...]}`).
 
-Only strings and brackets matter to find where an element ends. A scan for those cuts elements out of the text, and each
-is parsed when its row is requested, like a line of JSON lines. A `.json` file that holds JSON lines is read as that.
+Python's decoder finds where a value ends, in as much text as that takes. An element is kept as its bytes, which are
+parsed when its row is requested, like a line of JSON lines. A `.json` file that holds JSON lines is read as that.
 """
 
+import codecs
+import json
 import re
 from collections.abc import Iterator
 from typing import IO
 
 from ptf.data.sources.blocks import Lines, open_bytes, size_of
+from ptf.data.sources.json_values import NESTED
+from ptf.data.sources.jsonl import Jsonl
 from ptf.errors import UserError
 
-# A lone " begins a string whose end is not read yet.
-TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
-DEPTH = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
+DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # for the ends of values
+SPACE = re.compile(r"[ \t\n\r]*")
+BOM = "\ufeff"
 READ = 1 << 20
-MAX_ELEMENT_BYTES = 1 << 28  # bytes of one element
-BOM = b"\xef\xbb\xbf"
+LOOKAHEAD = 16  # characters after which no number, word or escape goes on (-Infinity, \ud83d\ude00)
+MAX_VALUE = 1 << 28  # characters of one value
 
 
-class Scanner:
-    """Scans a text of JSON token by token; tokens are strings and brackets."""
+class Text:
+    """The text of a file of JSON, from what is read next; what is taken is dropped."""
 
     def __init__(self, uri: str, file: IO[bytes]) -> None:
-        self.uri, self._file = uri, file
-        # `_at`: the position after the last token in `_text`; `_read`: bytes of the file so far.
-        self._text, self._at, self._read = b"", 0, 0
-        self.line = 0  # line breaks before `_at`
+        self._uri, self._file = uri, file
+        # Bytes that are not UTF-8 pass through, to be an error of the row that holds them.
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._text, self._at = "", 0
+        self.position = self.line = 0  # bytes and line breaks that were taken
+        if self.peek() == BOM:
+            self.take()
 
-    @property
-    def position(self) -> int:
-        """Return the number of bytes of the file up to the end of the last token."""
-        return self._read - len(self._text) + self._at
-
-    def token(self) -> tuple[bytes, bytes]:
-        """Return the text between the last token and the next one, and that token, which is empty at the end of the
-        file.
-        """
-        scan = self._at
-        while (found := TOKEN.search(self._text, scan)) is None or found[0] == b'"':
-            scan = (found.start() if found else len(self._text)) - self._at
-            if len(self._text) - self._at > MAX_ELEMENT_BYTES:
-                raise self._too_long()
-            if not self._more(self._at):
-                if found:
-                    raise self.broken_off()
-                before = self._text[self._at :]
-                self._advance(len(self._text))
-                return before, b""
-        before = self._text[self._at : found.start()]
-        self._advance(found.end())
-        return before, found[0]
-
-    def element(self, keep: bool = True) -> bytes:
-        """Return the object or array that began with the last token; with `keep` false, skip it and return b""."""
-        start, scan, depth = self._at - 1, self._at, 1
+    def peek(self) -> str:
+        """Skip white space and return the next character, which is empty at the end of the file."""
         while True:
-            for found in TOKEN.finditer(self._text, scan):
-                token = found[0]
-                if token == b'"':
-                    scan = found.start()
-                    break
-                scan = found.end()
-                depth += DEPTH.get(token, 0)
-                if not depth:
-                    element = self._text[start:scan] if keep else b""
-                    self._advance(scan)
-                    return element
-            if not keep:
-                self._advance(scan)
-                start = scan
-            if len(self._text) - start > MAX_ELEMENT_BYTES:
-                raise self._too_long()
-            scan -= start
-            if not self._more(start):
+            space = SPACE.match(self._text, self._at)
+            self.take(len(space[0]) if space else 0)
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def take(self, count: int = 1) -> bytes:
+        """Return the next characters and move behind them."""
+        taken = self._text[self._at : self._at + count].encode("utf-8", "surrogateescape")
+        self._at += count
+        self.position += len(taken)
+        self.line += taken.count(b"\n")
+        return taken
+
+    def value(self) -> bytes:
+        """Return the value that begins here and move behind it."""
+        while True:
+            start, failed = self._at, ""
+            try:
+                _, end = DECODER.raw_decode(self._text, start)
+            except json.JSONDecodeError as e:
+                # For a string without an end, the decoder names the place where it begins.
+                end, failed = len(self._text) if e.msg.startswith("Unterminated string") else e.pos, e.msg
+            except RecursionError:
+                raise self.error(NESTED) from None
+            beyond = len(self._text) - end
+            if beyond < LOOKAHEAD and self._more():
+                continue
+            if not failed:
+                return self.take(end - start)
+            if not beyond or (beyond < LOOKAHEAD and not self._text.rstrip().endswith(("]", "}"))):
                 raise self.broken_off()
-            start = 0
+            raise self.error(f"not JSON: {failed}")
+
+    def members(self, close: str) -> Iterator[None]:
+        """Stop at each member of the list or object that begins here; the caller reads it to its end."""
+        self.take()
+        more = self.peek() != close
+        while more:
+            self.peek()
+            yield
+            if (found := self.peek()) not in (",", close):
+                raise self.error(f"not JSON: no comma and no {close} after a value") if found else self.broken_off()
+            if more := found == ",":
+                self.take()
+        self.take()
+
+    def fields(self) -> Iterator[str]:
+        """Stop at the value of each key of the object that begins here; the caller reads it to its end."""
+        for _ in self.members("}"):
+            key = self.value()
+            if not key.startswith(b'"') or (found := self.peek()) not in (":", ""):
+                raise self.error("not a JSON object")
+            if not found:
+                raise self.broken_off()
+            self.take()
+            self.peek()
+            yield key[1:-1].decode("utf-8", "replace")
 
     def error(self, what: str) -> UserError:
         """Return an error that names the file and the line."""
-        return UserError(f"{self.uri}:{self.line + 1}: {what}")
+        return UserError(f"{self._uri}:{self.line + 1}: {what}")
 
     def broken_off(self) -> UserError:
         """Return the error for a file that is truncated."""
         return self.error("the file breaks off inside its JSON, in what begins or continues here")
 
-    def _too_long(self) -> UserError:
-        """Return the error for a value that is too long."""
-        return self.error(f"a value has no end within {MAX_ELEMENT_BYTES >> 20} MiB; write the rows as JSON lines")
-
-    def _more(self, keep: int) -> bool:
-        """Read more of the file and drop the text before `keep`; return whether there was more."""
-        more = self._file.read(max(READ, len(self._text) - keep))
-        self._text, self._at, self._read = self._text[keep:] + more, self._at - keep, self._read + len(more)
-        return bool(more)
-
-    def _advance(self, end: int) -> None:
-        """Move to `end`, and count the line breaks on the way."""
-        self.line += self._text.count(b"\n", self._at, end)
-        self._at = end
+    def _more(self) -> bool:
+        """Read more of the file; return whether there was more."""
+        left = self._text[self._at :]
+        if len(left) > MAX_VALUE:
+            raise self.error(f"a value has no end within {MAX_VALUE >> 20} MiB; write the rows as JSON lines")
+        data = self._file.read(max(READ, len(left)))
+        self._text, self._at = left + self._decode(data, not data), 0
+        return bool(data)
 
 
 class JsonArray:
@@ -109,9 +122,9 @@ class JsonArray:
     An earlier block starts again from the beginning.
     """
 
-    def __init__(self, uri: str, lines_bytes: int) -> None:
-        self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
-        self._key = _key_of_rows(uri)
+    def __init__(self, uri: str, lines_bytes: int, key: str | None) -> None:
+        """Open a file that is an array, or that has one under a key."""
+        self._uri, self._lines_bytes, self._size, self._key = uri, lines_bytes, size_of(uri), key
         self._open()
 
     def counts(self) -> None:
@@ -120,137 +133,83 @@ class JsonArray:
     @property
     def share(self) -> float:
         """Return how much of the file is read, between 0 and 1."""
-        return self._scanner.position / max(1, self._size)
+        return self._text.position / max(1, self._size)
 
     def _open(self) -> None:
-        """Open the file at the beginning of its array of rows."""
+        """Open the file at its array of rows."""
         self._file = open_bytes(self._uri)
-        self._scanner, self._first, self._done = Scanner(self._uri, self._file), True, False
-        self._next = self._lines_before = 0
-        opening = _root(self._scanner)
-        if opening == b"{":
-            for key, value in _fields(self._scanner):
-                if value == b"[" and key == self._key:
+        self._text = Text(self._uri, self._file)
+        if self._text.peek() == "{":
+            for key in self._text.fields():
+                if key == self._key and self._text.peek() == "[":
                     break
-                if value in DEPTH:
-                    self._scanner.element(keep=False)
+                self._text.value()
+        self._elements, self._done, self._next = self._objects(), False, 0
+        self._lines_before = 0
 
     def block(self, number: int) -> Lines | None:
         """Return a block of elements; None after the last."""
         if number < self._next:
             self.close()
             self._open()
-        while True:
-            lines = self._elements((self._next + 1) * self._lines_bytes)
-            if lines is None:
-                return None
-            self._next += 1
+        while not self._done:
+            self._next += 1  # before the reading, so that one that failed starts again
+            lines = self._until(self._next * self._lines_bytes)
             if self._next > number:
                 return lines
+        return None
 
-    def _elements(self, end: int) -> Lines | None:
-        """Return the elements that begin before byte `end`; None after the last."""
-        if self._done:
-            return None
+    def _until(self, end: int) -> Lines:
+        """Return the elements that begin before byte `end`."""
         texts, numbers, start = [], [], self._lines_before
-        while self._scanner.position < end and (element := self._element()) is not None:
-            texts.append(element[0])
-            numbers.append(element[1] - start)
-        self._lines_before = self._scanner.line
+        while self._text.position < end and not self._done:
+            if element := next(self._elements, None):
+                texts.append(element[0])
+                numbers.append(element[1] - start)
+            self._done = element is None
+        self._lines_before = self._text.line
         return Lines(texts, numbers, self._lines_before - start, sum(map(len, texts)))
 
-    def _element(self) -> tuple[bytes, int] | None:
-        """Return the next element and the lines before it; None after the last."""
-        before, token = self._scanner.token()
-        line = self._scanner.line
-        if not token:
-            raise self._scanner.broken_off()
-        if token == b"]" and not before.strip():
-            self._done = True
-            self._raise_if_trailing_text()
-            return None
-        if token not in (b"{", b"[") or before.strip() != (b"" if self._first else b","):
-            raise self._scanner.error("the array holds something else than objects with a comma between them")
-        self._first = False
-        return self._scanner.element(), line
-
-    def _raise_if_trailing_text(self) -> None:
-        """Raise UserError where an array is followed by more text."""
-        if self._key is None:
-            before, token = self._scanner.token()
-            if before.strip() or token:
-                raise self._scanner.error("there is more text after the end of the array; write the rows as JSON lines")
+    def _objects(self) -> Iterator[tuple[bytes, int]]:
+        """Yield each element and the lines before it."""
+        text = self._text
+        for _ in text.members("]"):
+            if text.peek() not in ("{", ""):
+                raise text.error("the array holds something else than objects")
+            line = text.line
+            yield text.value(), line
+        if self._key is None and text.peek():
+            raise text.error("there is more text after the end of the array; write the rows as JSON lines")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def is_lines(uri: str) -> bool:
-    """Return whether a `.json` file holds one object after the other, which is JSON lines under another name."""
+def open_json(uri: str, lines_bytes: int) -> JsonArray | Jsonl:
+    """Open a `.json` file. Raises UserError where it does not hold one list of objects, or JSON lines."""
+    keys: list[str] = []  # of an object's lists of objects
     with open_bytes(uri) as file:
-        scanner = Scanner(uri, file)
-        if _root(scanner) == b"[":
-            return False
-        scanner.element(keep=False)
-        return scanner.token()[1] == b"{"
-
-
-def _key_of_rows(uri: str) -> str | None:
-    """Return the key of an object's only list of objects; None where the file is an array.
-
-    Raises UserError where there is no such list, or several.
-    """
-    with open_bytes(uri) as file:
-        scanner = Scanner(uri, file)
-        if _root(scanner) == b"[":
-            return None
-        keys = []
-        for key, value in _fields(scanner):
-            if value == b"[":
-                before, first = scanner.token()
-                keys += [key] if first == b"{" and not before.strip() else []
-                if first in (b"{", b"["):
-                    scanner.element(keep=False)
-                if first == b"]":
-                    continue
-            if value in DEPTH:
-                scanner.element(keep=False)
+        text = Text(uri, file)
+        if text.peek() == "[":
+            return JsonArray(uri, lines_bytes, None)
+        if text.peek() != "{":
+            raise text.error("a .json file must begin with [ or {")
+        for key in text.fields():
+            if text.peek() != "[":
+                text.value()
+                continue
+            for i, _ in enumerate(text.members("]")):
+                keys += [key] if i == 0 and text.peek() == "{" else []
+                text.value()
+        if text.peek() == "{":
+            return Jsonl(uri, lines_bytes)  # one object after the other
+        if text.peek():
+            raise text.error("there is more text after the end of the object; write the rows as JSON lines")
     if len(keys) != 1:
         content = f"lists of objects under {', '.join(keys)}" if keys else "no list of objects"
         raise UserError(
             f"{uri} has {content}: a .json file must hold one array of objects, or one object with one such array; "
             "write JSON lines"
         )
-    return keys[0]
-
-
-def _root(scanner: Scanner) -> bytes:
-    """Return the bracket that the file begins with."""
-    before, token = scanner.token()
-    if before.removeprefix(BOM).strip() or token not in (b"{", b"["):
-        raise scanner.error("a .json file must begin with [ or {")
-    return token
-
-
-def _fields(scanner: Scanner) -> Iterator[tuple[str, bytes]]:
-    """Yield the key and the first token of each field of the object that began with the last token.
-
-    The token is a whole string, an opening bracket, or b"" for a number or a word. After an opening bracket, the caller
-    reads to its end before the next field.
-    """
-    before, token = scanner.token()
-    while token != b"}":
-        if not token.startswith(b'"') or before.strip() not in (b"", b","):
-            raise scanner.error("not a JSON object") if token else scanner.broken_off()
-        key = token[1:-1].decode("utf-8", "replace")
-        before, token = scanner.token()
-        if not before.lstrip().startswith(b":"):
-            raise scanner.error("not a JSON object") if token else scanner.broken_off()
-        if before.strip() != b":":  # a number or a word; the token is the next key, or the end
-            yield key, b""
-            before = b","
-            continue
-        yield key, token
-        before, token = scanner.token()
-    return
+    return JsonArray(uri, lines_bytes, keys[0])
