@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from ptf.compute.device_defaults import multiplies_bf16
-from ptf.model import hub
+from ptf.storage.hub import unreachable
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "fsspec", "pydantic")
 OPTIONAL = {  # package → what is not there without it
@@ -136,7 +136,7 @@ def _machine() -> Iterator[Finding]:
         )
         yield Finding("/dev/shm", f"{shm.total / 2**30:.1f} GiB", small)
     if _version("huggingface_hub"):
-        why = hub.unreachable()
+        why = unreachable()
         yield Finding("Hugging Face", f"{why}: models and datasets come from its cache alone" if why else "reachable")
     if "OMP_NUM_THREADS" in os.environ:
         yield Finding(

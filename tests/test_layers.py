@@ -53,7 +53,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     | {"model_card", "run", "training_run"},
     "conversation": DATA | {"rl"},
     "serving": TRAIN | {"train", "rl", "events"},
-    "doctor": {"compute", "model"},
+    "doctor": {"compute", "model", "storage"},
     "inspection": DATA | {"compute", "recipes", "train", "rl", "run"},
     "episode_preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
@@ -121,7 +121,7 @@ PACKAGES = {
         "ptf/data/token_file.py",
     ],
     "fsspec": ["ptf/storage/store.py"],
-    "httpx": ["ptf/model/hub.py", "ptf/data/sources/hub.py", "ptf/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
+    "httpx": ["ptf/storage/hub.py", "ptf/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
     "s3fs": ["ptf/storage/store.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
     "gymnasium": ["ptf/rl/environments/gymnasium.py"],

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from ptf.errors import UserError
+from ptf.storage.hub import Unreachable, commit_at, first_line, refusal
 
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 # files that hold the same weights in another place or format; in directories all but chat templates (.jinja)
 COPIES = ("*/*[!a]", "consolidated*", "*.bin", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot", "*.pt", "*.pth")
-TIMEOUT_S = 5.0
 
 
 def fetch(path: str, revision: str | None = None) -> Path:
@@ -34,26 +34,13 @@ def fetch(path: str, revision: str | None = None) -> Path:
     try:
         return Path(get())
     except Exception as error:  # the hub raises a dozen kinds; each means that the model cannot be had
-        raise UserError(f"model.path: {path} could not be fetched: {_first_line(error)}") from error
+        why = refusal(error, "model", path, revision) or f"{path} could not be fetched: {first_line(error)}"
+        raise UserError(f"model.path: {why}") from error
 
 
 def cached(path: str, revision: str | None = None) -> Path | None:
     """Return the complete snapshot of `path` in the cache, without asking the hub; None if there is none."""
     return _cached(_download(path, revision))
-
-
-def unreachable() -> str:
-    """Return why the hub is not asked or does not answer; "" if it answers."""
-    import httpx
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return "the hub is not asked (HF_HUB_OFFLINE)"
-    try:
-        httpx.head(constants.ENDPOINT, timeout=TIMEOUT_S)
-    except (httpx.HTTPError, OSError) as error:
-        return f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
-    return ""
 
 
 def _download(path: str, revision: str | None) -> partial[str]:
@@ -65,25 +52,16 @@ def _download(path: str, revision: str | None) -> partial[str]:
 
 def _obstacle(path: str, revision: str | None, *, ask: bool) -> str:
     """Return why the hub cannot be asked; "" if it can, and has this revision."""
-    import httpx
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import constants
 
     if not ask and not constants.is_offline_mode():
         return ""
-    if why := unreachable():  # at once, where the client below would try for half a minute
-        return why
     try:
-        HfApi().model_info(path, revision=revision, timeout=TIMEOUT_S)
-    except RevisionNotFoundError as error:
-        raise UserError(f"model.revision: {path} has no branch, tag or commit {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"model.path: there is no directory {path} here, and no such model on the hub that you may read (private: "
-            "set HF_TOKEN)"
-        ) from error
-    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
-        return f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
+        commit_at("model", path, revision)
+    except Unreachable as error:
+        return str(error)
+    except UserError as error:
+        raise UserError(f"model.path: {error}") from None
     return ""
 
 
@@ -120,8 +98,3 @@ def _absent(path: str, revision: str | None, obstacle: str) -> str:
         "with HF_HOME on a disk that this machine "
         "can read, or give a directory"
     )
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

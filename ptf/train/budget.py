@@ -24,7 +24,7 @@ from ptf.compute.meter import PEAKS
 from ptf.compute.world import make_mesh
 from ptf.config import Job
 from ptf.errors import UserError
-from ptf.model import bridge, hub
+from ptf.model import bridge
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
 from ptf.model.decoder import Decoder
@@ -34,6 +34,7 @@ from ptf.model.recompute import Recompute
 from ptf.model.sharding import check_mesh, parallelize
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
+from ptf.storage.hub import first_line, refusal, unreachable
 from ptf.train.components import layer_factory_of
 from ptf.train.frozen_models import forward_flops, needs_weights
 from ptf.train.optimizer_8bit import moment_bytes
@@ -432,11 +433,11 @@ def config_directory(path: str, revision: str | None) -> Path:
         return bridge.locate(path, revision, verify_up_to=None)
     from huggingface_hub import hf_hub_download
 
-    offline = hub.unreachable()  # then its client would try for half a minute
+    offline = unreachable()  # then its client would try for half a minute
     try:
         return Path(hf_hub_download(path, "config.json", revision=revision, local_files_only=bool(offline))).parent
     except Exception as error:  # the hub raises a dozen kinds; each means that there is no config
-        why = offline or str(error).strip().split("\n")[0]
+        why = offline or refusal(error, "model", path, revision) or first_line(error)
         raise UserError(
             f"model.path: {path} is no local directory, and its config.json cannot be downloaded from the hub: {why}\n"
             "A plan needs only that file: put it into a directory and give that with --set model.path=DIRECTORY"

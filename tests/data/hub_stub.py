@@ -1,4 +1,4 @@
-"""A Hub of datasets on loopback: the few requests by which commits, their files and ranges of bytes are asked for."""
+"""A Hub on loopback: the few requests by which commits, their files and ranges of bytes are asked for."""
 
 import hashlib
 import json
@@ -12,7 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 class HubStub(ThreadingHTTPServer):
     """`commits`: commit → files; `branches`: (id, branch) → commit. `asked`: every path and range, in order. `fails`:
-    so many requests for bytes are answered with 503. `gated`: ids that only some may read."""
+    so many requests for bytes are answered with 503. `refused`: a part of a path → the status and the code of the
+    answer."""
 
     daemon_threads = True
 
@@ -22,7 +23,7 @@ class HubStub(ThreadingHTTPServer):
         self.branches: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
         self.fails = 0
-        self.gated: set[str] = set()
+        self.refused: dict[str, tuple[int, str]] = {}
 
     @property
     def url(self) -> str:
@@ -46,9 +47,12 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.asked.append((path, self.headers.get("Range", "")))
-        if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
+        for part, (status, code) in hub.refused.items():
+            if part in path:
+                return self.answer(b"{}", status, {"X-Error-Code": code})
+        if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
             return self.about(found[1], found[2], found[3] or "main")
-        found = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/(\w{40})/(.+)", path)
+        found = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/(\w{40})/(.+)", path)
         if found is None or found[3] not in hub.commits.get(found[2], {}):
             return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
         if hub.fails:
@@ -61,12 +65,12 @@ class Answers(BaseHTTPRequestHandler):
         start, end = int(bounds[1]), int(bounds[2]) + 1
         self.answer(data[start:end], 206, {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
 
+    do_HEAD = do_GET
+
     def about(self, id: str, what: str | None, revision: str) -> None:
         hub = self.server
         if not any(known == id for known, _ in hub.branches):
             return self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
-        if id in hub.gated:
-            return self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
         commit = hub.branches.get((id, revision), revision)
         if commit not in hub.commits:
             return self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
@@ -94,7 +98,8 @@ class Answers(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Nothing on the console."""

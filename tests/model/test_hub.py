@@ -9,9 +9,12 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from huggingface_hub import constants
 
 from ptf.errors import UserError
 from ptf.model import bridge, hub
+from ptf.storage.hub import first_line, refusal
+from tests.data.hub_stub import running
 from tests.tiny import checkpoint
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -178,6 +181,38 @@ def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_pa
         loaded(local)
 
 
+@pytest.mark.parametrize(
+    ("path", "revision", "message"),
+    [
+        ("me/gated", None, "model.path: the model me/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
+        ("me/closed", None, r"model.path: the Hub does not show the model me/closed \(403\): set HF_TOKEN to a token"),
+        ("me/none", None, "model.path: there is no file or directory me/none here, and no such model on the Hub"),
+        ("me/open", "v9", "model.path: the model me/open has no branch, tag or commit 'v9': correct `revision`"),
+        ("me/legal", None, "model.path: the Hub refuses: "),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_what_to_do(path, revision, message, tmp_path, monkeypatch):
+    with running() as stub:
+        monkeypatch.setattr(constants, "ENDPOINT", stub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", stub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        for id in ("me/gated", "me/closed", "me/legal", "me/open"):
+            stub.push(id, {"config.json": b"{}"})
+        stub.refused = {
+            "me/gated/resolve": (401, "GatedRepo"),
+            "me/closed/resolve": (403, ""),
+            "models/me/legal/tree": (451, ""),
+        }
+        with pytest.raises(UserError, match=message):
+            hub.fetch(path, revision)
+
+
 def test_an_error_is_told_by_its_first_line_or_by_its_class():
-    assert hub._first_line(RuntimeError("\n no network\nat line 3")) == "no network"
-    assert hub._first_line(RuntimeError("")) == "RuntimeError"
+    assert first_line(RuntimeError("\n no network\nat line 3")) == "no network"
+    assert first_line(RuntimeError("")) == "RuntimeError"
+
+
+def test_a_hub_that_said_nothing_has_refused_nothing():
+    assert refusal(ConnectionError("reset"), "model", "me/tiny", None) == ""

@@ -13,19 +13,17 @@ import posixpath
 import re
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ptf import storage
 from ptf.errors import UserError
+from ptf.storage.hub import Unreachable, commit_at, refusal
 
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
 PIECE = 1 << 20  # bytes of a file that are cached together
-ANSWER_S = 4.0  # timeout of the first request, which tells whether the Hub can be reached
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIG_AND_SPLIT = r"(?::(?P<config>[^:/]*))?(?::(?P<split>[^:/]+))?"  # id:config:split
 SHORT_ID = re.compile(rf"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?){CONFIG_AND_SPLIT}")
@@ -131,7 +129,7 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
             HfApi(endpoint=constants.ENDPOINT).list_repo_tree(id, repo_type="dataset", revision=commit, recursive=True)
         )
 
-    files = [file for file in _with_retries(f"{PREFIX}{id}", listed) if isinstance(file, RepoFile)]
+    files = [file for file in _with_retries(f"{PREFIX}{id}", id, commit, listed) if isinstance(file, RepoFile)]
     entries = {
         file.path: Entry(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
         for file in sorted(files, key=lambda file: file.path)
@@ -165,36 +163,10 @@ def _resolve(id: str, revision: str | None) -> str:
 
     Raises UserError of one sentence, within five seconds, where the Hub cannot answer.
     """
-    import httpx
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if constants.is_offline_mode():
-        raise UserError(_unavailable(id, revision, "HF_HUB_OFFLINE forbids requests to the Hub"))
-    request = functools.partial(
-        HfApi(endpoint=constants.ENDPOINT).dataset_info, id, revision=revision, timeout=ANSWER_S
-    )
     try:
-        return str(_with_timeout(ANSWER_S, request).sha)
-    except RevisionNotFoundError:
-        raise UserError(f"{PREFIX}{id} has no branch, tag or commit {revision!r}: correct `revision`") from None
-    except GatedRepoError:
-        raise UserError(
-            f"{PREFIX}{id} is gated: accept its terms on the Hub, and set HF_TOKEN to a token of that account"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"there is no file or directory {id} here, and no such dataset on the Hub that you may read (private: "
-            "set HF_TOKEN)"
-        ) from None
-    except FutureTimeout:
-        raise UserError(
-            _unavailable(id, revision, f"the Hub ({constants.ENDPOINT}) did not answer within {ANSWER_S:g} s")
-        ) from None
-    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
-        raise UserError(
-            _unavailable(id, revision, f"the Hub ({constants.ENDPOINT}) cannot be reached ({type(error).__name__})")
-        ) from None
+        return commit_at("dataset", id, revision)
+    except Unreachable as error:
+        raise UserError(_unavailable(id, revision, str(error))) from None
 
 
 @functools.lru_cache(maxsize=64)
@@ -218,36 +190,15 @@ def _unavailable(id: str, revision: str | None, why: str) -> str:
     )
 
 
-def _with_timeout(seconds: float, request: Callable[[], T]) -> T:
-    """Return the result of `request`, which may hang in the resolver, where no timeout applies.
-
-    Raises concurrent.futures.TimeoutError.
-    """
-    answer: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(request())
-        except BaseException as error:  # it is raised in the waiting thread
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name="ptf-hub", daemon=True).start()
-    return answer.result(seconds)
-
-
-def _with_retries(what: str, request: Callable[[], T]) -> T:
+def _with_retries(what: str, id: str, commit: str, request: Callable[[], T]) -> T:
     """Repeat a request like requests to an object store; an error that will not change is raised at once."""
-    from huggingface_hub.errors import HfHubHTTPError
 
     def once() -> T:
         try:
             return request()
-        except HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else 0
-            if 400 <= status < 500 and status not in (408, 429):
-                raise UserError(
-                    f"{what}: the Hub refuses: {next(iter(str(error).strip().splitlines()), status)}"
-                ) from None
+        except Exception as error:
+            if why := refusal(error, "dataset", id, commit):
+                raise UserError(f"{what}: {why}") from None
             raise
 
     return storage.with_retries(what, once)
@@ -347,7 +298,7 @@ class _Pieces(storage.Ranged):
                 raise ConnectionError(f"{len(data)} bytes arrived instead of {end - start}")
             return data
 
-        data = _with_retries(uri(self._id, self._commit, self._name), get)
+        data = _with_retries(uri(self._id, self._commit, self._name), self._id, self._commit, get)
         pieces = {number: data[i * PIECE : (i + 1) * PIECE] for i, number in enumerate(range(first, last + 1))}
         for number, piece in pieces.items():
             _write(self._folder / f"{number:06}", self._digest(number, piece) + piece)

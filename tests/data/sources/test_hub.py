@@ -98,6 +98,15 @@ def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
     assert reader.counts() == [[(2, 2), (1, 1)], [(2, 2)]]
 
 
+REFUSED = {
+    "gated/revision": (403, "GatedRepo"),
+    "gated-files/resolve": (401, "GatedRepo"),
+    "closed/revision": (403, ""),
+    "closed-files/resolve": (401, ""),
+    "legal/tree": (451, ""),
+}
+
+
 @pytest.mark.parametrize(
     ("location", "message"),
     [
@@ -107,7 +116,12 @@ def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
         (Location("open/gsm:main:train", split="test"), "says split train, and the key `split` says test: give one"),
         (Location("open/gsm", revision="v9"), "no branch, tag or commit 'v9'"),
         ("open/other", "no file or directory open/other here, and no such dataset on the Hub that you may read"),
-        ("open/gated", "is gated: accept its terms"),
+        ("open/gated", "the dataset open/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
+        ("open/gated-files", "the dataset open/gated-files is gated: accept its terms on the Hub, and set HF_TOKEN"),
+        ("open/closed", r"the Hub does not show the dataset open/closed \(403\): set HF_TOKEN to a token that may"),
+        ("open/closed-files", r"the Hub does not show the dataset open/closed-files \(401\): set HF_TOKEN"),
+        ("open/legal", "the Hub refuses: "),
+        ("open/a--b", "the dataset open/a--b cannot be on the Hub: "),
         ("open/script", "loading script, which is not run: `revision: refs/convert/parquet`"),
         ("hf://models/open/gsm", "is not understood: write hf://datasets/OWNER/NAME"),
         ("open/folders", "several configs: give `config`, one of main, socratic"),
@@ -115,10 +129,11 @@ def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
 )
 def test_what_is_not_there_or_not_clear_is_one_sentence(stub: HubStub, location: str | Location, message: str) -> None:
     stub.push("open/gsm", gsm())
-    stub.push("open/gated", gsm())
+    for name, refused in REFUSED.items():
+        stub.push(f"open/{name.partition('/')[0]}", gsm())
+        stub.refused[f"datasets/open/{name}"] = refused
     stub.push("open/script", {"script.py": b"import os", "README.md": b"# none"})
     stub.push("open/folders", {name: data for name, data in gsm().items() if name != "README.md"})
-    stub.gated.add("open/gated")
     with pytest.raises(UserError, match=message):
         Reader(location)
 
@@ -250,7 +265,7 @@ except UserError as error:
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "ANSWER_S", 0.2)
+    monkeypatch.setattr("ptf.storage.hub.ANSWER_S", 0.2)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
