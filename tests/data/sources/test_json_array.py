@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ptf.data.sources import json_array
-from ptf.data.sources.blocks import Reader
 from ptf.data.sources.json_array import Text
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
 
