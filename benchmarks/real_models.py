@@ -84,7 +84,7 @@ def units() -> dict[str, Unit | Measurement]:
     made["SFT, LoRA"] = Unit("smollm2/sft_lora", conversations)
     made["SFT, control: answers permuted"] = Unit("smollm2/sft", conversations, set=(f"{ARGS}.permute=true",))
     made |= {f"DPO, seed {seed}": Unit("smollm2/dpo", pairs, seed) for seed in seeds}
-    made |= {f"reward model, seed {seed}": Unit("smollm2/rm", pairs, seed) for seed in seeds}
+    made["reward model, seed 0"] = Unit("smollm2/rm", pairs)
     made["form"] = Unit("smollm2/sums_form", answers)
     made |= {f"GRPO, seed {seed}": Unit("smollm2/grpo", answers, seed) for seed in seeds}
     control = (f"{ARGS}.shuffle_answers=true", "train.steps=10")
@@ -466,8 +466,11 @@ ABOUT = {
         "Where it does not grow, the loss of another row's answer falls as much as that of the own one (the two\n"
         "changes differ by that of the gap): the model learns how these people write, which serves both answers."
     ),
-    "DPO": "Half of the held-out pairs prefer the shorter answer, so that length alone scores 0.5.",
-    "Reward model": "The same pairs.",
+    "DPO": (
+        "About half of the held-out pairs prefer the shorter answer: length alone scores about 0.5. One pass over\n"
+        "200 pairs teaches no preference that 108 held-out pairs would show: every interval holds 0.5."
+    ),
+    "Reward model": "The same pairs, and the same result; one seed, since nothing is claimed.",
     "GRPO on sums": (
         "100 held-out questions, answered greedily before and after. An answer is readable if it gives one number in\n"
         "digits. *form*: SFT on facts with one number, without arithmetic. In the controls the training\n"

@@ -151,9 +151,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             run=run,
             lease=lease,
         )
-        sent = f" lora_sync={rollout_config.lora_sync}" if job.model.lora else ""
-        print(f"weights: transport={controller.transport.name} dtype={job.train.precision}{sent}", flush=True)
-        print("".join(f"{line}\n" for line in advice(job, cluster.gpu)), end="", flush=True)
+        _print_transport(job, controller.transport.name, cluster.gpu)
         try:
             controller.run()
             with cluster.phase(policy, "export"):
@@ -171,6 +169,13 @@ def _print_engine(config: RolloutConfig, rollout: RoleGroup) -> None:
         f"{', '.join(rollout.where())}",
         flush=True,
     )
+
+
+def _print_transport(job: Job, name: str, gpu: bool) -> None:
+    assert job.rollout is not None
+    sent = f" lora_sync={job.rollout.lora_sync}" if job.model.lora else ""
+    print(f"weights: transport={name} dtype={job.train.precision}{sent}", flush=True)
+    print("".join(f"{line}\n" for line in advice(job, gpu)), end="", flush=True)
 
 
 def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path) -> dict[str, list[Prompt]]:
