@@ -197,12 +197,8 @@ def _source(name: str, source: Source, artifact: Artifact) -> str:
 
 def _where(source: Source, commit: str | None) -> str:
     """Return the name of a source and what was chosen of it."""
-    chosen = {
-        "config": source.config,
-        "split": source.split,
-        "commit" if commit else "revision": commit or source.revision,
-    }
-    return f"`{_name(source.path)}`" + "".join(f", {key} {value}" for key, value in chosen.items() if value)
+    at = f", commit {commit}" if commit else f", revision {source.revision}" if source.revision else ""
+    return f"`{_name(source.path)}`{at}"
 
 
 def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:

@@ -161,7 +161,8 @@ def test_files_that_are_not_read_are_named(job, tmp_path, capfd):
     both = {"path": str(tmp_path / "set")}
     (error,) = inspected(capfd, job(data={"sources": {"sums": both}}), status=2)["errors"]
     assert "several splits: test (test.jsonl); train (train.jsonl)" in error["message"]
-    source = inspected(capfd, job(data={"sources": {"sums": {**both, "split": "train"}}}))["sources"]["sums"]
+    one = {"path": f"{tmp_path / 'set'}::train"}
+    source = inspected(capfd, job(data={"sources": {"sums": one}}))["sources"]["sums"]
     assert (source["rows"], source["not_read"]) == (3, ["dataset_infos.json", "test.jsonl"])
 
 

@@ -31,6 +31,7 @@ LENGTH = at("data.seq_len", note="tokens of a packed sequence; prompt and respon
 PACKED = at("data.seq_len", note="samples are always packed, and never see each other")
 TRAINED = at("data.train_on", note="by default what the assistant says is trained, and nothing else")
 SOURCES = at("data.sources", note="a map: name → section with a `path`")
+CHOSEN = at("data.sources", note="the path of a source ends with it, owner/name:config:split or directory::split")
 HELD_OUT = at("data.validation", "evaluate.sources", note="a map: name → section with a `path`")
 ANSWER = at("rollout.max_new_tokens", "evaluate.max_new_tokens")
 GROUP = at("rollout.group_size")
@@ -88,6 +89,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("packing", "sample_packing", "padding_free", "neat_packing"), PACKED),
     **dict.fromkeys(("train_on_inputs", "assistant_only_loss", "completion_only_loss", "train_on_prompt"), TRAINED),
     **dict.fromkeys(("dataset", "datasets", "dataset_name", "dataset_path", "train_files", "train_file"), SOURCES),
+    **dict.fromkeys(("split", "config", "subset", "dataset_config", "dataset_config_name", "dataset_split"), CHOSEN),
     **dict.fromkeys(("eval_dataset", "val_files", "test_datasets", "val_set_size", "validation_file"), HELD_OUT),
     **dict.fromkeys(("shuffle_seed", "data_seed"), at("seed")),
     "dataloader_num_workers": at("data.prefetch", note="steps that are packed ahead in the background"),

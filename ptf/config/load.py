@@ -138,7 +138,7 @@ def resolve(
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
             # the tokenized files contain exactly the rows that these keys select
-            read = dict.fromkeys(("config", "split", "revision", "limit", "row_count"))
+            read = dict.fromkeys(("revision", "limit", "row_count"))
             sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 

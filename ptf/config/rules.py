@@ -171,7 +171,7 @@ def schedule_errors(job: "Job") -> list[str]:
 
 
 def source_path_errors(job: "Job") -> list[str]:
-    """Return the problems of keys that do not go with a source's path.
+    """Return the problems of revisions that do not go with a source's path.
 
     Whether the path is a dataset of the Hub, where a directory may have the same name, is known when it is read.
     """
@@ -184,10 +184,9 @@ def source_path_errors(job: "Job") -> list[str]:
     for key, source in (
         (f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()
     ):
-        chosen = [name for name in ("config", "split", "revision") if getattr(source, name) is not None]
-        if source.kind == "tokenized" and chosen:
+        if source.kind == "tokenized" and source.revision is not None:
             errors.append(
-                f"{key}.{chosen[0]} cannot be used with kind: tokenized, which is read as it was stored; remove it"
+                f"{key}.revision cannot be used with kind: tokenized, which is read as it was stored; remove it"
             )
         elsewhere = "://" in source.path and not source.path.startswith("hf://")
         if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):

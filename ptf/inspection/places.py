@@ -69,11 +69,11 @@ def _has_data(path: str) -> bool:
     if path.startswith(MADE_LATER) or "://" in path:
         return True
     try:
-        if hub.parse_location(path, None, None, None) is not None:
+        if hub.parse_location(path) is not None:
             return True
     except UserError:
         return True  # the check of the config reports this error
-    path = hub.without_names(path, None, None)[0]
+    path = hub.without_names(path)[0]
     return bool(glob.glob(os.path.expanduser(path).rstrip("/")) or os.path.exists(path))
 
 

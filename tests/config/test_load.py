@@ -319,12 +319,12 @@ def test_keys_that_choose_data_go_with_what_there_is_to_choose(write):
     for source, what in {
         "{path: ./a, revision: main}": f"chat.revision  {of_hub} ./a is not; remove it",
         "{path: 's3://b/a', revision: main}": f"chat.revision  {of_hub} s3://b/a is not; remove it",
-        "{path: a, kind: tokenized, split: train}": "chat.split  cannot be used with kind: tokenized, "
+        "{path: a, kind: tokenized, revision: main}": "chat.revision  cannot be used with kind: tokenized, "
         "which is read as it was stored; remove it",
     }.items():
         (problem,) = problems("a.yaml", overrides=(f"data.sources.chat={source}",))
         assert problem.endswith(f"data.sources.{what}")
-    for source in ("{path: open/gsm, config: main, split: train, revision: main}", "{path: ./a, split: train}"):
+    for source in ("{path: 'open/gsm:main:train', revision: main}", "{path: './a::train'}"):
         load("a.yaml", overrides=(f"data.sources.chat={source}",))
 
 
@@ -643,7 +643,7 @@ def test_resolve_puts_paths_in_place():
         job, prepared="s3://p", models={"job:sft.yaml": "/ckpt"}, tokenized={"chat": "/tok/chat", "other": "x"}
     )
     assert (done.model.path, done.model.tokenizer, done.output) == ("/ckpt", "s3://p/tok", "prepare:kept")
-    chosen = dict.fromkeys(("config", "split", "revision", "row_count"))
+    chosen = dict.fromkeys(("revision", "row_count"))
     done_chat = {
         "path": "/tok/chat",
         **chosen,

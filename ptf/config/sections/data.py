@@ -15,12 +15,10 @@ class Source(Section):
     or what `datasets` saved to disk."""
 
     path: str
-    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`,
-    `owner/name:config:split`, or `hf://datasets/owner/name` if a local directory has the same name."""
-    config: str | None = None
-    """Config of a dataset that has several: a name in the header of its README, or else a folder."""
-    split: str | None = None
-    """Split of a dataset that has several (`train`, `test`, …); `a+b` takes two."""
+    """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`, or
+    `hf://datasets/owner/name` if a local directory has the same name. Where there are several configs (names in the
+    header of a README, or else folders) or splits, the path ends with the choice: `PATH:config`, `PATH:config:split`
+    or `PATH::split`; the split `a+b` takes two."""
     revision: str | None = None
     """Branch, tag or commit of a dataset of the Hub. A run uses the commit that it began with until its end."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (

@@ -50,17 +50,7 @@ class HasLocation(Protocol):
 
     @property
     def path(self) -> str:
-        """Return the file, directory, glob, URI, or id of a dataset on the Hub."""
-        ...
-
-    @property
-    def config(self) -> str | None:
-        """Return the config of a dataset that has several."""
-        ...
-
-    @property
-    def split(self) -> str | None:
-        """Return the split to read."""
+        """Return the file, directory, glob, URI, or id of a dataset on the Hub, with `:config:split` or without."""
         ...
 
     @property
@@ -73,15 +63,13 @@ class HasLocation(Protocol):
 class Location:
     """Where the files of a source are, and which of them are read."""
 
-    path: str  # file, directory, glob, URI, or id of a dataset on the Hub
-    config: str | None = None
-    split: str | None = None
+    path: str  # file, directory, glob, URI, or id of a dataset on the Hub; may end with `:config:split`
     revision: str | None = None
 
     @staticmethod
     def of(source: HasLocation) -> "Location":
         """Return the location of a source."""
-        return Location(source.path, source.config, source.split, source.revision)
+        return Location(source.path, source.revision)
 
     def __str__(self) -> str:
         return self.path
@@ -110,7 +98,7 @@ def data_files(location: str | Location) -> dict[str, str]:
 
 def repo_of(location: Location) -> hub.Repo | None:
     """Return the dataset of the Hub that a location names, or None."""
-    return hub.parse_location(location.path, location.config, location.split, location.revision)
+    return hub.parse_location(location.path, location.revision)
 
 
 def resolve_files(location: str | Location) -> DataFiles:
@@ -121,7 +109,7 @@ def resolve_files(location: str | Location) -> DataFiles:
     location = location if isinstance(location, Location) else Location(location)
     if (repo := repo_of(location)) is not None:
         return _on_hub(repo)
-    path, config, split = hub.without_names(location.path, location.config, location.split)
+    path, config, split = hub.without_names(location.path)
     if location.revision is not None:
         raise UserError(f"{path} is not a dataset of the Hugging Face Hub: `revision` is for those, remove it")
     below, stamps = storage.change_stamps_below(path)
@@ -288,12 +276,12 @@ def _readme_configs(names: Sequence[str], read: Callable[[str], str], where: str
 def _chosen_config(configs: Mapping[str, dict[str, Any]], config: str | None, where: str) -> dict[str, Any]:
     """Return the entry of the config; raise UserError where it is unknown or must be chosen."""
     if config is not None and config not in configs:
-        raise UserError(f"{where} has no config {config!r}: give `config`, one of {', '.join(sorted(configs))}")
+        raise UserError(f"{where} has no config {config!r}; it has: {', '.join(sorted(configs))}")
     default = [
         name for name, entry in configs.items() if len(configs) == 1 or name == "default" or entry.get("default")
     ]
     if config is None and len(default) != 1:
-        raise UserError(f"{where} has several configs: give `config`, one of {', '.join(sorted(configs))}")
+        raise UserError(f"{where} has several configs: write {where}:CONFIG, one of {', '.join(sorted(configs))}")
     return configs[config or default[0]]
 
 
@@ -331,7 +319,7 @@ def _files_of_folder(data: list[str], config: str | None, where: str, folders_ar
         if config not in tops:
             available = ", ".join(sorted(top for top in tops if top)) or "none"
             raise UserError(
-                f"{where} has no config {config!r}: `config` is a folder, and the folders with data are: {available}"
+                f"{where} has no config {config!r}: a config is a folder, and the folders with data are: {available}"
             )
         return tops[config]
     plain = "" not in tops and not any(_split_of_word(top) or "=" in top for top in tops)
@@ -341,7 +329,7 @@ def _files_of_folder(data: list[str], config: str | None, where: str, folders_ar
         and plain
         and all(splits_of(name.split("/", 1)[1] for name in found) for found in tops.values())
     ):
-        raise UserError(f"{where} has several configs: give `config`, one of {', '.join(sorted(tops))}")
+        raise UserError(f"{where} has several configs: write {where}:CONFIG, one of {', '.join(sorted(tops))}")
     return data
 
 
@@ -377,7 +365,7 @@ def _files_of_split(
             available = (
                 f"it has: {', '.join(splits)}"
                 if splits
-                else "its file names have no split, so leave `split` out, or give a glob as its path"
+                else "its file names have no split, so name none, or give a glob as its path"
             )
             raise UserError(f"{where} has no split {', '.join(map(repr, unknown))}; {available}")
         chosen = {name for part in wanted for name in splits[part]}
@@ -385,8 +373,8 @@ def _files_of_split(
     if len(splits) > 1:
         listing = "; ".join(f"{name} ({shown(found)})" for name, found in splits.items())
         raise UserError(
-            f"{where} has several splits: {listing}. Choose one by the source's key `split` (`a+b` takes two), "
-            "or give a glob as its path"
+            f"{where} has several splits: {listing}. Write {where}::SPLIT, with a config {where}:CONFIG:SPLIT "
+            "(`a+b` takes two splits), or give a glob as its path"
         )
     return next(iter(splits.values()), []) if named else data
 
@@ -422,14 +410,11 @@ def described(name: str, location: Location, found: DataFiles) -> list[str]:
     where = (
         f"dataset {location.path} of the Hugging Face Hub at commit {found.commit}"
         if found.commit
-        else (f"{'directory' if os.path.isdir(location.path) else 'path'} {location.path}")
-    )
-    chosen = "".join(
-        f", {key} {value}" for key, value in (("config", location.config), ("split", location.split)) if value
+        else f"{'directory' if os.path.isdir(hub.without_names(location.path)[0]) else 'path'} {location.path}"
     )
     lines = [
         (
-            f"data: {name}: {where}{chosen}: {len(found.stamps)} file{'s' * (len(found.stamps) != 1)}, "
+            f"data: {name}: {where}: {len(found.stamps)} file{'s' * (len(found.stamps) != 1)}, "
             f"{sum(found.sizes) / 2**20:,.1f} MiB"
         )
     ]

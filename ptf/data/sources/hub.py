@@ -25,11 +25,10 @@ T = TypeVar("T")
 PREFIX = "hf://datasets/"
 PIECE = 1 << 20  # bytes of a file that are cached together
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CONFIG_AND_SPLIT = r"(?::(?P<config>[^:/]*))?(?::(?P<split>[^:/]+))?"  # id:config:split
-SHORT_ID = re.compile(rf"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?){CONFIG_AND_SPLIT}")
-HUB_URI = re.compile(
-    rf"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>refs/\w+/\w+|[^/:@]+))?(?:{CONFIG_AND_SPLIT}|/(?P<inside>.+))"
-)
+NAMED = re.compile(r"(?P<path>.+?):(?P<config>[^:/]*)(?::(?P<split>[^:/]+))?")
+FILES = (".jsonl", ".gz", ".zst", ".json", ".csv", ".parquet", ".arrow", ".feather")
+SHORT_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)")
+HUB_URI = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>refs/\w+/\w+|[^/:@]+))?(?:/(?P<inside>.+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +53,42 @@ class Entry:
     oid: str  # git's object id, or the SHA-256 of a large file
 
 
-def parse_location(path: str, config: str | None, split: str | None, revision: str | None) -> Repo | None:
-    """Return the dataset that a path names: `owner/name`, `owner/name:config:split` or `hf://datasets/…`.
+def parse_location(path: str, revision: str | None = None) -> Repo | None:
+    """Return the dataset that a path names: `owner/name` or `hf://datasets/…`, with or without `:config:split`.
 
     The result is None for any other path, and for one that exists on this machine. Raises UserError where the path and
-    the keys contradict each other.
+    the revision contradict each other.
     """
-    if path.startswith("hf://"):
-        found = HUB_URI.fullmatch(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
+    place, config, split = without_names(path)
+    if place.startswith("hf://"):
+        found = HUB_URI.fullmatch(place.removeprefix(PREFIX)) if place.startswith(PREFIX) else None
         if found is None:
             raise UserError(
                 f"{path} is not understood: write hf://datasets/OWNER/NAME, "
                 "hf://datasets/OWNER/NAME@REVISION or …/NAME/some/*.parquet"
             )
     else:
-        found = SHORT_ID.fullmatch(path)
-        local = found and (os.path.exists(path) or os.path.exists(found["id"]))
-        if (
-            found is None
-            or local
-            or path.endswith((".jsonl", ".gz", ".zst", ".json", ".csv", ".parquet", ".arrow", ".feather"))
-        ):
+        found = SHORT_ID.fullmatch(place)
+        if found is None or os.path.exists(place) or place.endswith(FILES):
             return None
     in_path = found.groupdict()
-    in_keys = {"config": config, "split": split, "revision": revision}
-    for key, value in in_keys.items():
-        if value and in_path.get(key) and in_path[key] != value:
-            raise UserError(f"{path} says {key} {in_path[key]}, and the key `{key}` says {value}: give one of them")
+    said = in_path.get("revision")
+    if said and revision and said != revision:
+        raise UserError(f"{path} says revision {said}, and the key `revision` says {revision}: give one of them")
     if in_path.get("inside") and config:
-        raise UserError(f"{path} names files: `config` does not go with that, remove it")
-    merged = {key: in_path.get(key) or value for key, value in in_keys.items()}
-    return Repo(in_path["id"], merged["config"], merged["split"], merged["revision"], in_path.get("inside"))
+        raise UserError(f"{path} names files: a config does not go with that, remove `{config}`")
+    return Repo(in_path["id"], config, split, said or revision, in_path.get("inside"))
 
 
-def without_names(path: str, config: str | None, split: str | None) -> tuple[str, str | None, str | None]:
-    """Split a local `directory:config:split`, which is written like an id of the Hub, into its parts."""
-    found = SHORT_ID.fullmatch(path)
-    if found is None or os.path.exists(path) or not os.path.exists(found["id"]):
-        return path, config, split
-    return found["id"], found["config"] or config, found["split"] or split
+def without_names(path: str) -> tuple[str, str | None, str | None]:
+    """Return the place, the config and the split of `PATH`, `PATH:CONFIG`, `PATH:CONFIG:SPLIT` or `PATH::SPLIT`.
+
+    A path that exists on this machine, that ends with the suffix of a file, or with /, has no names at its end.
+    """
+    found = NAMED.fullmatch(path)
+    if found is None or path.endswith(FILES) or os.path.exists(path.removeprefix("file://")):
+        return path, None, None
+    return found["path"], found["config"] or None, found["split"]
 
 
 def uri(id: str, commit: str, name: str) -> str:

@@ -19,7 +19,7 @@ from ptf.errors import UserError
 class SourceSpec:
     """Where rows are, what they are, and how many of them are read."""
 
-    path: str
+    path: str  # may end with a config and a split (ptf.data.sources.hub.without_names)
     sampling_weight: float | None = None  # share in a mixture
     kind: str = "auto"
     # ptf's name → the name in the data; None: that column is not used.
@@ -27,8 +27,6 @@ class SourceSpec:
     limit: int | None = None  # rows
     epochs: int | None = None  # passes over the rows; None: endless
     rows: int | None = None  # number of rows, where the files do not tell
-    config: str | None = None  # of a dataset with several configs
-    split: str | None = None
     revision: str | None = None  # of a dataset of the Hub
     verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 

@@ -34,7 +34,7 @@ def chosen(names: list[str], readme: str = "", **keys: str) -> list[str]:
     ],
 )
 def test_two_splits_are_never_read_together_unasked(names: list[str]) -> None:
-    with pytest.raises(UserError, match=r"here has several splits: .*`split`"):
+    with pytest.raises(UserError, match=r"here has several splits: .*here::SPLIT"):
         chosen(names)
 
 
@@ -63,7 +63,7 @@ def test_a_split_is_chosen_by_name_and_two_by_a_plus() -> None:
     assert chosen(["train/a.jsonl", "dev/a.jsonl"], split="validation") == ["dev/a.jsonl"]
     with pytest.raises(UserError, match="no split 'dev'; it has: test, train"):
         chosen(SHARDS, split="dev")
-    with pytest.raises(UserError, match="its file names have no split, so leave `split` out"):
+    with pytest.raises(UserError, match="its file names have no split, so name none"):
         chosen(["a.jsonl", "b.jsonl"], split="train")
 
 
@@ -119,7 +119,7 @@ def test_the_readme_names_configs_and_splits() -> None:
             "socratic/test-00000-of-00001.parquet"
         ]
     assert chosen(CONFIGS, README % "true", split="train") == ["socratic/train-00000-of-00001.parquet"]
-    with pytest.raises(UserError, match="several configs: give `config`, one of main, socratic"):
+    with pytest.raises(UserError, match="several configs: write here:CONFIG, one of main, socratic"):
         chosen(CONFIGS, README % "false", split="train")
     with pytest.raises(UserError, match=r"no config 'other'.*main, socratic"):
         chosen(CONFIGS, README % "false", config="other")
@@ -152,13 +152,13 @@ def test_a_directory_of_two_splits_is_not_read_as_one(tmp_path: Path) -> None:
     for path in (tmp_path, f"{tmp_path}/*.jsonl"):
         with pytest.raises(UserError, match="several splits"):
             Reader(str(path))
-        assert numbers(Location(str(path), split="train")) == [1]
+        assert numbers(f"{path}::train") == [1]
     assert numbers(f"{tmp_path}/train*") == numbers(str(tmp_path / "train.jsonl")) == [1]
-    found = resolve_files(Location(str(tmp_path), split="train"))
+    found = resolve_files(f"{tmp_path}::train")
     assert found.not_read == ("test.jsonl",)
-    assert first_lines({"sums": SourceSpec(str(tmp_path), split="train")})[1] == "data: sums: not read: test.jsonl"
+    assert first_lines({"sums": SourceSpec(f"{tmp_path}::train")})[1] == "data: sums: not read: test.jsonl"
     with pytest.raises(UserError, match="`revision` is for those"):
-        Reader(Location(str(tmp_path), split="train", revision="main"))
+        Reader(Location(f"{tmp_path}::train", revision="main"))
 
 
 def test_a_bucket_is_read_by_the_same_rules() -> None:
@@ -168,8 +168,8 @@ def test_a_bucket_is_read_by_the_same_rules() -> None:
             files.pipe_file(f"/set/{name}", lines(*([1] if "a." in name else [2])).encode())
         with pytest.raises(UserError, match="several splits"):
             Reader("memory://set")
-        assert numbers(Location("memory://set", split="train")) == [1, 2]
-        assert resolve_files(Location("memory://set", split="train")).not_read == ("dataset_info.json", "test/a.jsonl")
+        assert numbers("memory://set::train") == [1, 2]
+        assert resolve_files("memory://set::train").not_read == ("dataset_info.json", "test/a.jsonl")
     finally:
         files.store.clear()
 
@@ -184,7 +184,7 @@ def test_what_save_to_disk_wrote_is_read_as_it_lists_it(tmp_path: Path) -> None:
     saved.save_to_disk(tmp_path, num_shards={"train_sft": 2, "held_out": 1})
     with pytest.raises(UserError, match=r"several splits: train_sft .*held_out"):
         Reader(str(tmp_path))
-    assert numbers(Location(str(tmp_path), split="train_sft")) == [1, 2, 3, 4]
+    assert numbers(f"{tmp_path}::train_sft") == [1, 2, 3, 4]
     (tmp_path / "train_sft" / "data-00007-of-00009.arrow").write_bytes(
         (tmp_path / "held_out" / "data-00000-of-00001.arrow").read_bytes()
     )

@@ -75,12 +75,10 @@ def numbers(location: str | Location) -> list[int]:
 
 def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
     commit = stub.push("open/gsm", gsm())
-    keys = {"config": "main", "split": "train"}
     ways = [
         "open/gsm:main:train",
         "hf://datasets/open/gsm:main:train",
-        Location("open/gsm", **keys),
-        Location("hf://datasets/open/gsm", **keys),
+        "hf://datasets/open/gsm/main/*::train",
     ]
     ways += [Location("open/gsm:main:train", revision=commit), "hf://datasets/open/gsm@main/main/train-*"]
     for way in ways:
@@ -110,10 +108,11 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("open/gsm", "several configs: give `config`, one of main, socratic"),
+        ("open/gsm", "several configs: write .*:CONFIG, one of main, socratic"),
         ("open/gsm:main", "several splits: train .*; test "),
         ("open/gsm:main:dev", "no split 'dev'; it has: train, test"),
-        (Location("open/gsm:main:train", split="test"), "says split train, and the key `split` says test: give one"),
+        (Location("hf://datasets/open/gsm@main", revision="v9"), "says revision main, and the key `revision` says v9"),
+        ("hf://datasets/open/gsm/main/*:main:train", "names files: a config does not go with that, remove `main`"),
         (Location("open/gsm", revision="v9"), "no branch, tag or commit 'v9'"),
         ("open/other", "no file or directory open/other here, and no such dataset on the Hub that you may read"),
         ("open/gated", "the dataset open/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
@@ -124,7 +123,7 @@ REFUSED = {
         ("open/a--b", "the dataset open/a--b cannot be on the Hub: "),
         ("open/script", "loading script, which is not run: `revision: refs/convert/parquet`"),
         ("hf://models/open/gsm", "is not understood: write hf://datasets/OWNER/NAME"),
-        ("open/folders", "several configs: give `config`, one of main, socratic"),
+        ("open/folders", "several configs: write .*:CONFIG, one of main, socratic"),
     ],
 )
 def test_what_is_not_there_or_not_clear_is_one_sentence(stub: HubStub, location: str | Location, message: str) -> None:
@@ -209,7 +208,7 @@ def test_a_moved_branch_does_not_change_a_run(stub: HubStub, tmp_path: Path) -> 
 JOB = """recipe: sft
 model: {path: m}
 data: {sources: {a: {path: "open/gsm:main:train"}, b: {path: b.jsonl}},
-       validation: {v: {path: open/gsm, config: main, split: test, revision: main}}}
+       validation: {v: {path: "open/gsm:main:test", revision: main}}}
 train: {steps: 1, lr: 1e-3}
 output: OUT
 """
