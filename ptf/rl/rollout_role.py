@@ -135,12 +135,11 @@ def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
         "harness": rollout_config.harness,
         "episode_timeout_s": rollout_config.episode_timeout_s or (600.0 if rollout_config.harness else None),
     }
-    retries = rollout_config.environment_retries
     limits = (
         rollout_config.max_turns,
-        rollout_config.environment_processes or rollout_config.reward_processes,
-        rollout_config.environment_timeout_s or rollout_config.reward_timeout_s,
-        rollout_config.reward_retries if retries is None else retries,
+        rollout_config.reward_processes,
+        rollout_config.reward_timeout_s,
+        rollout_config.reward_retries,
     )
     environments = dict[str, EnvironmentSpec]()
     for source, what in rollout_config.environments_by_source.items():

@@ -169,7 +169,7 @@ class Sampler:
         return (
             f"{left} of {episodes} episodes{processes} did not end within {self.timeout_s:g} s "
             "(compute.timeout_s): a step has too many responses or they are too long"
-            f"{', or rollout.environment_processes is too low' if environments else ''}"
+            f"{', or rollout.reward_processes is too low' if environments else ''}"
         )
 
     @summed_broadcast

@@ -41,15 +41,11 @@ def test_an_engine_is_given_what_it_takes_and_nothing_else():
     assert "constrained_decoding" not in found
 
 
-def test_the_limits_of_environments_are_their_own_or_else_those_of_rewards():
-    def limits(**rollout):
-        made = job(rollout={"environment": {"use": "tests.rl.environments:Echo"}, "reward_retries": 3, **rollout})
-        spec = rollout_options(made, None)["environments"][""]
-        return spec.processes, spec.timeout_s, spec.retries
-
-    assert limits(reward_processes=2, reward_timeout_s=7) == (2, 7, 3)
-    own = {"environment_processes": 5, "environment_timeout_s": 9, "environment_retries": 0}
-    assert limits(reward_processes=2, reward_timeout_s=7, **own) == (5, 9, 0)
+def test_the_limits_of_environments_are_those_of_rewards():
+    limits = {"reward_processes": 2, "reward_timeout_s": 7, "reward_retries": 3}
+    made = job(rollout={"environment": {"use": "tests.rl.environments:Echo"}, **limits})
+    spec = rollout_options(made, None)["environments"][""]
+    assert (spec.processes, spec.timeout_s, spec.retries) == (2, 7, 3)
 
 
 def test_a_model_that_an_engine_cannot_hold_is_refused_before_one_starts(tmp_path):

@@ -105,20 +105,14 @@ class RolloutConfig(Section):
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
     reward_processes: Positive = changeable(1)
-    """Number of processes that call `reward`; with `rewards`, for each of them."""
+    """Number of processes that call `reward`; with `rewards`, for each of them. Beside each engine replica as many hold
+    the environments."""
     reward_timeout_s: PositiveFloat = changeable(10.0)
-    """Time limit of one call of `reward`, with all requests that it makes. Many calls are in flight in a process; each
-    has its own limit."""
+    """Time limit of one call of `reward`, with all requests that it makes, or of one `reset` or `step` of an
+    environment. Many calls are in flight in a process; each has its own limit."""
     reward_retries: Count = changeable(1)
-    """Maximum number of times that a failed call of `reward` is repeated before the response counts as having no
-    result."""
-    environment_processes: Positive | None = changeable(None)
-    """Number of processes with environments beside each engine replica. Default: `reward_processes`."""
-    environment_timeout_s: PositiveFloat | None = changeable(None)
-    """Time limit of one `reset` or `step` of an environment. Default: `reward_timeout_s`."""
-    environment_retries: Count | None = changeable(None)
-    """Maximum number of times that an episode is replayed after a call of its environment failed, before it counts as
-    having no result. Default: `reward_retries`."""
+    """Maximum number of times that a failed call of `reward` is repeated, or an episode replayed after a call of its
+    environment failed, before the response counts as having no result."""
     max_staleness: Count = 0
     """Asynchronous rollouts: maximum number of steps between the weights that sampled a group's oldest token and the
     weights that are trained on the group. A step takes the groups that have ended; unfinished responses continue under
