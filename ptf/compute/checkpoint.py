@@ -152,7 +152,7 @@ class Checkpoints:
     """The checkpoints of one training run, on disk or in an object store.
 
     `begin` and `commit` are called by one process; between them every rank writes into the directory. `best`: the
-    metric, and whether `min` or `max` of it, by which one more checkpoint is kept.
+    metric that is lowest at one more checkpoint that is kept.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Checkpoints:
         every: int,
         keep: int,
         steps: int,
-        best: tuple[str, str] | None = None,
+        best: str | None = None,
         whole_up_to: float = float("inf"),
         lease: Lease = UNSHARED,
     ) -> None:
@@ -176,16 +176,13 @@ class Checkpoints:
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
         """Build the checkpoints of the run in this directory; `lease` is checked whenever one is begun or committed."""
         checkpoint_config = job.checkpoint
-        best = (
-            (checkpoint_config.best.metric, checkpoint_config.best.metric_direction) if checkpoint_config.best else None
-        )
         root = f"{checkpoint_config.to.rstrip('/')}/{run.name}" if checkpoint_config.to else str(run / "checkpoints")
         return cls(
             root,
             every=checkpoint_config.every,
             keep=checkpoint_config.keep,
             steps=job.train.steps or 0,
-            best=best,
+            best=checkpoint_config.best,
             whole_up_to=checkpoint_config.sha256_max_gib * 2**30,
             lease=lease,
         )
@@ -235,16 +232,15 @@ class Checkpoints:
         return None
 
     def ranked(self) -> list[int]:
-        """Return the checkpoints that have the metric of `best`, the best first; of equal ones, the earlier first."""
+        """Return the checkpoints that have the metric `best`, the lowest first; of equal ones, the earlier first."""
         if self.best is None:
             return []
-        name, mode = self.best
         values: dict[int, float] = {}
         for step in self._steps():
             try:
-                value = float(storage.manifest_of(self.path(step))["metrics"][name])
+                value = float(storage.manifest_of(self.path(step))["metrics"][self.best])
                 if math.isfinite(value):
-                    values[step] = value if mode == "min" else -value
+                    values[step] = value
             except (storage.Corrupt, KeyError):  # damaged, or written before the metric was first measured
                 continue
         return sorted(values, key=lambda step: (values[step], step))

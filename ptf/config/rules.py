@@ -294,11 +294,12 @@ def watched_metric_errors(job: "Job") -> list[str]:
     errors, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
         errors.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
-    watchers = {"train.early_stopping.metric": job.train.early_stopping, "checkpoint.best.metric": job.checkpoint.best}
+    stop = job.train.early_stopping
+    watched = {"train.early_stopping.metric": stop and stop.metric, "checkpoint.best": job.checkpoint.best}
     errors += [
-        f"{key}: {watcher.metric} cannot be watched; only held-out losses can: {', '.join(known)}"
-        for key, watcher in watchers.items()
-        if watcher and known and watcher.metric not in known
+        f"{key}: {metric} cannot be watched; only held-out losses can: {', '.join(known)}"
+        for key, metric in watched.items()
+        if metric and known and metric not in known
     ]
     if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
         errors.append(

@@ -1,27 +1,24 @@
-"""Early stopping: end a run when a held-out metric has stopped improving."""
+"""Early stopping: end a run when a held-out loss no longer falls."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 
 class EarlyStopping:
     """Early stopping by one metric; rows of metrics without it are ignored."""
 
-    def __init__(self, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float) -> None:
+    def __init__(self, metric: str, patience: int) -> None:
         self.metric = metric
-        self._sign = 1.0 if mode == "min" else -1.0
         self._patience = patience
-        self._min_delta = min_delta
         self._best = float("inf")
         self._since = 0
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric has been measured `patience` times without improving by `min_delta`."""
+        """Return whether the metric has been measured `patience` times without a new lowest value."""
         if self.metric not in metrics:
             return False
-        value = self._sign * metrics[self.metric]
-        if value < self._best - self._min_delta:
-            self._best, self._since = value, 0
+        if metrics[self.metric] < self._best:
+            self._best, self._since = metrics[self.metric], 0
         else:
             self._since += 1
         return self._since >= self._patience

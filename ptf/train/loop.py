@@ -405,8 +405,7 @@ class OfflineAttempt:
                 checkpoint.load_tensors(path, model, self.trainer.optimizer, world)
             if world.leads:
                 print(
-                    f"train: exporting step {best}, the best by "
-                    f"{self.job.checkpoint.best and self.job.checkpoint.best.metric}",
+                    f"train: exporting step {best}, the best by {self.job.checkpoint.best}",
                     flush=True,
                 )
         if world.leads:
@@ -433,7 +432,7 @@ def first_document(batch: Batch) -> list[int]:
 def early_stopping_of(job: Job) -> EarlyStopping | None:
     """Return the early stopping of `train.early_stopping`, or None if the job has none."""
     stop = job.train.early_stopping
-    return EarlyStopping(stop.metric, stop.metric_direction, stop.patience, stop.min_delta) if stop else None
+    return EarlyStopping(stop.metric, stop.patience) if stop else None
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:

@@ -1,17 +1,6 @@
 """The section `checkpoint`: when the state of a run is written, and which states are kept."""
 
-from typing import Literal
-
 from ptf.config.section import Positive, PositiveFloat, Section, changeable
-
-
-class BestConfig(Section):
-    """By which metric one checkpoint is better than another."""
-
-    metric: str
-    """A metric of the step that the checkpoint was written after (`loss/NAME` of `data.validation`)."""
-    metric_direction: Literal["min", "max"] = "min"
-    """Whether lower (`min`) or higher (`max`) is better."""
 
 
 class CheckpointConfig(Section):
@@ -24,8 +13,9 @@ class CheckpointConfig(Section):
     written; online recipes wait."""
     keep: Positive = changeable(2)
     """Number of checkpoints that are kept, the newest ones."""
-    best: BestConfig | None = None
-    """Offline recipes: also keep the best checkpoint, and export its weights at the end."""
+    best: str | None = None
+    """`loss/NAME` of one of `data.validation`. Offline recipes: also keep the checkpoint where this metric is lowest,
+    and export its weights at the end."""
     sha256_max_gib: PositiveFloat = changeable(64.0)
     """Checkpoints, tokenized and prepared data, published models and copies of remote ones are compared with their
     SHA-256 when they are read again. If a directory has more GiB to hash than this, only the sizes of its files are

@@ -12,13 +12,9 @@ class EarlyStoppingConfig(Section):
 
     metric: str
     """`loss/NAME` of one of `data.validation`."""
-    metric_direction: Literal["min", "max"] = "min"
-    """Whether lower (`min`) or higher (`max`) is better."""
     patience: Positive = 3
-    """Number of measurements in a row (one every `train.validate_every` steps) without an improvement after which the
-    run ends."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """Smallest change that counts as an improvement."""
+    """Number of measurements in a row (one every `train.validate_every` steps) without a new lowest value after which
+    the run ends."""
 
 
 class TrainConfig(Section):
