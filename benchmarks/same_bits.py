@@ -144,7 +144,7 @@ JOBS: dict[str, Make] = {
     "SFT, transformers backend": foreign,
     "SFT, NF4": changed("model", family("qwen3", intermediate_size=128), lora=LORA, quantization="nf4"),
     "SFT, AdamW in 8 bits": changed("train", optimizer="adamw_8bit"),
-    "SFT, moments offloaded": changed("train", optimizer_offload=True),
+    "SFT, moments offloaded": changed("train", optimizer="adamw_offload"),
     "SFT, activations offloaded": changed("train", activation_checkpointing="offload"),
     "SFT, linear attention": family("qwen3_next", num_hidden_layers=3),
     "SFT, latent attention": family("deepseek_v3"),

@@ -61,7 +61,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), at("train.max_grad_norm")),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), at("train.betas", note="both in one list")),
     "adam_epsilon": at("train.eps"),
-    **dict.fromkeys(("optim", "optimizer_type"), at("train.optimizer", note="adamw or adamw_8bit")),
+    **dict.fromkeys(("optim", "optimizer_type"), at("train.optimizer", note="adamw, adamw_8bit or adamw_offload")),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), at("train.precision")),
     **dict.fromkeys(
         ("gradient_checkpointing", "enable_gradient_checkpointing"),

@@ -149,8 +149,12 @@ def frozen_differences(old: Job, new: Job) -> list[str]:
 
 
 def _in_force(job: Job) -> Job:
-    """Return the job with the values of its algorithm's keys that depend on other keys."""
-    return job.model_copy(update={"algo": job.algo.in_force(job)}) if isinstance(job.algo, AlgoConfig) else job
+    """Return the job with the values of its algorithm's keys that depend on other keys, and with the optimizer that
+    makes the same bits without host memory."""
+    same: dict[str, Any] = {"algo": job.algo.in_force(job)} if isinstance(job.algo, AlgoConfig) else {}
+    if job.train.optimizer == "adamw_offload":
+        same["train"] = job.train.model_copy(update={"optimizer": "adamw"})
+    return job.model_copy(update=same)
 
 
 ABSENT = object()

@@ -262,12 +262,6 @@ def quantised_weight_errors(job: "Job") -> list[str]:
     return [error for error, kept in rules.items() if not kept]
 
 
-def optimizer_errors(job: "Job") -> list[str]:
-    """Return a problem if moments in 8 bits were to be in host memory."""
-    both = job.train.optimizer == "adamw_8bit" and job.train.optimizer_offload
-    return ["train.optimizer: adamw_8bit needs train.optimizer_offload: false; offload fp32 moments instead"] * both
-
-
 def deterministic_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
@@ -350,7 +344,6 @@ RULES: tuple[Callable[["Job"], list[str]], ...] = (
     length_errors,
     source_path_errors,
     schedule_errors,
-    optimizer_errors,
     deterministic_errors,
     watched_metric_errors,
     own_component_errors,

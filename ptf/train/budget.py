@@ -308,7 +308,7 @@ def budget(
         frozen_models,
         gathered,
         softcapped=model.config.softcap is not None,
-        offloaded=job.train.optimizer_offload,
+        offloaded=job.train.optimizer == "adamw_offload",
         eight_bit=job.train.optimizer == "adamw_8bit",
         shards=data // job.compute.mesh.replicate,
     )

@@ -446,9 +446,9 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     if train.activation_checkpointing != "offload":
         stronger = "offload" if train.activation_checkpointing == "block" else "block"
         advice.append(f"set train.activation_checkpointing: {stronger}")
-    if not train.optimizer_offload and train.optimizer == "adamw":
-        advice.append("set train.optimizer_offload: true")
-    eight_bit = ", train.optimizer: adamw_8bit" * (train.optimizer == "adamw" and not train.optimizer_offload)
+    if train.optimizer == "adamw":
+        advice.append("set train.optimizer: adamw_offload")
+    eight_bit = ", train.optimizer: adamw_8bit" * (train.optimizer == "adamw")
     advice.append("raise compute.workers or compute.mesh.tensor_parallel_size")
     return UserError(
         f"out of memory ({str(error).splitlines()[0]}). To continue this run, {', or '.join(advice)}. A new run could "

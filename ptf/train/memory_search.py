@@ -98,6 +98,6 @@ def _within(job: Job) -> list[dict[str, str]]:
         while sequences:
             changes.append({**same, "train.micro_batch_sequences": str(sequences)})
             sequences //= 2
-    if not job.train.optimizer_offload and job.train.optimizer == "adamw":
-        changes.append({**changes[-1], "train.optimizer_offload": "true"})
+    if job.train.optimizer == "adamw":
+        changes.append({**changes[-1], "train.optimizer": "adamw_offload"})
     return changes

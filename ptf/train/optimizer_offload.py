@@ -1,4 +1,4 @@
-"""AdamW's moments (its averages) in host memory, except while their bucket is updated (`train.optimizer_offload`).
+"""AdamW's moments (its averages) in host memory, except while a step updates them (`train.optimizer: adamw_offload`).
 
 The gradients are clipped over all parameters before the first bucket. For each bucket of parameters, a step then
 restores the moments, updates the parameters, and offloads the moments again; the result is the same to the bit as

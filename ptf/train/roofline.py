@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -285,7 +285,7 @@ def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int,
     return costs
 
 
-def optimizer_costs(gpu: Gpu, parameters: float, optimizer: Literal["adamw", "adamw_8bit"] = "adamw") -> Costs:
+def optimizer_costs(gpu: Gpu, parameters: float, optimizer: str = "adamw") -> Costs:
     """Return the costs of clipping and AdamW over the fp32 shards of one rank."""
     costs = Costs(gpu)
     costs.add("clipping", bytes_=12 * parameters)
@@ -363,7 +363,7 @@ def raise_if_uncounted(job: Job, gpu: str) -> None:
         "model.backend: hf": job.model.backend == "hf",
         "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
-        "train.optimizer_offload": job.train.optimizer_offload,
+        "train.optimizer: adamw_offload": job.train.optimizer == "adamw_offload",
         "train.activation_checkpointing: offload": job.train.activation_checkpointing == "offload",
         "model.quantization": job.model.quantization is not None,
         "train.precision: fp32": job.train.precision == "fp32",

@@ -221,7 +221,7 @@ class Trainer:
         self.groups = groups(model, config.weight_decay, config.lr_multipliers)
         self.optimizer = adamw(self.groups, config)
         self.optimizer_stepper: OffloadedMoments | QuantisedMoments | None = None
-        if config.optimizer_offload:
+        if config.optimizer == "adamw_offload":
             self.optimizer_stepper = OffloadedMoments(self.optimizer)
         elif config.optimizer == "adamw_8bit":
             self.optimizer_stepper = QuantisedMoments(self.optimizer)

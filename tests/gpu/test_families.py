@@ -104,10 +104,10 @@ def test_what_a_sharded_model_holds_is_offloaded_and_restored_to_the_bit(models,
 def test_an_optimizer_in_host_memory_makes_the_same_steps(models, device):
     with joined(device, 60.0) as world:
         ended = []
-        for offload in (False, True):
+        for optimizer in ("adamw", "adamw_offload"):
             spec = ModelConfig(path=models["qwen3"])
             model, _ = load_model(Path(spec.path), world, spec, seed=0, precision="bf16")
-            trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3, optimizer_offload=offload))
+            trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3, optimizer=optimizer))
             for step in range(3):
                 trainer.step([packed(ROWS, 256, seed=step)], SFT(), step)
             ended.append([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])

@@ -23,7 +23,7 @@ CHANGES = {
     "NF4": {"model": {"lora": {"rank": 16}, "quantization": "nf4"}},
     "8 bits": {"train": {"optimizer": "adamw_8bit"}},
     "selective": {"train": {"activation_checkpointing": "selective"}},
-    "offload": {"train": {"activation_checkpointing": "offload", "optimizer_offload": True}},
+    "offload": {"train": {"activation_checkpointing": "offload", "optimizer": "adamw_offload"}},
 }
 
 

@@ -106,7 +106,7 @@ def test_a_reference_and_a_critic_are_roles_and_lora_is_its_own_reference(tmp_pa
         < pool.phases["update"]["policy"]
     )
     assert plan.host == 12 * plan.update.parameters / 4 + frozen
-    away = planned(tmp_path, algo=kl, train={**TRAIN, "optimizer_offload": True})
+    away = planned(tmp_path, algo=kl, train={**TRAIN, "optimizer": "adamw_offload"})
     assert away.host == plan.host  # the averages, all the time
     assert (
         away.pools[0].phases["logprobs"]["policy"] == pool.phases["logprobs"]["policy"] - 8 * plan.update.parameters / 4

@@ -115,7 +115,7 @@ def test_activations_are_those_that_autograd_saves(model_type, dtype, adapted) -
 
 
 def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
-    there, away = (planned(tmp_path, DENSE, 1, optimizer_offload=offload) for offload in (False, True))
+    there, away = (planned(tmp_path, DENSE, 1, optimizer=name) for name in ("adamw", "adamw_offload"))
     assert there.memory.optimizer == 8 * there.trained
     assert away.memory.optimizer == min(there.memory.optimizer, 256 << 20)
     assert there.memory.total - away.memory.total == there.memory.optimizer - away.memory.optimizer
@@ -124,7 +124,7 @@ def test_an_optimizer_in_host_memory_has_a_bucket_on_the_gpu(tmp_path) -> None:
         tmp_path,
         {**DENSE, "num_hidden_layers": 64, "vocab_size": 64},
         1,
-        optimizer_offload=True,
+        optimizer="adamw_offload",
         micro_batch_sequences=1,
         activation_checkpointing="block",
     )

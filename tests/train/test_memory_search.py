@@ -28,7 +28,7 @@ def planned(room: float, asked: list[Setting]):
             raise UserError("the heads are 4\nsecond line")
         mode = MODES.index(setting.keys.get("train.activation_checkpointing", "none"))
         rows = int(setting.keys.get("train.micro_batch_sequences", 4))
-        fixed = 3.5 if "train.optimizer_offload" in setting.keys else 4
+        fixed = 3.5 if "train.optimizer" in setting.keys else 4
         units = (
             (fixed + rows / (1 + mode))
             / setting.gpus
@@ -53,7 +53,7 @@ def test_the_first_that_fits_costs_least(tmp_path: Path, room: float) -> None:
         assert found.keys == {"train.activation_checkpointing": "block", "train.micro_batch_sequences": "1"}
     if room == 4.0:
         assert found.gpus == 1
-        assert found.keys["train.optimizer_offload"] == "true"
+        assert found.keys["train.optimizer"] == "adamw_offload"
     if room < 3.8:  # no setting of one GPU fits, which one trial shows
         assert [trial.setting.gpus for trial in trials].count(1) == 1
         assert found.gpus > 1

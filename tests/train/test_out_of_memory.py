@@ -16,12 +16,12 @@ def test_the_next_mode_of_checkpointing_is_advised(now, advised):
     assert text.startswith("out of memory (CUDA out of memory.)")
     assert f"set train.activation_checkpointing: {advised}" in text
     assert "micro_batch_sequences" not in text
-    assert "train.optimizer_offload: true" in text
+    assert "set train.optimizer: adamw_offload" in text
 
 
 def test_what_is_set_already_is_not_advised():
-    keys = ["train.activation_checkpointing=offload", "train.optimizer_offload=true", "train.micro_batch_sequences=4"]
+    keys = ["train.activation_checkpointing=offload", "train.optimizer=adamw_offload", "train.micro_batch_sequences=4"]
     text = str(out_of_memory(loads(JOB, keys), torch.OutOfMemoryError("full")))
     assert "activation_checkpointing" not in text
-    assert "optimizer_offload" not in text
+    assert "train.optimizer" not in text
     assert "lower train.micro_batch_sequences (now 4" in text

@@ -182,7 +182,7 @@ def test_the_host_holds_what_is_offloaded() -> None:
     with published("Qwen3-0.6B", num_hidden_layers=4) as directory:
         raw = raw_job(directory, 2, seq_len=2048, sequences=3)
         plain = budget(loads(yaml.safe_dump(raw)), directory, 2)
-        offload = {"optimizer_offload": True, "activation_checkpointing": "offload"}
+        offload = {"optimizer": "adamw_offload", "activation_checkpointing": "offload"}
         raw["train"] |= offload
         found = budget(loads(yaml.safe_dump(raw)), directory, 2)
     assert plain.host == 0

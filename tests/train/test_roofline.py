@@ -155,7 +155,7 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"train": {"optimizer_offload": True}}, "train.optimizer_offload"),
+        ({"train": {"optimizer": "adamw_offload"}}, "train.optimizer: adamw_offload"),
         ({"train": {"activation_checkpointing": "offload"}}, "train.activation_checkpointing: offload"),
         ({"train": {"precision": "fp32"}}, "train.precision: fp32"),
         ({"compute": {"mesh": {"tensor_parallel_size": 2}}}, "compute.mesh.tensor_parallel_size"),

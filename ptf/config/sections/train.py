@@ -73,16 +73,15 @@ class TrainConfig(Section):
     """What the backward pass recomputes instead of keeping it in memory. `block`: everything inside a layer; the
     layer's input is kept. `offload`: the same, with the inputs in host memory, for long sequences. `selective`: only
     cheap operations, that is, all except matrix products and attention."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
     """`adamw`: AdamW with moments in fp32, 8 bytes per trained parameter. `adamw_8bit`: the same update with moments in
     8 bits, about 2 bytes; those of vectors, of matrices with fewer than 4,096 values, and of matrices whose rows (of a
     worker's shard) are no multiple of 64 stay in fp32. It needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`), and a
-    step converts them both ways. Checkpoints have the 8-bit values, so a resumed run has the same bits."""
-    optimizer_offload: bool = changeable(False)
-    """Keep AdamW's two moments (8 bytes per trained parameter) in host memory. The optimizer step copies them to the
-    device and back in buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit,
-    but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or loaded, all moments are
-    on the device; no activations are held at that time."""
+    step converts them both ways. Checkpoints have the 8-bit values, so a resumed run has the same bits.
+    `adamw_offload`: the moments of `adamw` in host memory. The optimizer step copies them to the device and back in
+    buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit, so a resume may
+    change between the two, but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or
+    loaded, all moments are on the device; no activations are held at that time."""
     deterministic: bool = False
     """Add the gradients of sequences in a fixed order, so that the bits do not depend on how the batch is split
     (`micro_batch_sequences`) and on the number of workers. Without it, a run on one CPU machine repeats to the bit
