@@ -101,7 +101,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("lora_r", "lora_rank"), at("model.lora.rank")),
     "lora_alpha": at("model.lora.alpha"),
     **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target"), at("model.lora.targets")),
-    "use_rslora": at("model.lora.rslora"),
+    "use_rslora": at("model.lora.alpha", note="rsLoRA is an alpha that is √rank times as large"),
     **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "quantization_bit"), at("model.quantization", note="nf4")),
     **dict.fromkeys(("peft_config", "adapter", "use_peft"), ADAPTERS),
     # rollouts

@@ -29,15 +29,13 @@ class Lora:
 
     rank: int = 16
     alpha: float = 32.0
-    rslora: bool = False
     # patterns of unified names; by default all projections but routers and the head
     targets: tuple[str, ...] = ("layers.*_proj",)
 
     @property
     def scale(self) -> float:
-        """The factor s: α / r, or α / √r with rsLoRA (Kalajdzievski 2023), under which the update keeps its size as
-        the rank grows."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+        """The factor s: α / r."""
+        return self.alpha / self.rank
 
     def adapts(self, path: str) -> bool:
         """Return whether the projection at this path gets an adapter.

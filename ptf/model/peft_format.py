@@ -4,7 +4,7 @@ A family's tensor mappings also determine how its adapters are stored. Where Hug
 experts, PEFT has one pair of matrices, [experts · rank, in] and [out, rank · experts]. Projections that share a tensor
 (gate and up of GPT-OSS; queries, keys and values of Phi-3) share an adapter of twice or three times the rank, of which
 each uses its part and has zeros in the others. A file has one rank and one α, so narrower adapters are padded with
-zeros, and rsLoRA's scale is written as the α that gives it.
+zeros.
 """
 
 import json

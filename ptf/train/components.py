@@ -47,7 +47,7 @@ def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:
 def lora_of(spec: ModelConfig) -> Lora | None:
     """Return the adapters that are trained, or None without LoRA."""
     lora = spec.lora
-    return None if lora is None else Lora(lora.rank, lora.alpha, lora.rslora, tuple(lora.targets))
+    return None if lora is None else Lora(lora.rank, lora.alpha, tuple(lora.targets))
 
 
 def without_adapters(spec: ModelConfig) -> ModelConfig:

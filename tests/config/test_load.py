@@ -874,7 +874,7 @@ def test_every_default_is_a_value_that_its_key_accepts():
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        *[("use_rslora", "model.lora.rslora"), ("lora_alpha", "model.lora.alpha"), ("max_steps", "train.steps")],
+        *[("use_rslora", "model.lora.alpha"), ("lora_alpha", "model.lora.alpha"), ("max_steps", "train.steps")],
         *[("learning_rate", "train.lr"), ("max_seq_length", "data.seq_len"), ("num_generations", "rollout.group_size")],
         *[("grad_clip", "train.max_grad_norm"), ("load_best_model_at_end", "checkpoint.best")],
     ],

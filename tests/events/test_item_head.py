@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> 
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
         NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "nowhere.safetensors"))
-    adapted = LayerFactory(lora=Lora(4, 8.0, False, ("*",)))
+    adapted = LayerFactory(lora=Lora(4, 8.0, ("*",)))
     with pytest.raises(UserError, match="has no effect"):
         NextItem(config(), adapted, "head", items=str(tmp_path / "items.safetensors"))
 

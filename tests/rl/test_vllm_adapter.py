@@ -68,7 +68,7 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = bridge.build(directory, factory=LayerFactory(lora=Lora(8, 16.0, rslora=True)))
+    model, family = bridge.build(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
     bridge.materialize(model, torch.device("cpu"))
     bridge.load_hf(model, directory, family)
     g = torch.Generator().manual_seed(seed)

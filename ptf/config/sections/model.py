@@ -32,9 +32,8 @@ class LoraConfig(Section):
     rank: Positive = 16
     """Inner width of each adapter."""
     alpha: PositiveFloat = 32.0
-    """The output of an adapter is multiplied by alpha / rank."""
-    rslora: bool = False
-    """Multiply the output by alpha / √rank instead, so that its size does not depend on the rank."""
+    """The output of an adapter is multiplied by alpha / rank. rsLoRA's alpha / √rank, with which the output's size does
+    not depend on the rank, is this with an alpha √rank times as large."""
     targets: Patterns = ["layers.*_proj"]
     """Projections that get an adapter, as patterns of ptf's module names, which are the same for every family:
     `layers.3.attn.q_proj` is Hugging Face's `model.layers.3.self_attn.q_proj`. A pattern matches the whole name, and
