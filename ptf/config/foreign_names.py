@@ -92,7 +92,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("split", "config", "subset", "dataset_config", "dataset_config_name", "dataset_split"), CHOSEN),
     **dict.fromkeys(("eval_dataset", "val_files", "test_datasets", "val_set_size", "validation_file"), HELD_OUT),
     **dict.fromkeys(("shuffle_seed", "data_seed"), at("seed")),
-    "dataloader_num_workers": at("data.prefetch", note="steps that are packed ahead in the background"),
+    "dataloader_num_workers": at("data.pretokenize", note="a thread packs ahead of training; it has no number to set"),
     "dataset_num_proc": at("data.pretokenize", note="the tokenize stage takes all cores"),
     # model
     **dict.fromkeys(("model_name_or_path", "base_model", "model_name", "pretrained_model"), at("model.path")),

@@ -26,6 +26,8 @@ from ptf.data.sample import PackUnit
 from ptf.data.stream import Stream, settle
 from ptf.errors import UserError
 
+AHEAD = 4  # global steps that are packed ahead
+
 
 class PackedPartition(Stream[list[PackUnit]], Protocol):
     """A partition: packed sequences, and running totals of the samples and rows that they were made from."""
@@ -82,7 +84,6 @@ class Loader:
         world_size: int = 1,
         micro_batch_sequences: int,
         seq_len: int,
-        prefetch: int = 2,
         timeout_s: float = 1800.0,
         peers: Peers | None = None,
         pinned: bool = False,
@@ -99,7 +100,7 @@ class Loader:
             )
         self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
         self._rank, self._world = rank, world_size
-        self._micro_sequences, self._seq_len, self._prefetch = micro_batch_sequences, seq_len, prefetch
+        self._micro_sequences, self._seq_len = micro_batch_sequences, seq_len
         self._peers = peers if peers is not None and peers.size > 1 else None
         self._memory = Memory(pinned=pinned)
         self._thread: threading.Thread | None = None
@@ -242,7 +243,7 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         if self._thread is None:
-            self._queue: queue.Queue = queue.Queue(maxsize=self._prefetch)
+            self._queue: queue.Queue = queue.Queue(maxsize=AHEAD)
             self._stop = threading.Event()
             self._thread = threading.Thread(
                 target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True

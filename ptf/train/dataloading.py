@@ -61,7 +61,6 @@ def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
         world_size=world.data_parallel_size,
         micro_batch_sequences=1 if job.train.deterministic else job.train.micro_batch_sequences,
         seq_len=data.seq_len,
-        prefetch=data.prefetch,
         timeout_s=job.compute.timeout_s,
         peers=peers(world, group_size(world.data_parallel_size), job.compute.timeout_s),
         pinned=world.device.type == "cuda",

@@ -97,7 +97,6 @@ def make(
         world_size=world,
         micro_batch_sequences=micro_batch_sequences,
         seq_len=SEQ_LEN,
-        prefetch=2,
         peers=peers,
     )
 

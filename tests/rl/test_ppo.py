@@ -76,7 +76,7 @@ def scored(n: int = 6) -> list:
 def test_the_critics_loss_and_gradient_are_verls():
     from verl.trainer.ppo import core_algos
 
-    batch = Batch.of(pack_all(PPO(whiten=False).compute_advantages(scored()), 40), 40)
+    batch = Batch.of(pack_all(PPO().compute_advantages(scored()), 40), 40)
     g = torch.Generator().manual_seed(0)
     values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.loss_weights.shape, generator=g)).requires_grad_()
 
@@ -101,13 +101,17 @@ def test_the_critics_loss_and_gradient_are_verls():
 def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_none():
     (group,) = scored()
     failed = trajectory(9, NoResult("crashed"), values=np.zeros(9, np.float32))
-    units = PPO(whiten=False, gamma=0.9).compute_advantages([(*group, failed)])
+    units = PPO(gamma=0.9).compute_advantages([(*group, failed)])
     assert len(units) == len(group)
-    for (sample,), t in zip(units, group, strict=True):
+    raw = []
+    for t in group:
         rewards = np.zeros(len(t.generations[0].sampled_ids))
         rewards[-1] = t.outcome.value
-        wanted = generalised_advantages(rewards, t.token_columns["values"], 0.9, 0.95)
-        assert sample.token_columns["advantages"][-len(wanted) :] == pytest.approx(wanted, abs=1e-6)
+        raw.append(generalised_advantages(rewards, t.token_columns["values"], 0.9, 0.95))
+    mean, std = np.concatenate(raw).mean(), np.concatenate(raw).std()
+    for (sample,), t, wanted in zip(units, group, raw, strict=True):
+        whitened = (wanted - mean) / std
+        assert sample.token_columns["advantages"][-len(wanted) :] == pytest.approx(whitened, abs=1e-5)
         assert sample.token_columns["returns"][-len(wanted) :] == pytest.approx(
             wanted + t.token_columns["values"], abs=1e-6
         )
@@ -116,7 +120,7 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
     )
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert PPO().compute_advantages([(failed,)]) == []
-    loss, _ = PPO(whiten=False).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
+    loss, _ = PPO().loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
     assert torch.isfinite(loss)
 
 
@@ -146,7 +150,7 @@ def test_the_reward_of_a_turn_is_at_its_last_token():
     assert PPO(credit_level="turn").rewards(t).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
     assert PPO().rewards(t).tolist() == [0, 0, 0, 0, 0, 1.5]  # the default
     assert PPO(credit_level="turn").rewards(replace(t, turn_rewards=None)).tolist() == [0, 0, 0, 0, 0, 1.5]
-    recipes = [PPO(credit_level=at, lam=1.0, whiten=False) for at in ("turn", "episode")]
+    recipes = [PPO(credit_level=at, lam=1.0) for at in ("turn", "episode")]
     found, before = (recipe.compute_advantages([(t,)]) for recipe in recipes)
     # what a token is credited with is what follows it, and no longer what came before
     returns = [unit[0][0].token_columns["returns"][unit[0][0].loss_weights != 0] for unit in (found, before)]
@@ -162,12 +166,12 @@ def test_a_critic_encodes_no_rows():
 def test_what_was_truncated_is_bootstrapped_with_the_critics_value():
     t = of_turns(3, outcome=Reward(0.5), complete=False, value_after=2.0)
     values = t.token_columns["values"].astype(float)
-    (unit,) = PPO(whiten=False, gamma=0.9, lam=0.8).compute_advantages([(t,)])
+    (unit,) = PPO(gamma=0.9, lam=0.8).compute_advantages([(t,)])
     errors = np.array([0.0, 0.0, 0.5]) + 0.9 * np.append(values[1:], 2.0) - values
     wanted = [sum((0.9 * 0.8) ** (u - i) * errors[u] for u in range(i, 3)) for i in range(3)]
-    assert unit[0].token_columns["advantages"][-3:] == pytest.approx(wanted, abs=1e-6)
-    (plain,) = PPO(whiten=False, gamma=0.9, lam=0.8).compute_advantages([(replace(t, value_after=None),)])
-    assert plain[0].token_columns["advantages"][-1] == pytest.approx(0.5 - values[-1], abs=1e-6)
+    assert unit[0].token_columns["returns"][-3:] == pytest.approx(wanted + values, abs=1e-6)
+    (plain,) = PPO(gamma=0.9, lam=0.8).compute_advantages([(replace(t, value_after=None),)])
+    assert plain[0].token_columns["returns"][-1] == pytest.approx(0.5, abs=1e-6)
     assert PPO(overlong_filter=True).compute_advantages([(t,)]) == []
     assert len(PPO(overlong_filter=True).compute_advantages([(replace(t, complete=True), t)])) == 1
 
@@ -212,7 +216,7 @@ def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp
     """Beside the values of samples that are one token longer."""
     place = checkpoint(tmp_path / "m")
     critic, _ = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
-    units = PPO(whiten=False).compute_advantages(scored())
+    units = PPO().compute_advantages(scored())
     samples = [sample for (sample,) in units]
     longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
     arguments = {"seq_len": 40, "micro_batch_sequences": 2}

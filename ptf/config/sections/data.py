@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section, changeable
+from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section
 
 # How full sequences are by look-ahead: the last table of benchmarks/results/packing.md.
 LONG_SEQUENCE, LOOKAHEAD_OF_LONG, LOOKAHEAD = 16_384, 256, 64
@@ -126,8 +126,6 @@ class DataConfig(Section):
     the beginning do not end the run. While training, each partition counts the rows that it reads itself."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
-    prefetch: Positive = changeable(4)
-    """Number of global steps that are packed ahead in the background."""
 
     @model_validator(mode="after")
     def _look_ahead_by_length(self) -> Self:

@@ -71,9 +71,6 @@ class HarnessConfig(Section):
     current weights, but its responses have no loss."""
     tool_format: str | None = None
     """How the model writes tool calls, such as `hermes`. Default: what its chat template asks for."""
-    max_generations: Positive = 1000
-    """Largest number of responses that the policy samples in one episode (`n` of a request counts n times); further
-    requests are refused."""
 
 
 class RolloutConfig(Section):

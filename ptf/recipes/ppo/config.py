@@ -17,8 +17,6 @@ class PPOConfig(RewardedConfig):
     lam: Fraction = 0.95
     """GAE λ, the λ of generalised advantage estimation: 1 uses the observed returns, 0 the one-step error
     r + γ V′ − V."""
-    whiten: bool = True
-    """Centre and scale advantages over all tokens of a step."""
     value_clip: PositiveFloat = 0.2
     """Where a value is further than this from its old value, its error is the larger of clipped and unclipped."""
     critic_lr: PositiveFloat | None = None

@@ -82,7 +82,6 @@ class PPO(GRPO):
     kl_in: Literal["loss", "reward"] = "reward"
     gamma: float = 1.0
     lam: float = 0.95
-    whiten: bool = True
     value_clip: float = 0.2
     critic_lr: float | None = None
     critic_warmup: int = 0
@@ -94,7 +93,8 @@ class PPO(GRPO):
         return CriticRecipe(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_truncated)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        """Return the responses that have a result, with generalised advantages and returns.
+        """Return the responses that have a result, with generalised advantages, which are centred and scaled over all
+        tokens of the step, and returns.
 
         With `overlong_filter`, those that were truncated at a limit are left out.
         """
@@ -108,7 +108,7 @@ class PPO(GRPO):
         if not advantages:
             return []
         of_step = np.concatenate(advantages)
-        mean, std = (of_step.mean(), of_step.std() + 1e-8) if self.whiten else (0.0, 1.0)
+        mean, std = of_step.mean(), of_step.std() + 1e-8
         return [
             (sample,)
             for t, a in zip(scored, advantages, strict=True)

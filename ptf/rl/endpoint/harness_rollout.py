@@ -80,7 +80,7 @@ class HarnessRollout:
     async def _play(self, prompt: Prompt, policy: Policy, **counts: int) -> Trajectory:
         """Play an episode in a session of its own. Raises ProcessEnded."""
         assert self.endpoint is not None, "it is entered before its episodes"
-        session = Session(policy, self.form, Bounds(generations=self.config.max_generations), self.config.models)
+        session = Session(policy, self.form, Bounds(), self.config.models)
         session.counts.update(counts)
         url = self.endpoint.open(session)
         result: str | None = None

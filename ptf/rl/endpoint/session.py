@@ -24,7 +24,7 @@ RETRY = "x-stainless-retry-count"  # of OpenAI's SDKs: how often a request was s
 class Bounds:
     """Limits of one session."""
 
-    generations: int = 1000
+    generations: int = 1000  # responses; `n` of a request counts n times
     pending: int = 64
 
 
@@ -103,7 +103,7 @@ class Session:
         if self.counts["generations"] + chat.n > self.bounds.generations:
             raise HttpError(
                 429,
-                f"this session has had its {self.bounds.generations} responses (harness.max_generations)",
+                f"this session has had its {self.bounds.generations} responses",
                 "too_many_responses",
             )
         sampling = self.policy.limits.sampling
