@@ -98,7 +98,7 @@ def drawn(seed: int) -> Trial:
 
 def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
     raw = arithmetic(directory) | {"recipe": trial.recipe, "algo": {"num_minibatches": 2}, "checkpoint": {"every": 100}}
-    raw["track"] = {"tensorboard": False, "samples_every": 1, "samples": PROMPTS}
+    raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": PROMPTS}
     raw["data"] = {
         **raw["data"],
         "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},

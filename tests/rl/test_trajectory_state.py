@@ -57,12 +57,3 @@ def test_bytes_are_at_most_twice_those_of_the_tokens():
     whole = sum(g.context.nbytes + g.sampled_ids.nbytes * 3 for g in episode)
     assert whole > 2 * each * tokens, "negative control: whole contexts take more"
     assert fields(restored_generations(generations_state(episode))) == fields(episode)
-
-
-def test_states_of_earlier_versions_have_whole_contexts():
-    episode = conversation(3)
-    states = [
-        {name: getattr(g, name) for name in ("context", "sampled_ids", "logprobs", "versions", "finished")}
-        for g in episode
-    ]
-    assert fields(restored_generations(states)) == fields(episode)

@@ -213,7 +213,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
             "group_size": 4,
             "max_new_tokens": 6,
             "reward": {"use": "tests.rl.plugs:varied"},
-            "lora": sent,
+            "lora_sync": sent,
         },
         "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2},
     }

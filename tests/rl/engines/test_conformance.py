@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ptf.config import loads
-from ptf.errors import UserError
 from ptf.rl.engines.conformance import ConformanceSuite, Violation, make_of
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
@@ -141,18 +140,6 @@ def test_ours_that_batches_continuously_will_do(tmp_path):
         return NativeEngine(directory, device=cpu, dtype=torch.float32, version=version, continuous=True)
 
     assert [f for f in ConformanceSuite(make, tmp_path).findings() if f.wrong or f.refused] == []
-
-
-class Old(Own):
-    """As engines were before `score` became `prompt_logprobs`."""
-
-    prompt_logprobs = property()
-    score = NativeEngine.prompt_logprobs
-
-
-def test_an_engine_whose_method_is_still_score_is_told_the_new_name(tmp_path):
-    with pytest.raises(UserError, match=r"no method `prompt_logprobs\(tokens\)`: rename its method `score`"):
-        ConformanceSuite(make_of("tests.rl.engines.test_conformance:Old", [], "fp32", tmp_path), tmp_path)
 
 
 def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):

@@ -81,7 +81,7 @@ def test_what_keeps_weights_from_the_fastest_is_said(keys, gpu, lines):
     [
         ({}, True, "ipc"),
         ({"pools": APART}, True, "nccl"),
-        ({"workers": 2}, True, "files"),  # in one pool with one rank of the policy
+        ({"replicas": 2}, True, "files"),  # in one pool with one rank of the policy
         ({"engine": {"use": "a:b"}}, True, "files"),
         ({"lora_sync": "adapter"}, True, "object_store"),
         ({"launcher": "local"}, True, "object_store"),
