@@ -479,7 +479,9 @@ ABOUT = {
     ),
     "GRPO of the 0.5B, with adapters": (
         "100 held-out tasks, greedy. Five steps of 64 responses show that all parts work on a real model; they are no\n"
-        "claim of learning. Every reward of the training was computed again from the stored text."
+        "claim of learning. Every reward of the training was computed again from the stored text. With the tool the\n"
+        "model wrote each call as bare JSON, without the tags of its own template: that is no call, so nothing was\n"
+        "solved, before or after."
     ),
     "log-probs": "160 responses of 128 tokens at temperature 1; engine and trainer have one precision. Nats.",
     "memory": (
