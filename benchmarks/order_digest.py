@@ -11,13 +11,11 @@ Digests depend on no machine.
 import argparse
 import hashlib
 import json
-import pickle
 import random
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from ptf.data.character_tokenizer import character_tokenizer  # noqa: E402
 from ptf.data.loader import Loader  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from tests.data.trials import SEQ_LEN, Trial, partitions_of, written  # noqa: E402
+from tests.data.trials import Trial, ranks, small_blocks, state_of, written  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "results" / "order_digest.json"
 SETUPS, SEQUENCES = 200, 500
@@ -39,38 +37,19 @@ def digest(number: int, directory: Path, tokenizer: Tokenizer) -> str:
     which resumes where the one before it stopped."""
     rng = random.Random(f"order/{number}")
     trial = Trial.drawn(rng, MOST_ROWS, MOST_PARTITIONS)
-    sources = written(trial, directory, tokenizer)
     changes = {"lookahead": rng.choice([1, 8, 64]), "share_prefixes": rng.random() < 0.2}
     steps = -(-SEQUENCES // trial.sequences)
     each = -(-steps // len(trial.worlds))
     found, state = hashlib.sha256(), None
-    for world in trial.worlds:
-        loaders = [
-            Loader(
-                replace(partitions_of(trial, sources, tokenizer), **changes),
-                partitions=trial.partitions,
-                sequences=trial.sequences,
-                rank=rank,
-                world_size=world,
-                micro_batch_sequences=trial.sequences,
-                seq_len=SEQ_LEN,
-            )
-            for rank in range(world)
-        ]
-        try:
-            if state is not None:
-                for loader in loaders:
-                    loader.load_state_dict(state)
-            for _ in range(min(each, steps)):
-                for sequence in step(loaders):
-                    found.update(sequence)
-            states = [loader.state_dict() for loader in loaders]
-        finally:
-            for loader in loaders:
-                loader.close()
-        steps -= each
-        lanes = {partition: one for one_state in states for partition, one in one_state["lanes"].items()}
-        state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": lanes}))
+    with small_blocks(trial):
+        sources = written(trial, directory, tokenizer)
+        for world in trial.worlds:
+            with ranks(trial, sources, tokenizer, world, state, **changes) as loaders:
+                for _ in range(min(each, steps)):
+                    for sequence in step(loaders):
+                        found.update(sequence)
+                state = state_of(loaders)
+            steps -= each
     return found.hexdigest()
 
 

@@ -223,13 +223,16 @@ def main() -> None:
                 (f"{name}{form}: metrics", metrics_digest(made)),
             ):
                 found[key] = one
-                same = "recorded" if asked.record else "same" if one == known[machine].get(key) else "DIFFERENT"
+                then = one if asked.record else known[machine].get(key, "")
+                same = (
+                    "recorded" if asked.record else "same" if one == then else "DIFFERENT" if then else "NOT ON RECORD"
+                )
                 print(f"{key}: {one[:16]} {same}", flush=True)
     if asked.record:
         known[machine] = known.get(machine, {}) | found
         RECORD.write_text(json.dumps(known, indent=1) + "\n")
     elif different := [name for name in found if found[name] != known[machine].get(name)]:
-        sys.exit(f"{len(different)} of {len(found)} digests are others: {', '.join(different)}")
+        sys.exit(f"{len(different)} of {len(found)} digests are others, or not on record: {', '.join(different)}")
 
 
 if __name__ == "__main__":

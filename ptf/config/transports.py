@@ -89,6 +89,8 @@ def whole_on_gpus(job: "Job", gpu: bool) -> bool:
     return gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
 
 
+# of transports that store all buckets: from the GPU, digest, into the store; and back
+STORED = {"gather": 1, "host_link": 2, "digest_on_device": 1, "digest_on_host": 1, "network": 1}
 # in the order in which `auto` tries them: those that stream; `files`, without a second copy in host memory; the rest
 TRANSPORTS = {
     # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
@@ -108,31 +110,17 @@ TRANSPORTS = {
         errors=nccl_errors,
         auto_candidate=whole_on_gpus,
     ),
-    # through files in the run's directory, 256 MiB at a time: from the GPU, digest, into the files; and back
+    # through files in the run's directory, 256 MiB at a time
     "files": TransportFacts(
         code="ptf.rl.weights.stored:Files",
-        link_crossings={
-            "gather": 1,
-            "host_link": 2,
-            "disk": 2,
-            "digest_on_device": 1,
-            "digest_on_host": 1,
-            "network": 1,
-        },
+        link_crossings=STORED | {"disk": 2},
         in_files=True,
         auto_candidate=whole_on_gpus,
     ),
-    # through host memory, all tensors at once: the same with an object store
+    # through host memory, all tensors at once
     "object_store": TransportFacts(
         code="ptf.rl.weights.stored:ObjectStore",
-        link_crossings={
-            "gather": 1,
-            "host_link": 2,
-            "host": 2,
-            "digest_on_device": 1,
-            "digest_on_host": 1,
-            "network": 1,
-        },
+        link_crossings=STORED | {"host": 2},
     ),
 }
 

@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +167,19 @@ def documents(batch: Batch, sequence: int) -> list[tuple[int, ...]]:
 
 @contextmanager
 def ranks(
-    trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer, world: int, state: Any, exchange: bool = False
+    trial: Trial,
+    sources: dict[str, SourceSpec],
+    tokenizer: Tokenizer,
+    world: int,
+    state: Any,
+    exchange: bool = False,
+    **changes: Any,
 ):
+    """The loaders of all ranks, whose partitions are the trial's with some changes."""
     peers = Threads.group(world) if exchange and world > 1 else [None] * world
     loaders = [
         Loader(
-            partitions_of(trial, sources, tokenizer),
+            replace(partitions_of(trial, sources, tokenizer), **changes),
             partitions=trial.partitions,
             sequences=trial.sequences,
             rank=rank,
@@ -190,6 +197,23 @@ def ranks(
         yield loaders
     finally:
         close(loaders)
+
+
+def state_of(loaders: list[Loader]) -> dict[str, Any]:
+    """The state of all ranks together, as a checkpoint holds it."""
+    states = [loader.state_dict() for loader in loaders]
+    partitions = {partition: one for state in states for partition, one in state["lanes"].items()}
+    return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": partitions}))
+
+
+@contextmanager
+def small_blocks(trial: Trial):
+    """Files in many blocks, although they are small."""
+    before, reader.LINES_BYTES = reader.LINES_BYTES, trial.block_bytes
+    try:
+        yield
+    finally:
+        reader.LINES_BYTES = before
 
 
 def stepped(loaders: list[Loader]) -> list[list[tuple[int, ...]]]:
@@ -215,8 +239,7 @@ class Outcome:
 
 def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
     """The run without a stop; then with stops; then what was said of it."""
-    before, reader.LINES_BYTES = reader.LINES_BYTES, trial.block_bytes
-    try:
+    with small_blocks(trial):
         sources = written(trial, directory, tokenizer)
         total = trial.steps * len(trial.worlds)
         said = planned(
@@ -233,10 +256,8 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
         for world in trial.worlds:
             with ranks(trial, sources, tokenizer, world, state, trial.exchange) as loaders:
                 parts += [stepped(loaders) for _ in range(min(each, total - len(parts)))]
-                states = [loader.state_dict() for loader in loaders]
-            partitions = {partition: one for s in states for partition, one in s["lanes"].items()}
-            state = pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": partitions}))
-            largest = max(largest, *(len(pickle.dumps(one)) for one in partitions.values()))
+                state = state_of(loaders)
+            largest = max(largest, *(len(pickle.dumps(one)) for one in state["lanes"].values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
         seen = Counter(document for step in whole for sequence in step for document in sequence)
         return Outcome(
@@ -246,8 +267,6 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             total,
             largest,
         )
-    finally:
-        reader.LINES_BYTES = before
 
 
 def _not_once(trial: Trial, seen: Counter) -> int:

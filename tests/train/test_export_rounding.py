@@ -20,11 +20,11 @@ from tests.tiny import SIZES, arithmetic, checkpoint
 def sharp(directory, **model) -> dict:
     """A job in bf16 of a model whose logits are some fifty times those of a drawn one."""
     raw = arithmetic(directory)
-    tokenizer = json.loads((directory / "model" / "config.json").read_text())
+    config = json.loads((directory / "model" / "config.json").read_text())
     checkpoint(
         directory / "model",
         tied=False,
-        **{**SIZES, "vocab_size": tokenizer["vocab_size"], "eos_token_id": tokenizer["eos_token_id"]},
+        **{**SIZES, "vocab_size": config["vocab_size"], "eos_token_id": config["eos_token_id"]},
     )
     file = directory / "model" / "model.safetensors"
     held = load_file(file)
