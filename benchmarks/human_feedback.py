@@ -41,7 +41,7 @@ from ptf.config import Job, fingerprint, loads  # noqa: E402
 from ptf.data.encode import encode_preference, encode_scored  # noqa: E402
 from ptf.data.sample import PackUnit, length  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.measurement import auc, measure_run  # noqa: E402
+from ptf.evaluate.measurement import auc, measure_run  # noqa: E402
 from ptf.run import run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "human_feedback.md"

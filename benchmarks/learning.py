@@ -45,7 +45,7 @@ from ptf.config.sections.model import ModelConfig  # noqa: E402
 from ptf.data.encode import encode_document  # noqa: E402
 from ptf.data.packing import pack_all  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.measurement import measure_run  # noqa: E402
+from ptf.evaluate.measurement import measure_run  # noqa: E402
 from ptf.recipes.documents import sums  # noqa: E402
 from ptf.recipes.dpo.recipe import DPO  # noqa: E402
 from ptf.run import run  # noqa: E402

@@ -111,7 +111,7 @@ def units() -> dict[str, Unit | Measurement]:
 
 def over_groups(differences: Sequence[float], groups: Sequence[Any]) -> Interval:
     """Return the mean of the differences and its 95 % interval, where those of one group are not independent."""
-    from ptf.gate import quantile
+    from ptf.evaluate.gate import quantile
 
     values, names = np.asarray(differences, float), np.asarray([str(g) for g in groups])
     mean = values.mean()
@@ -161,7 +161,7 @@ def conversations(run: Path, prepared: Path) -> dict[str, Interval]:
 def pairs(run: Path, prepared: Path) -> dict[str, Interval]:
     """Return the held-out accuracy of a reward model or of DPO, which by length alone would be 0.5."""
     from benchmarks.gsm8k_steps import wilson
-    from ptf.measurement import read_row_metrics
+    from ptf.evaluate.measurement import read_row_metrics
 
     found, n = read_row_metrics(run), len(rows(prepared / "held_out.jsonl"))
     accuracy, by_length = found["accuracy/held_out"], found["length_baseline_accuracy/held_out"]
@@ -232,7 +232,7 @@ def train_unit(name: str) -> Row:
 def trained(name: str, unit: Unit) -> Row:
     """Train a unit, evaluate what it made and measure what changed."""
     from ptf.config import load
-    from ptf.evaluation import evaluate_run
+    from ptf.evaluate.evaluation import evaluate_run
     from ptf.run import prepared_directory
     from ptf.train.budget import GIB, budget
     from ptf.training_run import train

@@ -34,10 +34,10 @@ from metaflow.util import get_latest_run_id
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
-from ptf import disk
 from ptf.config import ConfigError, Job, loads
-from ptf.credentials import from_environment, redacted
 from ptf.errors import Retryable, UserError
+from ptf.workspace import disk
+from ptf.workspace.credentials import from_environment, redacted
 
 if TYPE_CHECKING:
     from steps.artifact import Artifact

@@ -20,7 +20,7 @@ from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 from flows.charts import Row, charts, json_lines, read, timeline
 from ptf.config import shown
 from ptf.config.schema import Job
-from ptf.credentials import redacted
+from ptf.workspace.credentials import redacted
 
 if TYPE_CHECKING:
     from steps.artifact import Artifact

@@ -14,7 +14,7 @@ from metaflow.user_decorators.mutable_flow import MutableFlow
 from metaflow.user_decorators.mutable_step import MutableStep
 from metaflow.user_decorators.user_flow_decorator import FlowMutator
 
-from ptf.credentials import REFERENCE
+from ptf.workspace.credentials import REFERENCE
 
 SUFFIXES = (".py", ".yaml", ".json")  # files to package; directories named `runs` are excluded
 PACKAGED = ("ptf", "steps", "flows")

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ptf.api import chat, check, evaluate, inspect, load, publish, replay, serve, train, try_episodes
     from ptf.config import Job
-    from ptf.conversation import Chat
     from ptf.errors import UserError
+    from ptf.serving.conversation import Chat
     from ptf.training_run import Run
 
 __version__ = "0.1.0"

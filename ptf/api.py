@@ -16,9 +16,9 @@ from ptf.config.tree import parse
 from ptf.serving.options import ServingOptions
 
 if TYPE_CHECKING:
-    from ptf.conversation import Chat
     from ptf.episode_preview.report import Preview
     from ptf.inspection.report import Report
+    from ptf.serving.conversation import Chat
     from ptf.training_run import Run
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
@@ -50,7 +50,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     said = list[str]()
     job = settled(job, tell=said.append)
     if job.publish.metric is not None:
-        from ptf.evaluation_check import check_evaluation
+        from ptf.evaluate.evaluation_check import check_evaluation
 
         check_evaluation(job)
     from ptf.inspection.touch import fetched, touch
@@ -58,7 +58,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     job = fetched(job) if dry_run else job
     found = touch(job)
     if dry_run:
-        from ptf.dry_run import rehearse
+        from ptf.inspection.dry_run import rehearse
 
         rehearse(job, lambda line: print(line, flush=True))
     return "\n".join([*said, *found])
@@ -112,7 +112,7 @@ def evaluate(
     name; `starting_model/…` is of the model that training started from. `overrides` change keys that are free to
     change, such as `evaluate.limit`. With `job`, `run` names any model instead (a directory, a URI or a Hugging Face
     id), which is measured by that job. Raises UserError, and RunInUse where another process works in the run."""
-    from ptf.evaluation import evaluate_model, evaluate_run
+    from ptf.evaluate.evaluation import evaluate_model, evaluate_run
 
     if job is not None:
         return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
@@ -127,7 +127,7 @@ def publish(run: "Run | str | PathLike[str]", *, overrides: Sequence[str] = ()) 
     from. `overrides` change
     keys that are free to change, such as `publish.gate`. Raises UserError, and RunInUse where another process works in
     the run."""
-    from ptf.publishing import publish as publish_version
+    from ptf.publish.publishing import publish as publish_version
 
     training_run = _run(run, overrides)
     return str(publish_version(training_run.job, training_run.artifact()).published)
@@ -146,8 +146,8 @@ def chat(
     is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. A response has at
     most `max_new_tokens`; without it 256, or what the model can still read. Raises UserError for a model that generates
     no responses."""
-    from ptf.conversation import Chat
-    from ptf.publishing import versions_of
+    from ptf.publish.publishing import versions_of
+    from ptf.serving.conversation import Chat
 
     if isinstance(model, Job):
         where = versions_of(model)
@@ -169,7 +169,7 @@ def serve(
     a job (whose published version is served), or a directory, a URI or a Hugging Face id of a model, of an adapter in
     PEFT format, or of a run. Clients ask for it as `name`. A host that other machines reach needs `api_key`. Raises
     UserError for a model or an address that cannot be served."""
-    from ptf.publishing import versions_of
+    from ptf.publish.publishing import versions_of
     from ptf.serving.command import serve as serve_model
     from ptf.serving.served_model import ServedModel
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 import ptf
-from ptf import disk, storage
-from ptf.credentials import redacted
+from ptf import storage
 from ptf.errors import UserError
+from ptf.workspace import disk
+from ptf.workspace.credentials import redacted
 
 JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
 PARALLEL_CONFIGS = 2  # of a family, on two ranks
@@ -90,7 +91,7 @@ def doctor(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from ptf.doctor import findings
+    from ptf.inspection.doctor import findings
 
     table = Table("", "", "what is off", box=SIMPLE)
     for finding in findings():
@@ -399,8 +400,9 @@ def serve(options: argparse.Namespace) -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Publish a run, list what is published, or go back to an earlier version."""
-    from ptf import api, published_versions
+    from ptf import api
     from ptf.config import load
+    from ptf.storage import published_versions
 
     root = options.where.rstrip("/") or "/"
     if not options.list and options.rollback is None:

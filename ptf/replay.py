@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from ptf import scratch
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.errors import UserError
 from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
+from ptf.workspace import scratch
 
 RETRIES = "rewards_retried"  # in metrics: faults that passed do not come again
 

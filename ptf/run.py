@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptf import entry  # imported first: it records the parent process
+from ptf.workspace import entry  # imported first: it records the parent process
 
 # isort: split
-from ptf import disk, progress, published_versions, scratch, storage
+from ptf import storage
 from ptf.compute import launch, shutdown
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
@@ -28,13 +28,15 @@ from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin,
 from ptf.config.plugin import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
 from ptf.config.sections.data import Source
-from ptf.credentials import redacted
 from ptf.data.prepare import prepare
 from ptf.data.sources import hub
 from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
+from ptf.storage import published_versions
 from ptf.train.resume import raise_if_fixed_keys_changed
+from ptf.workspace import disk, progress, scratch
+from ptf.workspace.credentials import redacted
 
 if TYPE_CHECKING:
     pass

@@ -12,7 +12,7 @@ from ptf.config import Job, dump, loads
 from ptf.config.plugin import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
-from ptf.gate import unmeasured
+from ptf.evaluate.gate import unmeasured
 from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
 from ptf.train.components import abbreviated
 from ptf.train.export import MODEL

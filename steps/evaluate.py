@@ -1,4 +1,4 @@
-"""The evaluate stage: measure the trained model on the job's held-out data (ptf.evaluation)."""
+"""The evaluate stage: measure the trained model on the job's held-out data (ptf.evaluate.evaluation)."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from steps.artifact import Artifact
 
 
 def evaluate(job: Job, artifact: Artifact) -> Artifact:
-    """Add the evaluation's metrics to the artifact. Raises the errors of `ptf.evaluation.evaluate_run`."""
-    from ptf.evaluation import evaluate_run
+    """Add the evaluation's metrics to the artifact. Raises the errors of `ptf.evaluate.evaluation.evaluate_run`."""
+    from ptf.evaluate.evaluation import evaluate_run
 
     assert artifact.run is not None
     metrics = evaluate_run(artifact.resolve(job), Path(artifact.run))

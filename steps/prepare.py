@@ -10,9 +10,9 @@ from steps.artifact import Artifact
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
     and published first."""
-    from ptf import published_versions, storage
+    from ptf import storage
     from ptf.data.sources.rows import stamps
-    from ptf.evaluation_check import check_evaluation
+    from ptf.evaluate.evaluation_check import check_evaluation
     from ptf.run import (
         check_run_name,
         dataset_commits,
@@ -22,6 +22,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         remove_leftovers,
         unpublished,
     )
+    from ptf.storage import published_versions
     from ptf.train.source_specs import specs
 
     check_run_name(artifact.run_name)

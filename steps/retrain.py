@@ -26,8 +26,8 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     Raises UserError if the config does not define when a model is better, or if it publishes only an adapter, from
     which training cannot start.
     """
-    from ptf import published_versions
     from ptf.run import read_job_file
+    from ptf.storage import published_versions
     from steps.prepare import prepare as prepared
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
@@ -62,7 +62,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 def has_new_data(job: Job, artifact: Artifact) -> bool:
     """Return whether there are data that neither the published version nor a training from it has used. Print the
     sources that changed, and why they count as used."""
-    from ptf import published_versions
+    from ptf.storage import published_versions
 
     manifest = published_versions.manifest(job.versions)
     if manifest is None:
@@ -94,7 +94,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or,
     where that is 0, the same; record the outcome beside the pointer."""
     from ptf import storage
-    from ptf.measurement import Worse
+    from ptf.evaluate.measurement import Worse
     from steps.publish import publish as published
 
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""

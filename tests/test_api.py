@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 import ptf
-from ptf import cli, published_versions, storage
+from ptf import cli, storage
 from ptf.errors import UserError
-from ptf.evaluation import evaluate_model
+from ptf.evaluate.evaluation import evaluate_model
 from ptf.model.adapter_directory import AdapterDirectory
+from ptf.storage import published_versions
 from ptf.training_run import EVALUATED
 from tests.tiny import arithmetic
 
@@ -281,7 +282,7 @@ def test_train_is_the_function_and_the_package() -> None:
 @pytest.mark.parametrize("name", [name for name in ptf.__all__ if name != "__version__"])
 def test_every_public_name_is_documented_and_typed(name: str) -> None:
     from ptf import api
-    from ptf.conversation import Chat
+    from ptf.serving.conversation import Chat
     from ptf.training_run import Run
 
     found = getattr(ptf, name)

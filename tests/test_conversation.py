@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ptf import cli, published_versions, storage
-from ptf.conversation import Chat
+from ptf import cli, storage
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.serving.conversation import Chat
+from ptf.storage import published_versions
 from tests.tiny import SIZES, checkpoint
 
 
@@ -80,7 +81,7 @@ def test_without_a_number_a_response_has_what_the_model_can_still_read(model, mo
 
     monkeypatch.setattr(chat.engine, "answer", recorded)
     for longest in (5, limit):
-        monkeypatch.setattr("ptf.conversation.LONGEST", longest)
+        monkeypatch.setattr("ptf.serving.conversation.LONGEST", longest)
         chat.forget()
         chat.answer("1+1=")
     context = asked[0][0]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import credentials
 from ptf.config import Plugin, dump, loads, plugin, shown
 from ptf.config.error import ConfigError
 from ptf.errors import UserError
+from ptf.workspace import credentials
 from tests.flows.toy import Toy
 from tests.tiny import arithmetic
 

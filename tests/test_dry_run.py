@@ -12,10 +12,10 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from ptf import doctor
 from ptf.cli import main
 from ptf.config import loads
-from ptf.dry_run import SMALL, memory, narrow
+from ptf.inspection import doctor
+from ptf.inspection.dry_run import SMALL, memory, narrow
 from ptf.model.families import family_of
 from ptf.rl.online_budget import online_budget
 from ptf.train.budget import budget, config_directory

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ptf import published_versions
+from ptf.storage import published_versions
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import yaml
 
-from ptf import file_verification, published_versions, storage
+from ptf import storage
 from ptf.config import loads
 from ptf.data import prepare as preparing
 from ptf.data import tokenized
@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.run import run
-from ptf.storage import Corrupt
+from ptf.storage import Corrupt, file_verification, published_versions
 from steps.artifact import Artifact
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.tiny import arithmetic, checkpoint

@@ -11,10 +11,12 @@ import pytest
 import yaml
 from scipy import stats
 
-from ptf import gate, published_versions, storage
+from ptf import storage
 from ptf.config import loads
 from ptf.errors import UserError
-from ptf.gate import Comparison, Worse, interval, quantile
+from ptf.evaluate import gate
+from ptf.evaluate.gate import Comparison, Worse, interval, quantile
+from ptf.storage import published_versions
 from steps.artifact import Artifact
 from steps.evaluate import evaluate
 from steps.prepare import prepare

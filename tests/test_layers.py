@@ -13,81 +13,46 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = {"errors", "entry", "scratch", "credentials", "disk", "varlen", "progress"}  # what everybody may import
+BASE = {"errors", "workspace", "varlen"}  # what everybody may import
 DATA = BASE | {"config", "storage", "data", "model"}
-TRAIN = DATA | {"file_verification", "compute", "recipes"}
+TRAIN = DATA | {"compute", "recipes"}
+BY_MODULE = {"evaluate"}  # packages whose modules stand on different layers
 MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
-    "": {"api", "config", "conversation", "errors", "training_run"},  # for type checkers
+    "": {"api", "config", "serving", "errors", "training_run"},  # for type checkers
     "artifact": BASE | {"config", "data"},
     "errors": set(),
-    "entry": set(),
-    "scratch": set(),
-    "progress": set(),
     "varlen": set(),
-    "credentials": {"errors"},
-    "disk": {"errors"},
+    "workspace": {"errors"},
     "config": BASE,
     "storage": BASE,
-    "gate": BASE | {"config", "storage", "file_verification"},
-    "file_verification": BASE | {"storage"},
-    "published_versions": BASE | {"storage", "file_verification"},
-    "data": BASE | {"config", "storage", "file_verification"},
-    "model": BASE | {"config", "storage", "published_versions", "file_verification"},
+    "data": BASE | {"config", "storage"},
+    "model": BASE | {"config", "storage"},
     "compute": BASE | {"config", "storage"},
     "events": TRAIN | {"rl"},
     "tasks": BASE | {"config", "data", "rl", "events"},  # demo plugins: found by name, imported by nobody
     "recipes": DATA,
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
-    "evaluation_check": BASE | {"config", "events", "recipes"},  # torch-free
-    "measurement": TRAIN | {"train", "rl", "gate", "events"},
-    "run": TRAIN | {"train", "rl", "measurement", "published_versions"},
-    "dry_run": TRAIN | {"train", "rl", "run"},
-    "training_run": TRAIN | {"train", "artifact", "run", "evaluation_check", "gate"},
+    "evaluate": set(),
+    "evaluate.gate": BASE | {"config", "storage"},  # torch-free, as the next
+    "evaluate.evaluation_check": BASE | {"config", "events", "recipes"},
+    "evaluate.measurement": TRAIN | {"train", "rl", "evaluate.gate", "events"},
+    "run": TRAIN | {"train", "rl", "evaluate.measurement"},
+    "training_run": TRAIN | {"train", "artifact", "run", "evaluate.gate"},
     "replay": TRAIN | {"rl", "run", "training_run"},
-    "evaluation": TRAIN | {"published_versions", "gate", "evaluation_check", "measurement", "run", "training_run"},
-    "export_comparison": TRAIN | {"train"},
-    "model_card": TRAIN | {"artifact"},
-    "publishing": TRAIN
-    | {"published_versions", "gate", "evaluation_check", "measurement", "train", "artifact", "export_comparison"}
-    | {"model_card", "run", "training_run"},
-    "conversation": DATA | {"rl"},
+    "evaluate.evaluation": TRAIN
+    | {"evaluate.gate", "evaluate.evaluation_check", "evaluate.measurement", "run", "training_run"},
+    "publish": TRAIN | {"evaluate.gate", "evaluate.measurement", "train", "artifact", "run", "training_run"},
     "serving": TRAIN | {"train", "rl", "events"},
-    "doctor": {"compute", "model", "storage"},
-    "inspection": DATA | {"compute", "recipes", "train", "rl", "run"},
+    "inspection": TRAIN | {"train", "rl", "run"},
     "episode_preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
-    | {
-        "compute",
-        "config",
-        "evaluation_check",
-        "dry_run",
-        "inspection",
-        "training_run",
-        "evaluation",
-        "publishing",
-        "conversation",
-        "serving",
-        "episode_preview",
-        "replay",
-    },
-    "cli": TRAIN
-    | {
-        "",
-        "api",
-        "train",
-        "rl",
-        "run",
-        "doctor",
-        "published_versions",
-        "inspection",
-        "dry_run",
-        "serving",
-        "episode_preview",
-    },
+    | {"compute", "config", "evaluate.evaluation_check", "inspection", "training_run", "evaluate.evaluation"}
+    | {"publish", "serving", "episode_preview", "replay"},
+    "cli": TRAIN | {"", "api", "train", "rl", "run", "inspection", "serving", "episode_preview"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}
-FLOWS = {"config", "errors", "credentials", "disk"}
+FLOWS = {"config", "errors", "workspace"}
 
 PACKAGES = {
     "metaflow": ["flows/*"],
@@ -121,7 +86,7 @@ PACKAGES = {
         "ptf/data/token_file.py",
     ],
     "fsspec": ["ptf/storage/store.py"],
-    "httpx": ["ptf/storage/hub.py", "ptf/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
+    "httpx": ["ptf/storage/hub.py", "ptf/publish/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
     "s3fs": ["ptf/storage/store.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
     "gymnasium": ["ptf/rl/environments/gymnasium.py"],
@@ -188,7 +153,7 @@ def broken_rule(file: str, found: Import) -> str | None:
         return "torch may not appear here"
     if top == "torch" and is_in(TORCH_ONLY_LAZILY) and not found.lazy:
         return "torch may not be imported at module level here"
-    home, part = file.split("/")[0], rest.split(".")[0]
+    home, part = file.split("/")[0], part_of(rest.split("."))
     if top == "flows":
         return None if home == "flows" else "nothing imports flows"
     if top == "steps" and home != "steps":
@@ -212,8 +177,13 @@ def broken_rule(file: str, found: Import) -> str | None:
     if home == "ptf" and is_in(ALGO_CONFIGS) and not found.lazy:
         knows = found.module.startswith("ptf.config.section.") or is_algo_config(found.module)
         return None if knows else "keys of algorithms know ptf.config.section and each other alone"
-    own = file.split("/")[1].removesuffix(".py").replace("__init__", "")
+    own = part_of(list(Path(file).with_suffix("").parts[1:])).removesuffix("__init__").removesuffix(".")
     return None if part == own or part in MAY_IMPORT.get(own, set()) else f"ptf.{own} may not import ptf.{part}"
+
+
+def part_of(names: list[str]) -> str:
+    """The part of ptf that a module below it belongs to, by the names of its path."""
+    return ".".join(names[: 2 if names[:1] and names[0] in BY_MODULE else 1])
 
 
 def is_algo_config(module: str) -> bool:
@@ -286,9 +256,9 @@ def test_every_part_has_a_place_in_the_layers():
             "ptf/tasks/a.py:1  ptf.storage: ptf.tasks may not import ptf.storage",
         ),
         (
-            "ptf/measurement.py",
+            "ptf/evaluate/measurement.py",
             "from ptf.run import run",
-            "ptf/measurement.py:1  ptf.run.run: ptf.measurement may not import ptf.run",
+            "ptf/evaluate/measurement.py:1  ptf.run.run: ptf.evaluate.measurement may not import ptf.run",
         ),
         ("ptf/train/a.py", "import ray.util", "ptf/train/a.py:1  ray.util: ray may appear only in "),
         (
@@ -300,8 +270,9 @@ def test_every_part_has_a_place_in_the_layers():
         ("steps/a.py", "import torch", "steps/a.py:1  torch: torch may not be imported at module level here"),
         (
             "steps/a.py",
-            "from ptf.measurement import measure_run",
-            "steps/a.py:1  ptf.measurement.measure_run: ptf.measurement may be imported only inside functions in steps",
+            "from ptf.evaluate.measurement import measure_run",
+            "steps/a.py:1  ptf.evaluate.measurement.measure_run: "
+            "ptf.evaluate.measurement may be imported only inside functions in steps",
         ),
         ("steps/a.py", "import metaflow", "steps/a.py:1  metaflow: metaflow may appear only in flows/*"),
         (

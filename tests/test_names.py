@@ -9,7 +9,7 @@ import fsspec
 import pytest
 import yaml
 
-from ptf import cli, published_versions, storage
+from ptf import cli, storage
 from ptf.compute.checkpoint import Checkpoints
 from ptf.config import loads
 from ptf.config.error import ConfigError
@@ -17,6 +17,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from ptf.run import run
+from ptf.storage import published_versions
 from steps.artifact import Artifact
 from steps.prepare import prepare
 from tests.tiny import arithmetic, checkpoint

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf import file_verification, progress, publishing
 from ptf.config import loads
-from ptf.evaluation import evaluate_run
+from ptf.evaluate.evaluation import evaluate_run
+from ptf.publish import publishing
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
+from ptf.storage import file_verification
 from ptf.training_run import Run
+from ptf.workspace import progress
 from tests.tiny import arithmetic
 
 EVERY_S = 0.1

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ptf import cli, published_versions, storage
+from ptf import cli, storage
 from ptf.errors import UserError
-from ptf.published_versions import Pointer, latest, point, pointer, roll_back, versions
-from ptf.storage import Corrupt
+from ptf.storage import Corrupt, published_versions
+from ptf.storage.published_versions import Pointer, latest, point, pointer, roll_back, versions
 from tests.data.test_s3 import Server, server  # noqa: F401
 
 

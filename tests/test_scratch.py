@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import scratch, storage
+from ptf import storage
 from ptf.config import loads
 from ptf.run import remove_leftovers
+from ptf.workspace import scratch
 from tests.tiny import arithmetic
 
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from ptf import scratch
+from ptf.workspace import scratch
 from ptf.data.prepare import prepare
 from ptf.storage.writing import replacing
 

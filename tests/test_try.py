@@ -12,7 +12,6 @@ import yaml
 from rich.console import Console
 
 import ptf
-from ptf import progress
 from ptf.cli import main
 from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
@@ -25,6 +24,7 @@ from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.train.starting_model import start_directory
+from ptf.workspace import progress
 from tests.conftest import ROOT
 from tests.tiny import arithmetic
 

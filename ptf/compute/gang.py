@@ -26,7 +26,7 @@ os.environ.update(
 )
 _handlers = list(logging.root.handlers)
 
-from ptf.entry import end_with_parent, large_imports
+from ptf.workspace.entry import end_with_parent, large_imports
 
 with large_imports():
     import ray

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from ptf import progress
+from ptf.workspace import progress
 
 ADDRESS = "PTF_HEARTBEAT"  # host:port of the launcher's store, in a rank's environment
 BEAT_S = 1.0

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf import scratch
 from ptf.compute.heartbeat import ADDRESS, Monitor
 from ptf.config.sections.compute import ComputeConfig
-from ptf.entry import PARENT, PATH, end_with_parent  # noqa: F401  the latter is imported from here
 from ptf.errors import Retryable
+from ptf.workspace import scratch
+from ptf.workspace.entry import PARENT, PATH, end_with_parent  # noqa: F401  the latter is imported from here
 
-ENTRY = "ptf.entry"
+ENTRY = "ptf.workspace.entry"
 LAUNCHED = "PTF_LAUNCHED"  # set for a process that another process of ptf started, which holds the run's lease
 
 
@@ -81,7 +81,7 @@ def _ended(process: subprocess.Popen) -> int | None:
 
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:
     """Start a process that runs a Python module and ends with the thread that called this, even while it still imports
-    (ptf.entry).
+    (ptf.workspace.entry).
 
     No code of ptf runs between fork and exec, where other threads' locks are held.
     """
@@ -90,7 +90,8 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def as_child() -> dict[str, str]:
-    """Return the variables with which a process of `ptf.entry` is bound to this one, and finds modules as it does."""
+    """Return the variables with which a process of `ptf.workspace.entry` is bound to this one, and finds modules as it
+    does."""
     return {PARENT: str(os.getpid()), PATH: os.pathsep.join(map(os.path.abspath, sys.path))}
 
 

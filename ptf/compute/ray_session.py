@@ -35,10 +35,10 @@ os.environ.update(
 import ray
 from ray._private import ray_constants, services
 
-from ptf import scratch
 from ptf.compute import ray_authentication
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 from ptf.errors import Retryable, UserError
+from ptf.workspace import scratch
 
 NO_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0, its default on those systems, means no cluster
 GRACE_S = 10.0  # for Ray's processes to end by themselves; they take 1-2 s on an idle 2-core machine

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ptf import scratch
+from ptf.workspace import scratch
 
 PREFIX = "ptf-ray-"  # of the directories of runs' own Rays
 OWNER = "owner"  # a file there, locked by the run as long as it lives

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ptf import disk, storage
+from ptf import storage
 from ptf.compute.checkpoint import Checkpoints, Entries, copied, tensors_of, write
 from ptf.compute.lease import LeaseLost
 from ptf.compute.world import World
 from ptf.errors import UserError
+from ptf.workspace import disk
 
 
 def host_file(rank: int) -> str:

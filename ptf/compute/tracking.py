@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ptf import progress
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
+from ptf.workspace import progress
 
 CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time", "update_slices_suggested")
 

@@ -25,7 +25,7 @@ from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
-from ptf.credentials import HIDDEN, REFERENCE
+from ptf.workspace.credentials import HIDDEN, REFERENCE
 
 
 def load(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ptf.config.error import ConfigError
 from ptf.config.section import Plugin
 from ptf.config.tree import near
-from ptf.credentials import resolved
+from ptf.workspace.credentials import resolved
 
 T = TypeVar("T")
 PLUGIN_PATH = "PTF_PLUGIN_PATH"  # of which ptf/__init__.py takes notice

@@ -12,7 +12,7 @@ from ptf.config.cron import schedule
 from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
 from ptf.config.section import AlgoConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.credentials import is_secret
+from ptf.workspace.credentials import is_secret
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job

@@ -91,7 +91,7 @@ class AlgoConfig(Section):
     online: ClassVar[bool] = False
     """Whether it trains on what it generates, and so needs the section `rollout`; its recipe's `online` is this one."""
     held_out_metric: ClassVar[str] = "loss"
-    """Name of its held-out loss, as in `loss/NAME`; the gate (ptf/gate.py) compares it."""
+    """Name of its held-out loss, as in `loss/NAME`; the gate (ptf/evaluate/gate.py) compares it."""
     may_share_prefixes: ClassVar[bool] = False
     """Whether `data.share_prefixes` is implemented for it."""
 

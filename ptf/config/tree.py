@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ptf.credentials import HIDDEN, is_secret
+from ptf.workspace.credentials import HIDDEN, is_secret
 
 RESOLVERS = [  # (tag, pattern of the text, first characters)
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptf import file_verification, storage
+from ptf import storage
 from ptf.errors import UserError
+from ptf.storage import file_verification
 
 
 def prepare(plugin: Callable[[str], Any], key: str, root: str, verify_up_to: float = float("inf")) -> str:
     """Run `plugin(directory)` and return `{root}/{key}`, which then holds its files and a manifest.
 
-    A directory that an earlier run wrote under this key is verified (ptf.file_verification.verify) and reused. `key`
-    must identify the plugin and its arguments. Exceptions of the plugin propagate, and nothing is left behind.
+    A directory that an earlier run wrote under this key is verified (ptf.storage.file_verification.verify) and reused.
+    `key` must identify the plugin and its arguments. Exceptions of the plugin propagate, and nothing is left behind.
     """
     target = Path(root) / key
     if target.exists() and not (target / storage.MANIFEST).exists():

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptf import file_verification, progress, scratch, storage
+from ptf import storage
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
@@ -29,8 +29,10 @@ from ptf.data.sources.rows import SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
-from ptf.entry import end_with_parent
 from ptf.errors import UserError
+from ptf.storage import file_verification
+from ptf.workspace import progress, scratch
+from ptf.workspace.entry import end_with_parent
 
 ROWS_AT_ONCE = 256  # rows that a process receives at a time
 FEW_BYTES = 8 << 20  # a smaller source is encoded in one process
@@ -240,7 +242,7 @@ def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) 
 
 
 def whole(path: str, verify_up_to: float) -> dict[str, Any]:
-    """Return the manifest of tokenized data, once they are verified (ptf.file_verification).
+    """Return the manifest of tokenized data, once they are verified (ptf.storage.file_verification).
 
     Raises UserError that names what is wrong.
     """

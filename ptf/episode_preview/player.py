@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ptf import progress
 from ptf.config import Job
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.episode_preview.clock import Clock, EpisodeTimes, TimedEngine
@@ -17,6 +16,7 @@ from ptf.rl.event_loop import run_coroutine
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rewards.by_source import Rewards, mark_without_result, score_groups
 from ptf.rl.sampler import Sampler, seed_of
+from ptf.workspace import progress
 
 KEY = "try"  # of the seeds, so that they are those of no step
 

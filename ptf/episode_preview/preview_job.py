@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ptf import progress, scratch
 from ptf.compute.device_defaults import settled
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined
@@ -30,6 +29,7 @@ from ptf.rl.prompts import training_prompts
 from ptf.rl.rollout_role import rollout_options, sampler_spec, training_rewards, trie_of
 from ptf.rl.sampler import Sampler
 from ptf.train.starting_model import StartingModel
+from ptf.workspace import progress, scratch
 
 MOST_PROBED = 8  # episodes that each scripted probe plays
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptf import file_verification, progress, published_versions, storage
+from ptf import storage
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.model.checkpoint_mapping import Bits, PaddedRows, Rename, Slices, TensorMapping
@@ -44,6 +44,8 @@ from ptf.model.lora import Lora, Merged, adapter_names, initial_value, raise_if_
 from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weight_map
+from ptf.storage import file_verification, published_versions
+from ptf.workspace import progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
@@ -74,8 +76,8 @@ def local_directory(
 ) -> Path:
     """Return the local directory of a model or an adapter: a directory (of versions: the one named by the pointer), a
     URI (copied into `cache`), or a Hugging Face id, through its cache. A published version and a copy are verified
-    first (ptf.file_verification), up to `verify_up_to` bytes; None is for callers that read no weights, and verifies
-    nothing. Raises UserError if there is no such model."""
+    first (ptf.storage.file_verification), up to `verify_up_to` bytes; None is for callers that read no weights, and
+    verifies nothing. Raises UserError if there is no such model."""
     path = published_versions.latest(path) or path
     if "://" in path:
         into = cache or os.path.join("runs", "models")

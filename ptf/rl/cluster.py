@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from ptf import progress
 from ptf.compute.world import World
 from ptf.errors import UserError
+from ptf.workspace import progress
 
 F = TypeVar("F", bound=Callable)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from ptf import progress
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -41,6 +40,7 @@ from ptf.rl.validate import pass_rates
 from ptf.rl.weights.transport import transport_of
 from ptf.rl.weights.verification import SyncError
 from ptf.train.resume import raise_if_fixed_keys_changed
+from ptf.workspace import progress
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf import progress
 from ptf.compute.world import World, alone
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
@@ -23,6 +22,7 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import LogitsProcessing
 from ptf.train.batch_sharding import deal, shard_sequences_singly
+from ptf.workspace import progress
 
 
 def packed_batches(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ptf import progress
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -18,7 +17,6 @@ from ptf.config.logprob_limits import logprob_limits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import advice, with_lora_sync
-from ptf.credentials import redacted
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -52,6 +50,8 @@ from ptf.train.frozen_models import backend_of, located, raise_if_other_tokenize
 from ptf.train.job_tokenizer import with_run_rendering
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel, is_own_reference
+from ptf.workspace import progress
+from ptf.workspace.credentials import redacted
 
 
 @dataclass(frozen=True)

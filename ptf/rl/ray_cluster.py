@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptf import progress
 from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
@@ -17,6 +16,7 @@ from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
 from ptf.rl.cluster import OnResult, Pool, PoolSchedule, RoleSpec, joined_results, split
 from ptf.rl.replicas import HUNG_S, Replicas
+from ptf.workspace import progress
 
 
 class RoleRank(RankWorker):

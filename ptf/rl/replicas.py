@@ -11,10 +11,10 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecuto
 from typing import Any
 
 from ptf.compute.gang import Gang, put
-from ptf.credentials import redacted
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.cluster import OnResult, RoleSpec, joined_results
 from ptf.rl.weights.verification import SyncError
+from ptf.workspace.credentials import redacted
 
 HUNG_S = 60.0  # a replica whose heartbeat is older than this is replaced
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf import progress
 from ptf.compute.device_defaults import computes_on_gpu
 from ptf.compute.meter import peak_flops
 from ptf.config import Job
@@ -17,6 +16,7 @@ from ptf.errors import UserError
 from ptf.model import bridge, matrix_product
 from ptf.rl.cluster import RoleGroup
 from ptf.rl.rewards.by_source import Rewards, score_groups
+from ptf.workspace import progress
 
 CPU_FLOPS = 1e13  # of an evaluation by default: four minutes at 40 GFLOP/s, which two cores with AVX2 reach
 LEAST = 16  # prompts of each source, however long they take

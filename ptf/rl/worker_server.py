@@ -367,7 +367,7 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
 def serve(connection: mpc.Connection) -> None:
     """Answer questions until the pipe closes.
 
-    The process also ends with its parent (ptf.entry), even while the users' code hangs.
+    The process also ends with its parent (ptf.workspace.entry), even while the users' code hangs.
     """
     kind, what, timeout_s = connection.recv()
     pipe = Pipe(connection)

@@ -9,12 +9,12 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from ptf import scratch
 from ptf.storage.hashing import entry_of
 from ptf.storage.listings import exists, is_inside, names_below
 from ptf.storage.records import write_record
 from ptf.storage.store import Corrupt, Missing, on_disk, retry, store_of
 from ptf.storage.writing import replacing
+from ptf.workspace import scratch
 
 COPIED = ".files.json"  # after the name of a local copy of a remote directory: what it held when it was complete
 
@@ -36,7 +36,7 @@ def localize(uri: str, into: str | os.PathLike[str], without: Sequence[str] = ()
 
     A local directory is returned as it is, a remote one copied to a place of its own below `into`. The copy appears
     only when it is complete, whoever else makes it at the same time, and is made again only when something at `uri` has
-    changed. What it holds is written beside it, for `ptf.file_verification`. Raise Missing if nothing is there.
+    changed. What it holds is written beside it, for `ptf.storage.file_verification`. Raise Missing if nothing is there.
     """
     files, path = store_of(uri)
     if not retry(files, uri, lambda: files.exists(path)):

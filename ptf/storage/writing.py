@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptf import scratch
 from ptf.storage.hashing import Hashing
 from ptf.storage.listings import MANIFEST, exists
 from ptf.storage.reading import read_text
 from ptf.storage.store import Missing, on_disk, retry, store_of
+from ptf.workspace import scratch
 
 
 def write_text(uri: str, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptf import file_verification, storage
+from ptf import storage
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
@@ -23,6 +23,7 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.scalar import Scalar
+from ptf.storage import file_verification
 from ptf.train.components import abbreviated
 from ptf.train.export_settings import classifier_config, generation_files, padding_files
 

@@ -9,11 +9,12 @@ import datetime
 import os
 from pathlib import Path
 
-from ptf import scratch, storage
+from ptf import storage
 from ptf.config.schema import Job
 from ptf.data.rendering import Rendering, renders_date
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.workspace import scratch
 
 DATE = "date.json"  # in the run's directory
 

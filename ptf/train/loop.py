@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from ptf import progress
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
@@ -49,6 +48,7 @@ from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import computed_with, load_model
 from ptf.train.validate import held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
+from ptf.workspace import progress
 
 
 def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:

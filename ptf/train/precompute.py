@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf import progress, scratch, storage
+from ptf import storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
 from ptf.config import Job, resolve
@@ -44,6 +44,7 @@ from ptf.train.components import without_adapters
 from ptf.train.frozen_models import located
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
+from ptf.workspace import progress, scratch
 
 ROUND = 4  # micro-batches of each rank that are computed at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ptf import file_verification, scratch
 from ptf.compute.world import World
 from ptf.config.schema import Job
 from ptf.config.sections.model import ModelConfig, TokensConfig
@@ -20,9 +19,11 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.sizes import sizes_of
 from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
+from ptf.storage import file_verification
 from ptf.train.components import without_adapters, without_head
 from ptf.train.job_tokenizer import changes_rendering, rendered, renders_a_date
 from ptf.train.trainer import load_model
+from ptf.workspace import scratch
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import hashlib
 import time
 
-from ptf import progress
 from ptf.config import Job, fingerprint
 from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
@@ -14,6 +13,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry
 from ptf.train.dataloading import read_keys
 from ptf.train.source_specs import specs
+from ptf.workspace import progress
 
 SETTINGS = (
     "recipe",

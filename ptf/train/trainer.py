@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ptf import progress
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
@@ -32,6 +31,7 @@ from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
+from ptf.workspace import progress
 
 
 def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> tuple[Decoder, Family]:

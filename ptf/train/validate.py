@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ptf import progress
 from ptf.compute.world import World
 from ptf.data.sample import PackUnit
 from ptf.errors import UserError
@@ -13,6 +12,7 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import add_metrics, reduced
+from ptf.workspace import progress
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
         import json, sys
         from pathlib import Path
         from ptf.config import load
-        from ptf.measurement import measure_run
+        from ptf.evaluate.measurement import measure_run
         print("FOUND", json.dumps(measure_run(load(sys.argv[1]), Path(sys.argv[2]))))
     """
     job = yaml.safe_load((tmp_path / "runs" / "a" / "job.yaml").read_text())

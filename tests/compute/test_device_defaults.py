@@ -6,11 +6,12 @@ import pytest
 import torch
 import yaml
 
-from ptf import api, doctor
+from ptf import api
 from ptf.compute import device_defaults
 from ptf.compute.device_defaults import multiplies_bf16, settled
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, loads
+from ptf.inspection import doctor
 from ptf.rl.engines import native
 from ptf.run import read_job_file, run, settled_as_begun, write_job_file
 from tests.tiny import arithmetic

@@ -1,5 +1,5 @@
 """No process outlives who started it: not one that still imports, nor one whose parent was gone before its first line.
-The control: without `ptf.entry`, both do."""
+The control: without `ptf.workspace.entry`, both do."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ptf.entry import PARENT, PATH
+from ptf.workspace.entry import PARENT, PATH
 
 WITHIN_S = 60.0
 STALLS = """
@@ -143,7 +143,7 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     ranks = family.stalled()
     agent = ranks[0].parent()
     assert agent is not None
-    assert agent.cmdline()[2:4] == ["ptf.entry", "torch.distributed.run"]
+    assert agent.cmdline()[2:4] == ["ptf.workspace.entry", "torch.distributed.run"]
     agent.kill()
     assert until(lambda: all(rank.ppid() != agent.pid for rank in ranks))
     family.go.touch()
@@ -158,7 +158,7 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
     }
 
     def with_a_parent(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ptf.entry", *words]
+        command = [sys.executable, "-m", "ptf.workspace.entry", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     # the controls: with a parent it begins and says what is wrong, and a module that needs torch imports it

@@ -16,12 +16,12 @@ import pytest
 import ray
 from ray._raylet import get_authentication_mode
 
-from ptf import scratch
 from ptf.compute.gang import Gang, layout, make_pool, run_gang
 from ptf.compute.ray_session import ray_session
 from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
 from ptf.errors import UserError
+from ptf.workspace import scratch
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 

@@ -22,7 +22,7 @@ CODE = """
     import sys
     from pathlib import Path
     from ptf.config import load
-    from ptf.measurement import measure_run
+    from ptf.evaluate.measurement import measure_run
     from ptf.run import run
     job = load(sys.argv[1])
     directory = run(job, "a")

@@ -79,7 +79,7 @@ def test_nothing_that_a_run_imports_is_left_out() -> None:
     waiting, reached = (
         [
             "ptf.run",
-            "ptf.measurement",
+            "ptf.evaluate.measurement",
             *(name for name in there if name.startswith(("ptf.recipes.", "ptf.model.families", "ptf.tasks."))),
         ],
         set(),

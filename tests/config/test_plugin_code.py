@@ -104,6 +104,6 @@ def test_a_file_beside_the_config_hides_no_module_of_python_in_a_child(place: Pa
     root = str(Path(ptf.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": root, PLUGIN_PATH: str(place), **as_child()}
     for directory in (place, root):
-        command = [sys.executable, "-m", "ptf.entry", "near_reward"]
+        command = [sys.executable, "-m", "ptf.workspace.entry", "near_reward"]
         child = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
         assert child.stdout == "imported\n", child.stderr

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import load, resolve
 from ptf.data.tokenizer import Tokenizer
-from ptf.measurement import measure_held_out_rows
+from ptf.evaluate.measurement import measure_held_out_rows
 from ptf.run import resolved, run
 from ptf.train.tokenize import tokenize
 

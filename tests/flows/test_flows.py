@@ -13,8 +13,8 @@ from unittest.mock import ANY
 import pytest
 import yaml
 
-from ptf import published_versions
 from ptf.config import loads
+from ptf.storage import published_versions
 from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
 from tests.tiny import arithmetic
 

@@ -16,10 +16,10 @@ from ptf.config import ConfigError, loads
 from ptf.config.section import Plugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluation_check import check_evaluation
-from ptf.gate import Worse
-from ptf.measurement import auc, calibration_error, compute_own_metric, measure_run, raise_if_regression
-from ptf.publishing import _raise_if_worse
+from ptf.evaluate.evaluation_check import check_evaluation
+from ptf.evaluate.gate import Worse
+from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run, raise_if_regression
+from ptf.publish.publishing import _raise_if_worse
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences

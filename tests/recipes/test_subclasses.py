@@ -12,7 +12,7 @@ from ptf.config.load import model_paths, resolve
 from ptf.config.plugin_checks import load_checked
 from ptf.config.recipes import RECIPES
 from ptf.errors import UserError
-from ptf.gate import defaults
+from ptf.evaluate.gate import defaults
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.recipe import KD

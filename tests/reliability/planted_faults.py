@@ -55,7 +55,7 @@ def optimizer() -> None:
 
 def half_made() -> None:
     """Nobody removes what a killed process has left half-made."""
-    from ptf import scratch
+    from ptf.workspace import scratch
 
     scratch.sweep = lambda root, depth, name="": []
 

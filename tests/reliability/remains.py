@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from ptf.scratch import PREFIX
+from ptf.workspace.scratch import PREFIX
 from tests.leftovers import CACHES, GRACE_S
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

@@ -22,8 +22,8 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from ptf import file_verification, gate, published_versions, storage
 from ptf import run as running
+from ptf import storage
 from ptf.compute import lease as leases
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
@@ -35,10 +35,12 @@ from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sources import hub
 from ptf.data.sources.rows import blocks_once
 from ptf.data.tokenizer import Tokenizer
-from ptf.measurement import measure_run, read_row_metrics
+from ptf.evaluate import gate
+from ptf.evaluate.measurement import measure_run, read_row_metrics
 from ptf.model import bridge
 from ptf.rl.weights.stored import BucketFiles, write_buckets
 from ptf.rl.weights.verification import check
+from ptf.storage import file_verification, published_versions
 from ptf.train import job_tokenizer, starting_model
 from ptf.train.export import probe_of, raise_if_damaged
 from ptf.train.tokenize import tokenize

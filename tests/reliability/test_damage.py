@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ptf import file_verification, storage
+from ptf import storage
 from ptf.errors import UserError
+from ptf.storage import file_verification
 from tests.reliability import scenes
 from tests.reliability.damage import HARMS, SAID, Scene, put, trials
 from tests.reliability.scenes import SCENES, Made

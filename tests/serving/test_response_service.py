@@ -6,11 +6,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from ptf.conversation import Chat
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.rl.rewards.judge_prompt import JudgePrompt
 from ptf.rl.rewards.judge_reward import JudgeReward, UnreadableReply
+from ptf.serving.conversation import Chat
 from ptf.serving.public_endpoint import PublicEndpoint
 from ptf.serving.served_model import ServedModel
 from ptf.tasks.tiny import write_model

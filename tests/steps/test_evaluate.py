@@ -11,7 +11,7 @@ import yaml
 
 from ptf.config import loads
 from ptf.errors import Lost, Retryable, Stopped, UserError, is_transient
-from ptf.evaluation import TRIES
+from ptf.evaluate.evaluation import TRIES
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from steps.artifact import Artifact

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from ptf.errors import UserError
-from ptf.publishing import push
+from ptf.publish.publishing import push
 
 
 class Hub(ThreadingHTTPServer):

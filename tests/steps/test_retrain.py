@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import published_versions
 from ptf.config import ConfigError, loads
 from ptf.data.sources.rows import SourceSpec, stamps
 from ptf.errors import UserError
+from ptf.storage import published_versions
 from steps import retrain
 from steps.artifact import Artifact
 from steps.evaluate import evaluate

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ptf import published_versions
 from ptf.config import dump, load, loads
 from ptf.errors import UserError
+from ptf.storage import published_versions
 from steps.sweep import best, trials
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic

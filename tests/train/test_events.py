@@ -15,10 +15,10 @@ from ptf.config import loads
 from ptf.config.error import ConfigError
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluation_check import check_evaluation
+from ptf.evaluate.evaluation_check import check_evaluation
+from ptf.evaluate.measurement import measure_run
 from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
-from ptf.measurement import measure_run
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic

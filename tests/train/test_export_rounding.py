@@ -7,12 +7,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from ptf import export_comparison
 from ptf.config import loads
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.errors import UserError
-from ptf.export_comparison import adapter_difference, model_difference
 from ptf.model import rounding
+from ptf.publish import export_comparison
+from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.run import run
 from tests.tiny import SIZES, arithmetic, checkpoint
 

@@ -22,9 +22,9 @@ from ptf.config import ConfigError, loads
 from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.export_comparison import adapter_difference, model_difference
 from ptf.model import hf_backend
 from ptf.model.reference import export_difference
+from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
 from tests.model.wrappers import wrapper

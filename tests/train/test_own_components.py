@@ -17,8 +17,8 @@ from ptf.config import ConfigError, Job, loads
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.export_comparison import model_difference
-from ptf.measurement import measure_run
+from ptf.evaluate.measurement import measure_run
+from ptf.publish.export_comparison import model_difference
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import layer_factory_of

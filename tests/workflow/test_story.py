@@ -16,7 +16,8 @@ import pytest
 import s3fs
 import yaml
 
-from ptf import published_versions, storage
+from ptf import storage
+from ptf.storage import published_versions
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 from tests.workflow.gateway import Gateway, missing
@@ -179,7 +180,7 @@ CRASHES = {
         "train ptf.model.bridge:save_hf 1",
         "evaluate ptf.storage:write_text 1",
         "publish ptf.storage.copies:names_below 1 3",  # three files are there
-        "publish ptf.published_versions:point 1",  # all files are there
+        "publish ptf.storage.published_versions:point 1",  # all files are there
     ],
     "grpo": ["train ptf.storage:finish 2", "publish ptf.storage.copies:names_below 1 3"],
 }

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ptf import scratch
 from ptf.errors import UserError
+from ptf.workspace import scratch
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))

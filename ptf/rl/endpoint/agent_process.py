@@ -26,10 +26,10 @@ from typing import Any
 
 from ptf.config.plugin import plugin_path
 from ptf.config.sections.rollout import HarnessConfig
-from ptf.credentials import resolved
 from ptf.errors import UserError
 from ptf.rl.endpoint.agent_program import PREFIX
 from ptf.rl.endpoint.confined import ENDS_WITHIN_S, HarnessFault, ProcessEnded, confined, variables
+from ptf.workspace.credentials import resolved
 
 PROGRAM = Path(__file__).with_name("agent_program.py")
 STARTS_WITHIN_S = 120.0  # with the imports of the agent's module

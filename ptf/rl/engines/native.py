@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ptf import progress
 from ptf.compute.device_defaults import multiplies_bf16
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
@@ -44,6 +43,7 @@ from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
+from ptf.workspace import progress
 
 BATCH = 1024  # requests that are answered at once
 PREFILL_TOKENS = 8192  # of contexts that are computed in one pass on a GPU

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ptf import scratch
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.errors import UserError
@@ -33,6 +32,7 @@ from ptf.rl.engines.shared_memory import nothing_outlives_it
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.engines.vllm_support import hf_overrides, rotates_in_part
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
+from ptf.workspace import scratch
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
 # for the parts of a tensor-parallel engine: a forked process has its parent's locks, but not the threads that hold them

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ptf.config import Plugin, plugin
-from ptf.credentials import resolved
+from ptf.workspace.credentials import resolved
 
 COROUTINES = 256  # of a coroutine function without an attribute `max_concurrent_calls`
 THREADS = 64  # of a plain function without one

@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ptf.credentials import HIDDEN, SHORTEST, redacted
 from ptf.errors import UserError
 from ptf.rl.loopback import mounts
+from ptf.workspace.credentials import HIDDEN, SHORTEST, redacted
 
 if TYPE_CHECKING:
     import httpx

@@ -161,7 +161,7 @@ def test_auto_is_native_where_vllm_is_wrong(tmp_path):
 def test_an_evaluation_says_why_it_is_native(tmp_path, here, monkeypatch, capsys):
     from types import SimpleNamespace
 
-    from ptf import measurement
+    from ptf.evaluate import measurement
 
     monkeypatch.setattr(measurement, "pick_device", lambda device: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(measurement, "installed_build", lambda: GPU)

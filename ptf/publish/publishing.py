@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf import disk, gate, progress, published_versions, storage
+from ptf import storage
 from ptf.artifact import Artifact
 from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
-from ptf.export_comparison import adapter_difference, model_difference
-from ptf.measurement import raise_if_regression
-from ptf.model_card import card
+from ptf.evaluate import gate
+from ptf.evaluate.measurement import raise_if_regression
+from ptf.publish.export_comparison import adapter_difference, model_difference
+from ptf.publish.model_card import card
 from ptf.run import settled_as_begun
+from ptf.storage import published_versions
 from ptf.train.export import raise_if_damaged
 from ptf.training_run import raise_if_not_evaluated
+from ptf.workspace import disk, progress
 
 ATTEMPTS = 10
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", storage.MANIFEST)

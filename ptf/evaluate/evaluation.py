@@ -1,23 +1,25 @@
 """The evaluate stage: measure a run, or any model, with what a job holds out, and report it.
 
-`ptf.measurement` computes the metrics. This module holds the run's lease, because one process at a time works in a run,
-retries, prints a table, and records the metrics in the run's directory, where publishing reads them.
+`ptf.evaluate.measurement` computes the metrics. This module holds the run's lease, because one process at a time works
+in a run, retries, prints a table, and records the metrics in the run's directory, where publishing reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ptf import disk, gate, progress, published_versions, scratch
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
-from ptf.credentials import redacted
 from ptf.errors import Retryable, UserError, full_text, is_transient
-from ptf.evaluation_check import check_evaluation
-from ptf.measurement import measure_model, measure_run
+from ptf.evaluate import gate
+from ptf.evaluate.evaluation_check import check_evaluation
+from ptf.evaluate.measurement import measure_model, measure_run
 from ptf.model import bridge
 from ptf.run import settled_as_begun
+from ptf.storage import published_versions
 from ptf.training_run import record_evaluation
+from ptf.workspace import disk, progress, scratch
+from ptf.workspace.credentials import redacted
 
 TRIES = 3
 

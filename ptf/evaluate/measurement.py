@@ -1,7 +1,7 @@
 """Measurements of models: each function computes metrics, and writes their data into the run.
 
-`ptf.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records the
-metrics.
+`ptf.evaluate.evaluation` is the stage that calls them: it holds the run's lease, retries, prints a table and records
+the metrics.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ptf import gate, progress, storage
+from ptf import storage
 from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
@@ -25,8 +25,9 @@ from ptf.config.section import Plugin
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
+from ptf.evaluate import gate
+from ptf.evaluate.gate import Worse
 from ptf.events.model_ranking import rank
-from ptf.gate import Worse
 from ptf.model.decoder import Decoder
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reported
@@ -45,6 +46,7 @@ from ptf.train.frozen_models import checkpoint_section, load_frozen_models
 from ptf.train.starting_model import StartingModel
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics, held_out_sequence_losses
+from ptf.workspace import progress
 
 COMPARED = "compared.json"  # in the run's directory
 METRICS_OF = {"": "", "start/": "starting_model/"}  # directory of a model's responses → prefix of its metrics

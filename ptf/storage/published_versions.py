@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptf import file_verification, storage
+from ptf import storage
 from ptf.errors import UserError
-from ptf.storage import Corrupt
+from ptf.storage import Corrupt, file_verification
 
 POINTER = "latest.json"
 

@@ -4,8 +4,8 @@ Both models are measured on the same held-out rows, and their values are compare
 if the trained model is better. The trained model is refused if the whole 95 % interval of the mean improvement is below
 the limit, which is zero or, for `publish.metric`, −`publish.max_regression`; an interval that contains the limit does
 not prevent publishing. `publish.max_regression` is in the unit of `publish.metric`, so the limit of default metrics is
-zero. The comparison with the published version (`ptf.measurement.raise_if_regression`) is another one: of two numbers,
-without an interval, and with the same limit.
+zero. The comparison with the published version (`ptf.evaluate.measurement.raise_if_regression`) is another one: of two
+numbers, without an interval, and with the same limit.
 """
 
 import json
@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from ptf import file_verification, storage
+from ptf import storage
 from ptf.config import Job
 from ptf.config.inherited import algo_config
 from ptf.errors import UserError
+from ptf.storage import file_verification
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
 RESPONSES = "responses"  # directory in the run's: the greedy responses of the evaluate stage, one line per prompt
-RANKED = "ranked"  # directory in the run's: the ranking metrics of each user, written by ptf.measurement
+RANKED = "ranked"  # directory in the run's: the ranking metrics of each user, written by ptf.evaluate.measurement
 AGAIN = "run the evaluate stage again"
 FEWEST = 5  # with fewer rows there is no interval
 LEVEL = 0.975  # quantile at each end of a 95 % interval

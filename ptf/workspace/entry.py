@@ -1,5 +1,5 @@
-"""The first code of a process that ptf starts: `python -m ptf.entry MODULE ARGUMENTS…` runs a module as `python -m`
-would, bound to its parent.
+"""The first code of a process that ptf starts: `python -m ptf.workspace.entry MODULE ARGUMENTS…` runs a module as
+`python -m` would, bound to its parent.
 
 Nothing heavy is imported before the kernel was told to kill this process together with its parent, and before the
 parent was seen to be still alive. A process that first imports torch for seconds would outlive a parent that is killed
@@ -61,7 +61,7 @@ def _watch(parent: int) -> None:
 
 if __name__ == "__main__":
     if not os.environ.get(PARENT, "").isdigit():
-        sys.exit(f"ptf.entry is started by ptf, which sets {PARENT}; start the module itself instead")
+        sys.exit(f"ptf.workspace.entry is started by ptf, which sets {PARENT}; start the module itself instead")
     end_with_parent(int(os.environ[PARENT]))
     # `-m` puts the current directory first, where its files hide modules of Python
     sys.path[:] = os.environ[PATH].split(os.pathsep)

@@ -17,8 +17,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ptf import progress, scratch, storage
+from ptf import storage
 from ptf.storage import MANIFEST, Corrupt
+from ptf.workspace import progress, scratch
 
 FRESH_NS = 100_000_000  # a later write to a file that changed less than this ago may leave its times the same
 COARSE_NS = 2_000_000_000  # the same, for file systems that store times in whole seconds

@@ -1,0 +1,1 @@
+"""The evaluate stage, what it measures, and the gate before publishing."""

@@ -1,0 +1,1 @@
+"""The publish stage: its checks, and the card of the model."""
