@@ -59,7 +59,7 @@ TURNS, SAID, OBSERVED = 4, 32, 16  # of an agent: turns, sampled tokens of each,
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' ' + eos_token if m.role == 'assistant' else '' }} {% endfor %}"
 
 
-def tokenizer(directory: str) -> None:
+def tokenizer(directory: str, size: int = WORDS) -> None:
     """A word for each id, beside the model: a number, or for the first two a special token that is part of no number.
 
     Raises AssertionError where a prompt or an observation is not of as many tokens as it has words.
@@ -69,7 +69,7 @@ def tokenizer(directory: str) -> None:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *map(str, range(len(SPECIAL), WORDS))]
+    words = [*SPECIAL, *map(str, range(len(SPECIAL), size))]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL[0]))
     made.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     hf = PreTrainedTokenizerFast(
@@ -147,7 +147,7 @@ def ours(given: dict[str, Any]) -> None:
 
     def of_lengths(self: NativeEngine, requests: Sequence[Request]) -> list[Generation]:
         """Sample a step's responses, whose lengths are given; those of agents have one length."""
-        if len(requests) != RESPONSES:
+        if len(requests) != given["responses"]:
             return answer(self, requests)
         contexts.append(sum(len(one.context) for one in requests))
         if agents:
@@ -172,8 +172,8 @@ def ours(given: dict[str, Any]) -> None:
             "data": {"sources": {"prompts": {"path": str(data), "kind": "prompt"}}, "shuffle_buffer": 0},
             "rollout": {
                 "engine": "native",
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
+                "prompts_per_step": given["responses"] // given["group"],
+                "group_size": given["group"],
                 "max_new_tokens": SAID if agents else max(map(max, given["lengths"])),
                 "max_turns": TURNS,
                 **(

@@ -1,5 +1,5 @@
 """What benchmarks/real_models.py measures of pretrained models besides what a training changes: the log-probs of
-engines beside the trainer's, rewards computed again from the text, and the SFT step beside TRL's."""
+engines beside the trainer's, rewards computed again from the text, and the SFT and GRPO steps beside TRL's."""
 
 import json
 import math
@@ -25,6 +25,15 @@ TRL = (  # the four fastest settings of the grid of benchmarks/train_step.py in 
     "TRL, a document a pass, eager attention, heap kept",
     "TRL, packed, 1 row a pass, heap kept",
 )
+GRPO = {  # settings of TRL's generation and update, 16 responses a step; see the page of benchmarks/grpo_step.py
+    "TRL, 16 responses a pass, heap kept": {"pass": 16},
+    "TRL, 4 responses a pass, heap kept": {"pass": 4},
+    "TRL, 4 responses a pass, static cache, heap kept": {"pass": 4, "cache": "static"},
+    "TRL, 4 responses a pass, continuous batching of 16, heap kept": {
+        "pass": 4,
+        "continuous": {"max_requests_per_batch": 16, "page_size": 32, "num_blocks": 512},
+    },
+}
 
 
 def rows(place: Path) -> list[Row]:
@@ -177,6 +186,44 @@ def beside_trl(model: Path) -> dict[str, Interval]:
     ratios = [ours / theirs for ours, theirs in zip(rates["ptf"], rates[best], strict=True)]
     assert all(map(math.isfinite, ratios))
     return found | {f"ptf, of {best}": (median(ratios), min(ratios), max(ratios))}
+
+
+def grpo_beside_trl(model: Path) -> dict[str, Interval]:
+    """Return CPU-seconds of ptf's GRPO step and of TRL's at four settings, fp32: 4 prompts of 64 tokens, 4 responses of
+    128 tokens to each. Of TRL's fastest setting and of ptf, medians and ranges of three interleaved rounds.
+
+    Prompts and responses are random ids of the model's vocabulary, as in benchmarks/grpo_step.py.
+    """
+    from grpo_step import LR, TOKENS, texts, tokenizer
+    from train_step import round_of
+
+    responses, group, steps = 16, 4, 2  # the first step warms up
+    spent: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("config.json", "model.safetensors"):
+            (Path(place) / name).symlink_to(model / name)
+        tokenizer(place, json.loads((model / "config.json").read_text())["vocab_size"])
+        given = {"model": place, "texts": texts(steps + 1)[: responses // group * (steps + 1)], "case": "equal"}
+        given |= {"lengths": [[TOKENS] * responses] * steps, "turns": None, "observations": [], "lr": LR}
+        given |= {"responses": responses, "group": group, "dtype": "fp32", "steps": 1, "warmup": steps - 1}
+        given |= {"weights": "fp32", "attention": "sdpa", "cache": None, "continuous": None}
+
+        def measure(system: str, number: int) -> None:
+            one = given | {"seed": number} | GRPO.get(system, {})
+            made = round_of(system, one, "benchmarks/grpo_step.py", "benchmarks/peers/trl_grpo.py")
+            assert "refused" not in made, made
+            assert made["tokens"] == [TOKENS * responses], made
+            spent.setdefault(system, []).extend(made["cpu_s"])
+
+        for system in ("ptf", *GRPO):
+            measure(system, 0)
+        best = min(GRPO, key=lambda system: spent[system][0])
+        for number in range(1, ROUNDS):
+            measure("ptf", number)
+            measure(best, number)
+    found = {system: (median(each), min(each), max(each)) for system, each in spent.items()}
+    ratios = [theirs / ours for ours, theirs in zip(spent["ptf"], spent[best], strict=True)]
+    return found | {f"{best}, times ptf": (median(ratios), min(ratios), max(ratios))}
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

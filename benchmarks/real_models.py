@@ -36,7 +36,17 @@ import numpy as np  # noqa: E402
 
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from benchmarks.pages import write_page  # noqa: E402
-from benchmarks.real_measures import Interval, Row, beside_trl, exactly, logprobs, rewarded, rows, table  # noqa: E402
+from benchmarks.real_measures import (  # noqa: E402
+    Interval,
+    Row,
+    beside_trl,
+    exactly,
+    grpo_beside_trl,
+    logprobs,
+    rewarded,
+    rows,
+    table,
+)
 
 MODELS = Path(os.environ.get("PTF_MODELS") or ROOT / "data" / "models")
 SMOLLM2, CODER = MODELS / "smollm2-135m-instruct", MODELS / "qwen2.5-coder-0.5b-instruct"
@@ -103,6 +113,7 @@ def units() -> dict[str, Unit | Measurement]:
             of = functools.partial(logprobs, SMOLLM2, engine, precision)
             made[f"log-probs, {engine}, {precision}"] = Measurement(of)
     made["beside TRL"] = Measurement(functools.partial(beside_trl, SMOLLM2), alone=True)
+    made["GRPO beside TRL"] = Measurement(functools.partial(grpo_beside_trl, SMOLLM2), alone=True)
     return made
 
 
@@ -432,11 +443,10 @@ def page(found: Mapping[str, Row]) -> int:
         ],
     )
     for row in made:
-        if row["unit"] == "beside TRL":
-            lines += ["", "## The SFT step beside TRL's", "", ABOUT["TRL"].format(row["commit"]), ""]
-            lines += table(
-                ["", "tokens per CPU-second, or ratio"], [[n, shown(value, 2)] for n, value in row["found"].items()]
-            )
+        if row["unit"] in BESIDE:
+            heading, column = BESIDE[row["unit"]]
+            lines += ["", f"## {heading}", "", ABOUT[row["unit"]].format(row["commit"]), ""]
+            lines += table(["", column], [[n, shown(value, 2)] for n, value in row["found"].items()])
     lines += ["", "## Commands", ""] + [f"- {r['unit']}: `{r['command'].strip()}`" for r in made if "command" in r]
     machines = ", ".join(sorted({row["machine"] for row in made}) or [cpu()])
     told = [
@@ -453,6 +463,10 @@ def page(found: Mapping[str, Row]) -> int:
     return write_page(RESULTS, about, lines, [name for name in order if name not in found])
 
 
+BESIDE = {
+    "beside TRL": ("The SFT step beside TRL's", "tokens per CPU-second, or ratio"),
+    "GRPO beside TRL": ("The GRPO step beside TRL's", "CPU-seconds a step, or ratio"),
+}
 ABOUT = {
     "page": (
         "SmolLM2-135M-Instruct (Q4_1) and Qwen2.5-Coder-0.5B-Instruct (Q4_K_M), dequantised from GGUF: not the\n"
@@ -488,9 +502,14 @@ ABOUT = {
         "The plan counts a GPU's memory: weights, gradients, optimizer, and the activations of a full sequence. What\n"
         "was resident has Python and its libraries too (about half a GiB)."
     ),
-    "TRL": (
+    "beside TRL": (
         "fp32, one sequence of 1,024 tokens a step, one thread; real tokens per CPU-second, median and range of three\n"
         "interleaved rounds, the same weights, tokens and losses ([train_step.md](train_step.md) says how). Commit {}."
+    ),
+    "GRPO beside TRL": (
+        "fp32, 4 prompts of 64 tokens, 4 responses of 128 tokens to each, one thread. CPU-seconds of a whole\n"
+        "step, from prompts to new weights in the engine: the second of two. Three interleaved rounds of ptf and\n"
+        "of TRL at its fastest setting, one of its others. [grpo_step.md](grpo_step.md) says how. Commit {}."
     ),
 }
 
