@@ -113,7 +113,7 @@ def units() -> dict[str, Unit | Measurement]:
             of = functools.partial(logprobs, SMOLLM2, engine, precision)
             made[f"log-probs, {engine}, {precision}"] = Measurement(of)
     made["beside TRL"] = Measurement(functools.partial(beside_trl, SMOLLM2), alone=True)
-    made["GRPO beside TRL"] = Measurement(functools.partial(grpo_beside_trl, SMOLLM2), alone=True)
+    made["beside TRL, GRPO"] = Measurement(functools.partial(grpo_beside_trl, SMOLLM2), alone=True)
     return made
 
 
@@ -465,7 +465,7 @@ def page(found: Mapping[str, Row]) -> int:
 
 BESIDE = {
     "beside TRL": ("The SFT step beside TRL's", "tokens per CPU-second, or ratio"),
-    "GRPO beside TRL": ("The GRPO step beside TRL's", "CPU-seconds a step, or ratio"),
+    "beside TRL, GRPO": ("The GRPO step beside TRL's", "CPU-seconds a step, or ratio"),
 }
 ABOUT = {
     "page": (
@@ -506,7 +506,7 @@ ABOUT = {
         "fp32, one sequence of 1,024 tokens a step, one thread; real tokens per CPU-second, median and range of three\n"
         "interleaved rounds, the same weights, tokens and losses ([train_step.md](train_step.md) says how). Commit {}."
     ),
-    "GRPO beside TRL": (
+    "beside TRL, GRPO": (
         "fp32, 4 prompts of 64 tokens, 4 responses of 128 tokens to each, one thread. CPU-seconds of a whole\n"
         "step, from prompts to new weights in the engine: the second of two. Three interleaved rounds of ptf and\n"
         "of TRL at its fastest setting, one of its others. [grpo_step.md](grpo_step.md) says how. Commit {}."
