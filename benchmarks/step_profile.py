@@ -4,14 +4,13 @@
 
 The step is that of benchmarks/train_step.py, on one thread: the same shapes, lengths and weights. torch's profiler
 gives the seconds of each operation, without those that it calls; they are summed by kind (`KINDS`). Every matrix
-product of the step is then repeated alone, on random matrices of the same shapes and dtype that lie in the caches, by
-torch's way, by oneDNN's and, for gradients of weights in bf16, by ptf's: the fastest times together, or those in the
-step where they are less, are the least that a step can take with these libraries. Writes results/step_profile.md.
+product of the step is then repeated alone, on random matrices of the same shapes and dtype that lie in the caches: the
+fastest times together, or those in the step where they are less, are the least that a step can take with torch's
+products. Writes results/step_profile.md.
 """
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -31,8 +30,8 @@ from train_step import documents, prepared, start
 RESULTS = results_page("step_profile.md")
 # parts of an operation's name, without aten::; the first that fits counts
 KINDS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("mm", "addmm", "addmm_", "bmm", "mkldnn::_linear_pointwise", "pairedlinearbackward"),
-    "attention, backward": ("attention_for_cpu_backward", "attention_backward", "attentionbackward"),
+    "matrix products": ("mm", "addmm", "addmm_", "bmm"),
+    "attention, backward": ("attention_for_cpu_backward", "attention_backward"),
     "attention, forward": ("attention",),
     "optimizer, norm of the gradient": ("adam", "foreach", "linalg", "vector_norm"),
     "softmax and loss": ("softmax", "gather", "scatter", "logsumexp", "crossentropy"),
@@ -55,7 +54,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 OTHER = "the rest, with Python"
-HEAD = "head in bf16: its products, softmax and loss"  # ptf/model/cpu_kernels/head.cpp
 LARGEST = 6  # operations of a table
 
 
@@ -71,29 +69,11 @@ def kind_of(name: str) -> str:
     return OTHER
 
 
-def by_head_kernel(event: Any) -> bool:
-    """Whether an operation is the loss of a head with products of its own."""
-    by_others = ("mm", "linear")
-    return event.name == "_CrossEntropy" and not any(
-        part in child.name for child in event.cpu_children for part in by_others
-    )
-
-
 def products(events: Any) -> Counter[tuple[Any, ...]]:
-    """How often each product of two matrices was computed, [rows, inner] by [inner, columns]; ptf's own kernels too."""
+    """How often each product of two matrices was computed, [rows, inner] by [inner, columns]."""
     found = Counter[tuple[Any, ...]]()
     for event in events:
-        if event.name == "_PairedLinear":
-            (*rows, inner), (columns, _) = event.input_shapes[:2]
-            found[(columns, math.prod(rows)), (math.prod(rows), inner)] += 1
-        elif by_head_kernel(event):
-            (rows, inner), (columns, _) = event.input_shapes[:2]
-            for a, b in (((rows, inner), columns), ((rows, columns), inner), ((columns, rows), inner)):
-                found[a, (a[1], b)] += 1
-        if event.name == "mkldnn::_linear_pointwise":
-            (*rows, inner), (columns, _) = event.input_shapes[:2]
-            found[(math.prod(rows), inner), (inner, columns)] += 1
-        elif event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
             a, b = event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
             found[tuple(a), tuple(b)] += 1
     return found
@@ -113,25 +93,13 @@ def alone(found: Counter[tuple[Any, ...]], dtype: str) -> tuple[float, float]:
     """Seconds of these products by themselves, each at its fastest, and their FLOPs."""
     import torch
 
-    from ptf.model import matrix_product
-    from ptf.model.cpu_kernels.layers import gradient_of_weight
-    from ptf.model.cpu_kernels.library import loaded
-
-    kernels = loaded()
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     seconds = flops = 0.0
     for (a, b), times in found.items():
         left, right = torch.randn(a, dtype=kind), torch.randn(b, dtype=kind)
         # as a linear layer computes: x · Wᵀ forward, g · W and gᵀ · x backward; the fastest order in memory counts
         orders = (right, right.t().contiguous().t())
-        ways = [partial(torch.mm, left, one) for one in orders]
-        ways += [partial(matrix_product.linear, left, one.t()) for one in orders]
-        wide = (
-            kernels is not None and kernels.multiplies_pairs and not any(n % (2 * kernels.width) for n in (a[0], b[1]))
-        )
-        if wide and dtype == "bf16":
-            ways.append(partial(gradient_of_weight, left.t().contiguous(), right))
-        seconds += times * min(map(fastest, ways))
+        seconds += times * min(fastest(partial(torch.mm, left, one)) for one in orders)
         flops += times * 2 * a[0] * a[1] * b[1]
     return seconds, flops
 
@@ -164,7 +132,7 @@ def profiled(given: dict[str, Any]) -> dict[str, Any]:
             slowed = time.process_time() - began
     kinds, calls = Counter[str](), Counter[str]()
     for event in traced.events():
-        kinds[HEAD if by_head_kernel(event) else kind_of(event.name)] += event.self_cpu_time_total / 1e6
+        kinds[kind_of(event.name)] += event.self_cpu_time_total / 1e6
     for event in traced.key_averages():
         calls[event.key] += event.self_cpu_time_total / 1e6
     kinds[OTHER] += max(0.0, slowed - sum(kinds.values()))
@@ -215,7 +183,7 @@ def measured(name: str, dtype: str, rounds: int) -> dict[str, Any]:
 def table(name: str, dtype: str, found: dict[str, Any]) -> str:
     """The section of a model and a dtype."""
     step, total, attending = found["step_s"], sum(found["kinds"].values()), found["attention_flops"]
-    multiplying = sum(found["kinds"].get(kind, 0.0) for kind in ("matrix products", HEAD))
+    multiplying = found["kinds"]["matrix products"]
     inside, most = multiplying * step / total, found["flops"] / 1e9
     least = min(found["products_s"], inside)
     rows = [
@@ -259,11 +227,8 @@ def main() -> None:
         f"The step of [train_step.md](train_step.md): packed sequences of {WIDTH:,} tokens, {HEADS}, one thread. "
         f"CPU-seconds are the median of {asked.rounds} steps\n"
         "without a profiler; shares are torch's profiler's of one more step, which makes many small operations dearer "
-        "than they are. *Matrix products* are the\nproducts by themselves: what oneDNN adds to a sum or copies to its "
-        "place counts with the additions and the copies. *Alone*: each of the step's products\non random matrices of "
-        "its shapes that lie in the caches, by the fastest of torch's way, oneDNN's and, for gradients of weights, "
-        "ptf's. In bf16 a CPU with\nAVX512-BF16 has the head's products and its loss in one kernel, whose time counts "
-        "as that of products.\n\n" + "\n".join(sections)
+        "than they are. *Alone*: each of the step's products\non random matrices of its shapes that lie in the "
+        "caches, in the faster of two orders in memory.\n\n" + "\n".join(sections)
     )
     print(f"wrote {RESULTS.name}")
 

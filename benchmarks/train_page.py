@@ -128,7 +128,7 @@ def write(rounds: int) -> None:
 def attention(system: str) -> str:
     """What the attention of a system computes, for the page."""
     if system in OURS:
-        return "cpu_kernels, document by document"
+        return "SDPA, document by document"
     cell = CELLS[system]
     kind = {"sdpa": "SDPA", "eager": "eager", "flex_attention": "FlexAttention"}[cell["attention"]]
     if cell["attention"] == "flex_attention" or (cell["compile"] and cell["form"] == "documents"):

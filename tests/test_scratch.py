@@ -61,13 +61,6 @@ def test_a_name_that_is_not_ours_stays(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_with_a_name_what_others_left_stays(tmp_path):
-    for name in ("mine-a", "theirs-a"):
-        (tmp_path / f"{scratch.PREFIX}{name}.0").touch()
-    assert [path.name for path in scratch.sweep(tmp_path, 0, "mine-")] == [f"{scratch.PREFIX}mine-a.0"]
-    assert [path.name for path in tmp_path.iterdir()] == [f"{scratch.PREFIX}theirs-a.0"]
-
-
 @pytest.mark.parametrize("make", [scratch.directory, scratch.file])
 def test_it_is_gone_after_an_error_and_stays_where_it_was_renamed_to(tmp_path, make):
     with pytest.raises(ZeroDivisionError), make(tmp_path / "a"):

@@ -48,7 +48,7 @@ from ptf.errors import Lost
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
 
 # environment variables that every rank gets: it may run on another machine, and may import torch before ptf
-PASSED_ON = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PTF_MATRIX_PRODUCTS", "PTF_PLUGIN_PATH")
+PASSED_ON = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PTF_PLUGIN_PATH")
 # seconds to wait after the first failure: one rank's error makes the collectives of the other ranks fail, so the error
 # that explains the others may arrive later
 ECHO_S = 2.0

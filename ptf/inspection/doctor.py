@@ -74,19 +74,13 @@ def _devices() -> Iterator[Finding]:
         else ""
     )
     yield Finding("GPUs", str(seen), problem)
-    from ptf.model.cpu_kernels.library import library, unavailable
-
-    lost = unavailable()
-    slower = f"{lost}: on a CPU, training computes with PyTorch's functions, which takes longer"
-    yield Finding("cpu_kernels", "–" if lost else library().version, slower if lost else "")
     for i in range(seen):
         facts = torch.cuda.get_device_properties(i)
         bf16 = "" if facts.major >= 8 else "no bfloat16 in hardware: train.precision: fp32"
         yield Finding(
             f"GPU {i}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute {facts.major}.{facts.minor}", bf16
         )
-    on_cpu = "SDPA per document" if lost else "cpu_kernels"
-    yield Finding("attention", "FlexAttention" if seen else f"{on_cpu} (no GPU)")
+    yield Finding("attention", "FlexAttention" if seen else "SDPA per document (no GPU)")
     if not seen:
         amx = torch.backends.cpu.get_cpu_capability()
         slow = "" if multiplies_bf16() else "no bf16 in hardware: train.precision: auto is fp32"

@@ -1,7 +1,7 @@
 """Losses over hidden states, without a tensor of all logits [B, T, V] in memory.
 
 Positions that are not trained are dropped before the head; the others go through it in chunks, whose size depends on
-the device (`chunk_bytes`, and cpu_kernels/head.py). Every function returns a sum or per-token values.
+the device (`chunk_bytes`). Every function returns a sum or per-token values.
 
 The gradient is computed from the logits in the forward pass, so that a chunk needs three GEMMs a step and no
 recomputation. Only `token_logprobs` recomputes its logits, because its upstream gradient is not known in the forward
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from ptf.model.cpu_kernels import head as cpu_head
 from ptf.model.head import Head
-from ptf.model.matrix_product import differentiable_once
-from ptf.model.projection import Chunks, Projection, by_cpu_kernel, rows_of_a_block, summed
+from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20  # on a CPU
@@ -44,19 +43,19 @@ def logit_bytes(head: Head) -> int:
     return 4 if head.weight.device.type == "cuda" else head.weight.element_size()
 
 
-def chunks_of(n: int, *heads: Head, buffers: int = 1, whole: bool = False) -> Chunks:
+def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
     """Return the chunks of n positions. They are the same on all ranks of a group, since each chunk is a collective.
 
     On CUDA, a computation that needs several `buffers` as large as its logits gets smaller chunks, so that all of them
-    together take what one takes elsewhere. There, in a group and if they are to be `whole`, a chunk is one block; on a
-    CPU blocks are as large as the caches of its threads.
+    together take what one takes elsewhere. There and in a group, a chunk is one block; on a CPU blocks are as large as
+    the caches of its threads.
     """
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
     device = heads[0].weight.device
     each = logit_bytes(heads[0]) * (buffers if device.type == "cuda" else 1)
     size = max(1, chunk_bytes(device) // (each * rows))
     block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
-    whole |= device.type == "cuda" or any(h.group is not None for h in heads)
+    whole = device.type == "cuda" or any(h.group is not None for h in heads)
     return Chunks(n, size, size if whole else block)
 
 
@@ -87,19 +86,6 @@ def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
 
 
-def by_head_kernel(x: Tensor, head: Head, processing: LogitsProcessing = NO_LOGITS_PROCESSING) -> bool:
-    """Return whether ptf's kernel for CPUs computes the head's products and its log-probs together."""
-    return by_cpu_kernel(head) and processing == NO_LOGITS_PROCESSING and cpu_head.computes(x, head.weight)
-
-
-def _by_head_kernel(
-    ctx: Any, x: Tensor, weight: Tensor, head: Head, targets: Tensor, weights: Tensor
-) -> cpu_head.HeadLogprobs:
-    """Return what the kernel computes for a function whose first arguments are x and the weight."""
-    of_x, of_weight, *_ = ctx.needs_input_grad
-    return cpu_head.logprobs(x, weight, head.real, targets, weights, of_x=of_x, of_weight=of_weight)
-
-
 class _CrossEntropy(Function):
     """Weighted cross-entropy: the sum, and the weighted loss of each target, which has no gradient."""
 
@@ -107,10 +93,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if by_head_kernel(x, head):
-            values, _, *gradients = _by_head_kernel(ctx, x, weight, head, targets, weights)
-            return _CrossEntropy._weighed(ctx, values, weights, head, *gradients, None)
-        chunks, where = chunks_of(len(x), head, whole=by_cpu_kernel(head)), _Targets(targets, head)
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for block in chunks:
@@ -123,20 +106,14 @@ class _CrossEntropy(Function):
                 projection.accumulate(
                     block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), weights[block]
                 )
-        return _CrossEntropy._weighed(ctx, values, weights, head, *projection.gradients())
-
-    @staticmethod
-    def _weighed(
-        ctx: Any, logprobs: Tensor, weights: Tensor, head: Head, *gradients: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*gradients)
-        values = -summed(logprobs * weights, head.group)
+        ctx.save_for_backward(*projection.gradients())
+        values = -summed(values * weights, head.group)
         ctx.mark_non_differentiable(values)
         return values.sum(dtype=torch.float32), values
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
         return *scaled(ctx, grads[0]), None, None, None
 
 
@@ -158,9 +135,6 @@ class _Surrogate(Function):
         trie_states: Tensor | None,
         coefficients: Tensor,
     ) -> tuple[Tensor, ...]:
-        if by_head_kernel(x, head, processing):
-            picked, entropy, *gradients = _by_head_kernel(ctx, x, weight, head, targets, coefficients)
-            return _Surrogate._unscaled(ctx, coefficients, picked, entropy, torch.zeros_like(picked), *gradients, None)
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, processing, targets, trie_states, ctx.needs_input_grad[:3])
         picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -172,19 +146,13 @@ class _Surrogate(Function):
             if any(ctx.needs_input_grad):
                 projection.accumulate(block, where.subtract(block, logprobs), coefficients[block])
         picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
-        return _Surrogate._unscaled(ctx, coefficients, picked, entropy, slack, *projection.gradients())
-
-    @staticmethod
-    def _unscaled(
-        ctx: Any, coefficients: Tensor, picked: Tensor, entropy: Tensor, slack: Tensor, *gradients: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*projection.gradients())
         ctx.mark_non_differentiable(picked, entropy, slack)
         return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
         return *scaled(ctx, grads[0]), None, None, None, None, None
 
 
@@ -202,23 +170,15 @@ class _TokenLogprobs(Function):
         processing: LogitsProcessing,
         trie_states: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        if by_head_kernel(x, head, processing):
-            picked, entropy, *_ = cpu_head.logprobs(x, weight, head.real, targets, None, of_x=False, of_weight=False)
-            slack = torch.zeros_like(picked)
-        else:
-            chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-            projection = Projection(x, head, chunks, processing, targets, trie_states)
-            picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
-            entropy = torch.empty_like(picked)
-            for block in chunks:
-                logprobs = projection.logprobs(block)
-                picked[block] = where.pick(block, logprobs)
-                entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
-            picked, entropy, slack = (
-                summed(picked, head.group),
-                summed(entropy, head.group),
-                projection.slack_of(picked),
-            )
+        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
+        projection = Projection(x, head, chunks, processing, targets, trie_states)
+        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        entropy = torch.empty_like(picked)
+        for block in chunks:
+            logprobs = projection.logprobs(block)
+            picked[block] = where.pick(block, logprobs)
+            entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
+        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
         ctx.mark_non_differentiable(slack)
         ctx.save_for_backward(x, weight, bias, targets, entropy, trie_states)
         ctx.head, ctx.processing = head, processing
@@ -227,17 +187,12 @@ class _TokenLogprobs(Function):
         return picked, entropy, slack
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # type: ignore[override]
         x, weight, bias, targets, entropy, trie_states = ctx.saved_tensors
         head = replace(ctx.head, weight=weight, bias=bias)
-        by_kernel = by_head_kernel(x, head, ctx.processing)
-        if grads[0] is not None and grads[1] is None and by_kernel:
-            _, _, *gradients = _by_head_kernel(ctx, x, weight, head, targets, -grads[0])
-            return *gradients, None, None, None, None, None
         chunks, where = chunks_of(len(x), head), _Targets(targets, head)
         projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
-        entropy = entropy.clone() if by_kernel else entropy
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else projection.new_block()
         for block in chunks:
@@ -247,8 +202,6 @@ class _TokenLogprobs(Function):
                     block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), of_logprobs[block]
                 )
                 continue
-            if by_kernel:  # the entropy of these logits, which it did not round
-                entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
             p = projection.probabilities(logprobs, out=spare[: len(logprobs)])
             bent = logprobs.add_(entropy[block, None]).mul_(p).mul_(of_entropy[block, None])  # ∂H/∂z = −p (log p + H)
             bent += where.subtract(block, p).mul_(of_logprobs[block, None])

@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
-from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
 from ptf.model.latent_attention import LatentAttention
@@ -140,9 +139,7 @@ class Decoder(nn.Module):
         return (
             Scalar(weight)
             if c.head == "scalar"
-            else Head(
-                weight, c.vocab, c.softcap, first=self.first, group=self.group, cpu_kernels=CPU_KERNELS in self.kernels
-            )
+            else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group)
         )
 
     def load_balancing_loss(self) -> Tensor | None:

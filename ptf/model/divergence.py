@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ptf.model.chunked import chunks_of, function_inputs, scaled, trained_positions
 from ptf.model.head import Head
-from ptf.model.matrix_product import differentiable_once
 from ptf.model.projection import FLOOR, Chunks, Projection, summed
 from ptf.model.sampling import LogitsProcessing
 
@@ -143,8 +143,8 @@ class _Divergence(Function):
         return (values * weights).sum(dtype=torch.float32)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
         return *scaled(ctx, grads[0]), *[None] * 7
 
 

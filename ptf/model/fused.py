@@ -1,11 +1,10 @@
-"""Kernels that training uses in place of PyTorch's functions. On a GPU those of other packages, where they are
-installed: attention by flash_attn 4 or 2, gates by liger_kernel, the rule of linear attention by fla
-(flash-linear-attention). On a CPU ptf's own (ptf/model/cpu_kernels), where the machine has a C++ compiler.
+"""Kernels of other packages that training uses on a GPU in place of PyTorch's functions, where they are installed:
+attention by flash_attn 4 or 2, gates by liger_kernel, the rule of linear attention by fla (flash-linear-attention).
 
-They compute what PyTorch's functions do, up to rounding (tests/gpu/test_fused.py and tests/model/cpu_kernels compare
-them). Left out: Liger's norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which
-writes into queries and keys that the backward pass may have saved; its losses, which know no weights of tokens.
-ptf's native engine generates with those for CPUs, and keeps its attention on a GPU.
+They compute what PyTorch's functions do, up to rounding (tests/gpu/test_fused.py compares them). Left out: Liger's
+norms, which are slower than compiled ones (docs/gpu_status.md); its rotary embedding, which writes into queries and
+keys that the backward pass may have saved; its losses, which know no weights of tokens. ptf's native engine keeps its
+attention.
 """
 
 import functools
@@ -20,11 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptf.errors import UserError
-from ptf.model.attention import Attend, Attention, Flex, PackedDelta
+from ptf.model.attention import Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
-from ptf.model.cpu_kernels import layers as cpu_layers
-from ptf.model.cpu_kernels.attention import CpuAttention
-from ptf.model.cpu_kernels.library import CPU_KERNELS, Unavailable, library, missed, unavailable
 from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet
@@ -32,17 +28,14 @@ from ptf.model.layers import MLP
 from ptf.model.moe import Experts
 from ptf.varlen import Varlen
 
-Package = Literal["cpu_kernels", "flash_attn", "flash_attn_4", "liger_kernel", "fla"]
+Package = Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]
 DISTRIBUTIONS = {
     "flash_attn": "flash-attn",
     "flash_attn_4": "flash-attn-4",
     "liger_kernel": "liger-kernel",
     "fla": "flash-linear-attention",
 }
-MODULES = {
-    "flash_attn_4": "flash_attn.cute",
-    CPU_KERNELS: "ptf.model.cpu_kernels",
-}  # where they are not called like the package
+MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
 OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
 HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,
 AFTER_BLACKWELL = (12, 0)  # and from here on none that repeats
@@ -51,13 +44,13 @@ MOST_HEAD_DIM = 256  # of flash_attn
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None; of ptf's kernels for CPUs, what compiled them.
+    """Return the version of an installed package, or None.
 
     The distribution counts: flash-attn-4 has a module `flash_attn`, too, without the functions of flash-attn.
     """
     try:
-        return library().version if package == CPU_KERNELS else version(DISTRIBUTIONS[package])
-    except (PackageNotFoundError, Unavailable):
+        return version(DISTRIBUTIONS[package])
+    except PackageNotFoundError:
         return None
 
 
@@ -88,19 +81,8 @@ def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str,
     return found
 
 
-def generation_kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
-    """Return the packages of `train.fused` that the native engine uses: on a CPU ptf's own, if the setting has them.
-
-    Raises UserError where they are asked for by name and cannot be used.
-    """
-    asked: Setting = setting if setting == "auto" else [CPU_KERNELS for package in setting if package == CPU_KERNELS]
-    return kernels(asked, device, precision) if device.type == "cpu" else {}
-
-
 def why_not(package: Package, device: torch.device, precision: str) -> str | None:
     """Return why a package cannot be used on a device, or None if it can."""
-    if package == CPU_KERNELS:
-        return f"it computes on a CPU, and this run on {device}" if device.type != "cpu" else unavailable()
     if device.type != "cuda":
         return f"it needs a GPU, and this run computes on {device}"
     if package in OF_16_BITS and precision != "bf16":
@@ -125,9 +107,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 def use(model: Decoder, packages: Mapping[str, str]) -> None:
     """Let a decoder compute with these packages."""
     model.kernels = packages
-    if CPU_KERNELS in packages:
-        cpu_layers.use(model)
-        model.attention = _on_cpu
     if "liger_kernel" in packages:
         _use_liger(model)
     if "fla" in packages:
@@ -172,31 +151,11 @@ def attention_of(model: Decoder, device: torch.device) -> str:
 def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
     """Return what computes a model's softmax attention on a device."""
     if (package := flash_of(model.kernels)) is None:
-        return "flex_attention" if device.type == "cuda" else _cpu_attention_of(model)
+        return "flex_attention" if device.type == "cuda" else "SDPA per document"
     name = f"flash_attn {model.kernels[package]}"
     if reason := obstacle(model.config, package):
         return f"flex_attention (not {name}: {reason})"
     return f"{name} (flex_attention for documents that share a prefix)"
-
-
-def _on_cpu(segments: Tensor, positions: Tensor, varlen: Varlen | None) -> Attend:
-    return CpuAttention(segments, positions)
-
-
-def _cpu_attention_of(model: Decoder) -> str:
-    """Return what computes a model's softmax attention on a CPU."""
-    by_torch, c = "SDPA per document", model.config
-    if (has := model.kernels.get(CPU_KERNELS)) is None:
-        reason = missed()
-        return f"{by_torch} (no cpu_kernels: {reason})" if reason else by_torch
-    kind = f"cpu_kernels ({has})"
-    if c.attention_softcap is not None:
-        return f"{by_torch} (not {kind}: scores are soft-capped)"
-    if c.latent is not None and c.value_dim != c.head_dim:
-        return f"{by_torch} (not {kind}: values are not as wide as keys)"
-    if c.head_dim % library().width:
-        return f"{by_torch} (not {kind}: heads of {c.head_dim} are no multiple of {library().width})"
-    return kind
 
 
 def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:

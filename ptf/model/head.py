@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-
-from ptf.model.matrix_product import linear
 
 
 def sums_in_fp32(x: Tensor) -> bool:
@@ -39,7 +38,7 @@ class _WideProduct(Function):
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [..., D] · weight [V, D]ᵀ in fp32."""
     if not sums_in_fp32(x):
-        return linear(x, weight).float()
+        return F.linear(x, weight).float()
     wide: Any = _WideProduct.apply(x.flatten(0, -2), weight)
     return wide.unflatten(0, x.shape[:-1])
 
@@ -55,17 +54,11 @@ class Head:
     bias: Tensor | None = None  # [V], for the rows of `weight`
     first: int = 0  # which row of the whole vocabulary `weight` begins with
     group: ProcessGroup | None = None  # the ranks that hold the other rows
-    cpu_kernels: bool = False  # whether ptf's kernels for CPUs compute its cross-entropy
 
     @property
     def real(self) -> int:
         """How many of the rows of `weight` are not padding."""
         return min(max(self.vocab - self.first, 0), len(self.weight))
-
-    @property
-    def plain(self) -> bool:
-        """Whether logits are nothing but products, and this rank has all of them."""
-        return self.group is None and self.softcap is None and self.bias is None
 
     def logits(self, x: Tensor) -> Tensor:
         """Return fp32 logits [..., vocab] for x [..., D]: soft-capped, without padding.

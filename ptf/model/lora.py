@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model.matrix_product import linear as product
 from ptf.model.quantised_weights import linear, quantised_weights, weight_shapes
 
 
@@ -80,7 +79,7 @@ class LoraLinear(nn.Linear):
         y = linear(self, input)
         if not self.adapted:
             return y
-        return y + self.adapters["weight"].scale * product(product(input, self.lora_a), self.lora_b)
+        return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
 def grouped(module: nn.Module, adapter: Adapter, x: Tensor, ends: Tensor) -> Tensor:

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ptf.model.cpu_kernels.library import takes
-from ptf.model.cpu_kernels.loss import add, write_gradient
 from ptf.model.head import Head, sums_in_fp32
-from ptf.model.matrix_product import add_product, write_product
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 # logits of a thread that are a block on a CPU: its cache holds them. Probabilities that entropies are summed over at a
@@ -67,11 +64,6 @@ def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) 
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     out.copy_((logprobs.exp() - hit.to(logits.dtype)) * weights[:, None])
     return logprobs.gather(1, targets[:, None]).squeeze(1)
-
-
-def by_cpu_kernel(head: Head) -> bool:
-    """Return whether ptf's kernels for CPUs compute the cross-entropy of a head, a whole chunk at a time."""
-    return head.cpu_kernels and head.plain and takes(head.weight)
 
 
 LOSSES = 64  # compiled at most: for each vocabulary and dtype
@@ -147,7 +139,7 @@ class Projection:
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
         self.chunks, self.chunk = chunks, slice(0, 0)  # the chunk whose logits the buffer holds
         size, rows = min(chunks.size, len(x)), len(head.weight)
-        self.fused, self.by_kernel = sums_in_fp32(x), by_cpu_kernel(head)
+        self.fused = sums_in_fp32(x)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
         self.rows = size if self.fused else min(chunks.rows, size)
@@ -175,20 +167,14 @@ class Projection:
 
     @property
     def fuses_loss(self) -> bool:
-        """Return whether `cross_entropy` can compute this head's loss: where nothing changes the logits and no other
-        rank has a part of them, on a GPU in 16 bits, and on a CPU `by_cpu_kernel`."""
-        plain = self.head.plain and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
-        return plain and (self.fused or self.by_kernel)
+        """Return whether `cross_entropy` can compute this head's loss: on a GPU in 16 bits, where nothing changes the
+        logits and no other rank has a part of them."""
+        changed = self.head.softcap is not None or self.head.bias is not None or self.head.group is not None
+        return self.fused and not changed and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
 
     def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
         −Σ weights · log-prob; see `fuses_loss`."""
-        if self.by_kernel:
-            self._multiply(block)
-            logits, needed = self.narrow[: block.stop - block.start], self.dx is not None or self.dweight is not None
-            picked = write_gradient(logits, self.head.real, targets, weights if needed else None)
-            self._add_after(block)
-            return picked
         logits = self._logits(block)
         rows = logits, targets, weights, self.narrow[self._place(block)]
         for tensor in rows:
@@ -221,7 +207,7 @@ class Projection:
         if self.fused:
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=self.wide[:n])
         else:
-            write_product(x, weight, self.narrow[:n])
+            torch.mm(x, weight.t(), out=self.narrow[:n])
         self.chunk = chunk
 
     def _logits(self, block: slice) -> Tensor:
@@ -293,27 +279,22 @@ class Projection:
     def _add(self, chunk: slice, grad: Tensor) -> None:
         """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
         if self.dx is not None:
-            write_product(grad, self.head.weight.t(), self.dx[chunk])
+            torch.mm(grad, self.head.weight, out=self.dx[chunk])
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
-            add_product(self.dweight, grad, self.x[chunk], first=chunk.start == 0)
+            self.dweight.addmm_(grad.t(), self.x[chunk], beta=int(chunk.start > 0))
         elif self.fused:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:
             for i in range(0, len(self.dweight), BLOCK):
                 rows = grad[:, i : i + BLOCK].t()
                 part = torch.mm(rows, self.x[chunk], out=self.part[: len(rows)])
-                self._add_part(self.dweight[i : i + BLOCK], part, first=chunk.start == 0)
-
-    def _add_part(self, total: Tensor, part: Tensor, *, first: bool) -> None:
-        """Add a part of the weight's gradient, as the GEMM rounded it; the first one is written over it."""
-        if self.by_kernel and part.dtype == torch.bfloat16 and total.is_contiguous():
-            add(total, part, first=first)
-        elif first:
-            total.copy_(part)
-        else:
-            total += self.wide_part[: len(part)].copy_(part)
+                total = self.dweight[i : i + BLOCK]
+                if chunk.start == 0:
+                    total.copy_(part)
+                else:
+                    total += self.wide_part[: len(part)].copy_(part)
 
     def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it

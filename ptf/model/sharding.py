@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
-from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.decoder import Decoder
 from ptf.model.fused import use
 from ptf.model.latent_attention import LatentAttention
@@ -182,8 +181,6 @@ def compilation(setting: bool | Literal["auto"], device: torch.device, kernels: 
     """Return what `train.compile` does on this device, and `train.fused` with it, for a run's first lines."""
     compiled = "compiled" if compiles(setting, device) else "not compiled"
     liger = kernels.get("liger_kernel")
-    if CPU_KERNELS in kernels:
-        return f"norms, gates and rotary by {CPU_KERNELS}, what it leaves out {compiled}"
     return (
         f"norms and rotary {compiled}, gates by liger_kernel {liger}"
         if liger

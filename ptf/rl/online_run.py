@@ -23,7 +23,6 @@ from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.events.catalogue import Catalogue
-from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.sampling import LogitsProcessing
 from ptf.model.sizes import sizes_of
 from ptf.recipes import registry
@@ -128,8 +127,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
         for role, spec in plans.items():
             groups[role] = cluster.start(with_offload_path(spec, pools, run))
         policy, rollout = groups["policy"], groups["rollout"]
-        made_with["packages"] |= (packages := policy.call("kernels"))
-        rollout.call("require_kernels", packages.get(CPU_KERNELS))
+        made_with["packages"] |= policy.call("kernels")
         _print_engine(rollout_config, rollout)
         controller = Controller(
             job,

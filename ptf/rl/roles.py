@@ -44,7 +44,7 @@ from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.load_comparison import compare_with_transformers
-from ptf.train.trainer import computed_with, forget_forwards, is_largest, load_model
+from ptf.train.trainer import forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
 
@@ -204,8 +204,8 @@ class Learner:
 
     @broadcast
     def kernels(self) -> dict[str, str]:
-        """Return the packages whose kernels the model uses (`train.fused`, matrix_product.py), and their versions."""
-        return computed_with(self.model, self.world, self.precision)
+        """Return the packages whose kernels the model uses (`train.fused`), and their versions."""
+        return dict(self.model.kernels)
 
     @broadcast
     def update(

@@ -101,7 +101,7 @@ def _engine_options(
     job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor_parallel_size: int
 ) -> dict[str, object]:
     """Return the arguments of the engine alone; a plugin has none."""
-    options: dict[str, object] = {"fused": job.train.fused} if engine == "native" else {}
+    options: dict[str, object] = {}
     if engine == "vllm":
         options["tensor"] = tensor_parallel_size
         if job.rollout:

@@ -23,8 +23,6 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.model.cpu_kernels.library import CPU_KERNELS
-from ptf.model.fused import generation_kernels
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, summed_broadcast, unreplayable_broadcast
 from ptf.rl.engines.generation_checks import answered
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
@@ -64,7 +62,7 @@ class Sampler:
         trie: Trie | None = None,
         **options: Any,
     ) -> None:
-        self.world, self.seed, self.timeout_s, self.native = world, seed, timeout_s, engine == "native"
+        self.world, self.seed, self.timeout_s = world, seed, timeout_s
         self.max_length, self.vocabulary = max_length, vocabulary
         self.top_p, self.trie = top_p, trie
         self.tokenizer = Tokenizer.load(tokenizer)
@@ -205,17 +203,6 @@ class Sampler:
         return difference.largest
 
     @broadcast
-    def require_kernels(self, version: str | None) -> None:
-        """Raise UserError unless the native engine computes with this version of ptf's kernels for CPUs (None: without
-        them): that of the policy, which checkpoints name."""
-        if self.native and (mine := self.engine.kernels.get(CPU_KERNELS)) != version:  # type: ignore[attr-defined]
-            raise UserError(
-                f"the rollout engine computes {f'with cpu_kernels ({mine})' if mine else 'without cpu_kernels'}, the "
-                f"policy {f'with cpu_kernels ({version})' if version else 'without them'}; give the machines of a run "
-                "the same compiler, or set train.fused: []"
-            )
-
-    @broadcast
     def expect_weights(self) -> None:
         """Let the engine know that new weights come before it generates again."""
         if expect := getattr(self.engine, "expect_weights", None):  # which not every engine has a use for
@@ -286,7 +273,6 @@ def make_engine(
             factory=factory,
             seed=seed,
             offload_file=offload_file,
-            kernels={} if foreign else generation_kernels(options.get("fused", ()), world.device, precision),
             continuous=bool(options.get("continuous")),
             prefill_tokens=max(PREFILL_TOKENS, max_length) if world.device.type == "cuda" else None,
         )

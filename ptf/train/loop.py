@@ -23,7 +23,6 @@ from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
-from ptf.model import matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.fused import attention_of
@@ -45,7 +44,7 @@ from ptf.train.precompute import precompute_sources
 from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 from ptf.train.starting_model import StartingModel
-from ptf.train.trainer import computed_with, load_model
+from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
 from ptf.workspace import progress
@@ -94,9 +93,8 @@ class OfflineAttempt:
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data = fingerprints(specs(job.data.sources)) if world.leads else {}
-        kernels = computed_with(self.model, world, job.train.precision)
         self.made_with = world.together(
-            lambda: provenance.made_with(world.device, data, self.tokenizer.fingerprint(), kernels)
+            lambda: provenance.made_with(world.device, data, self.tokenizer.fingerprint(), self.model.kernels)
         )
         self.flops = [Flops.of(self.model), *map(forward_flops, self.frozen_models.values())]
         self.peak = self.measured_peak()
@@ -288,7 +286,7 @@ class OfflineAttempt:
 
     def measured_peak(self) -> float:
         """Return the FLOP/s that all ranks reach at most."""
-        return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
+        return peak_flops(self.world.device, self.job.train.precision) * self.world.size
 
     def mfu(self, rate: float) -> dict[str, float]:
         """Return the share of the peak that so many FLOP/s are. If it is above 1, the peak is measured again, because
@@ -477,11 +475,10 @@ def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan 
     if world.leads:
         config = model.config
         attention = attention_of(model, world.device)
-        by_onednn = "products by oneDNN, " if matrix_product.record(world.device, job.train.precision) else ""
         print(
             f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
-            f"{job.train.precision}, {by_onednn}attention={attention}, "
+            f"{job.train.precision}, attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device, model.kernels)}, "
             f"{config.num_layers} layers × {config.dim}",
             flush=True,

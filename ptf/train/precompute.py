@@ -36,7 +36,6 @@ from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
-from ptf.model import matrix_product
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import FrozenModelSpec, PrecomputingRecipe
 from ptf.train.batch_sharding import deal
@@ -109,7 +108,6 @@ def _named(
         type(recipe).__qualname__,
         recipe.precomputed_from,
         job.train.precision,
-        matrix_product.record(next(model.parameters()).device, job.train.precision),
         tokenizer.fingerprint(),
         code(),
         *plugins.digests.items(),

@@ -16,7 +16,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import bridge, hf_adapters, hf_backend, matrix_product
+from ptf.model import bridge, hf_adapters, hf_backend
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
@@ -110,26 +110,15 @@ def load_model(
 
 def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
     """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
-    return _same("train.fused", kernels(setting, world.device, precision), world) if setting else {}
-
-
-def _same(what: str, found: dict[str, str], world: World, advice: str = "install the same on all") -> dict[str, str]:
+    if not setting:
+        return {}
+    found = kernels(setting, world.device, precision)
     if others := [each for each in world.all_gather_object(found) if each != found]:
-        raise UserError(f"{what}: this machine has {found or 'none'}, another one {others[0] or 'none'}; {advice}")
+        raise UserError(
+            f"train.fused: this machine has {found or 'none'}, another one {others[0] or 'none'}; install the same on "
+            "all"
+        )
     return found
-
-
-def computed_with(model: Decoder, world: World, precision: str) -> dict[str, str]:
-    """Return the kernels of a model, and the library of its products, which are the same on every rank of a run. Raises
-    UserError if they are not; where ranks have models of their own (`train.deterministic`), nothing has compared them.
-    """
-    return {**_same("train.fused", dict(model.kernels), world), **products(world, precision)}
-
-
-def products(world: World, precision: str) -> dict[str, str]:
-    """Return `matrix_product.record`, which is the same on every rank. Raises UserError if it is not."""
-    found, advice = matrix_product.record(world.device, precision), f"set {matrix_product.VARIABLE}=torch on all"
-    return _same("libraries of matrix products beside MKL", found, world, advice)
 
 
 def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:

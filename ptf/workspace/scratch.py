@@ -90,11 +90,8 @@ def abandoned(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def sweep(root: Path, depth: int, name: str = "") -> list[Path]:
-    """Remove temporary files that killed processes left in `root` and `depth` levels below it; return their paths.
-
-    With a `name`, only those whose destinations' names begin with it.
-    """
+def sweep(root: Path, depth: int) -> list[Path]:
+    """Remove temporary files that killed processes left in `root` and `depth` levels below it; return their paths."""
     removed: list[Path] = []
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
@@ -102,13 +99,13 @@ def sweep(root: Path, depth: int, name: str = "") -> list[Path]:
         return removed
     for entry in entries:
         path = Path(entry.path)
-        if entry.name.startswith(PREFIX + name):
+        if entry.name.startswith(PREFIX):
             with abandoned(path) as free:
                 if free:
                     _remove(path)
                     removed.append(path)
         elif depth and entry.is_dir(follow_symlinks=False):
-            removed += sweep(path, depth - 1, name)
+            removed += sweep(path, depth - 1)
     return removed
 
 

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -28,10 +27,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def gang(ray_cluster):
-    with (
-        mock.patch.dict(os.environ, {"PTF_MATRIX_PRODUCTS": "torch"}),
-        Gang("test", workers=2, timeout_s=300, env={"PTF_TEST": "yes"}) as gang,
-    ):
+    with Gang("test", workers=2, timeout_s=300, env={"PTF_TEST": "yes"}) as gang:
         yield gang
 
 
@@ -47,14 +43,13 @@ def test_ranks_are_one_process_group_of_distinct_actors(gang):
 
 
 def test_environment_of_the_workers(gang):
-    names = ("PTF_TEST", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PTF_MATRIX_PRODUCTS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("PTF_TEST", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     first, second = gang.execute(lambda: {name: os.environ.get(name) for name in names}, [()] * 2)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
     assert first == {
         "PTF_TEST": "yes",
         "OMP_NUM_THREADS": threads,
         "GOMP_SPINCOUNT": "1000",
-        "PTF_MATRIX_PRODUCTS": "torch",
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",

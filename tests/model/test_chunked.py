@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptf.model import chunked, matrix_product, projection
+from ptf.model import chunked, projection
 from ptf.model import head as head_module
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
@@ -496,28 +496,17 @@ class Seen(TorchDispatchMode):
         return len(found - {like.untyped_storage().data_ptr()})
 
 
-@pytest.fixture
-def onednn(monkeypatch):
-    """Let oneDNN compute all products of fp32, on every CPU."""
-    monkeypatch.setattr(matrix_product, "library", lambda: "onednn")
-    monkeypatch.setattr(matrix_product, "LEAST", 0)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("dtype", "buffers"), [(torch.float32, 1), (torch.bfloat16, 2)])
-def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(
-    name, dtype, buffers, onednn, monkeypatch
-):
+def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(name, dtype, buffers, monkeypatch):
     problem = Problem(shape=(4, 501), vocab=500, padding=12, share=1.0, temperature=0.7, softcap=30.0, dtype=dtype)
     chunk = 4 * 64 * len(problem.teacher.weight)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(projection, "BLOCK", 100)
-    monkeypatch.setattr(matrix_product, "BLOCK_BYTES", 4 * 100 * problem.head.weight.shape[1])
     leaves = problem.leaves()
     with Seen() as seen:
         torch.autograd.grad(problem.ours(name), leaves)
     assert max(t.untyped_storage().nbytes() for t in seen.tensors) <= max(chunk, 4 * problem.x_teacher.numel())
-    assert any("mkldnn" in o for o in seen.operators) == (dtype == torch.float32)
     assert seen.buffers(problem.head.weight) == buffers, "in fp32 the sum, in bf16 what is returned beside it"
     assert sum("nonzero" in o for o in seen.operators) == 1 + ("top" in name), "the one host sync of a pass"
     assert not any("_local_scalar_dense" in o for o in seen.operators)
@@ -528,11 +517,8 @@ def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("library", ["torch", "onednn"])
-def test_blocks_of_a_chunk_change_no_bit(name, dtype, library, monkeypatch):
+def test_blocks_of_a_chunk_change_no_bit(name, dtype, monkeypatch):
     """Chunks of 50 rows in blocks of 1, 7, 50 and more; the bias, which is a sum over rows, differs by rounding."""
-    monkeypatch.setattr(matrix_product, "library", lambda: library)
-    monkeypatch.setattr(matrix_product, "LEAST", 0)
     found, sizes = [], []
     take = Chunks.__iter__
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ptf.model.fused import generation_kernels
 from ptf.rl.engines.native import NativeEngine
 from tests.reliability.fallible import Counted, befall
 
@@ -31,7 +30,6 @@ class Engine(NativeEngine):
             dtype=getattr(torch, dtype),
             version=version,
             seed=seed,
-            kernels=generation_kernels("auto", where, "fp32"),  # as the native engine of the undisturbed run
         )
         self.fault, self.counted = fault, Counted(place, at, lasts=False)
 

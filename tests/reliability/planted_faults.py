@@ -57,7 +57,7 @@ def half_made() -> None:
     """Nobody removes what a killed process has left half-made."""
     from ptf.workspace import scratch
 
-    scratch.sweep = lambda root, depth, name="": []
+    scratch.sweep = lambda root, depth: []
 
 
 def orphan() -> None:

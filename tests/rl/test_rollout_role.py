@@ -25,16 +25,14 @@ def job(**sections) -> Job:
 def test_an_engine_is_given_what_it_takes_and_nothing_else():
     lora = job(model={"lora": {"rank": 4}})
     assert _engine_options(lora, "native", None, adapter=False, tensor_parallel_size=1) == {
-        "fused": "auto",
         "spec": lora.model,
     }
     assert _engine_options(lora, "native", None, adapter=True, tensor_parallel_size=1) == {
-        "fused": "auto",
         "spec": lora.model,
         "adapted": True,
     }
     found = _engine_options(lora, "vllm", None, adapter=True, tensor_parallel_size=2)
-    assert found.keys() & {"spec", "adapted", "fused"} == set()
+    assert found.keys() & {"spec", "adapted"} == set()
     assert found["lora_rank"] == 4
     assert (found["cpu_kv_cache_gib"], found["gpu_share"]) == (3, 0.4)
     assert "lora_rank" not in _engine_options(lora, "vllm", None, adapter=False, tensor_parallel_size=1)

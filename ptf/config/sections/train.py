@@ -90,18 +90,15 @@ class TrainConfig(Section):
     """Compile norms, gates and rotary embeddings (torch.compile, for any shape), which saves memory traffic in every
     step. `auto` compiles on a GPU only: on a CPU, compilation takes longer than many runs (22 to 96 s for each of the
     three on 2 busy cores) and changes the last bits."""
-    fused: Literal["auto"] | list[Literal["cpu_kernels", "flash_attn", "flash_attn_4", "liger_kernel", "fla"]] = "auto"
-    """Kernels that training uses in place of PyTorch's functions. On a CPU, `cpu_kernels`: ptf's own in C++, compiled
-    for the processor at their first use by the machine's compiler ($CXX, or c++): attention, the loss of a head, norms,
-    gates, rotations, and some products of bf16; the native engine generates with them too. On a GPU, packages that are
-    installed. `flash_attn_4` (flash-attn-4, on Hopper and Blackwell) or `flash_attn` (flash-attn, version 2):
-    attention, in bf16; documents that share a prefix, attention sinks, heads of more than 256 dimensions and, with
-    `flash_attn_4`, windows keep FlexAttention.
+    fused: Literal["auto"] | list[Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]] = "auto"
+    """Packages whose kernels training uses on a GPU in place of PyTorch's functions. `flash_attn_4` (flash-attn-4, on
+    Hopper and Blackwell) or `flash_attn` (flash-attn, version 2): attention, in bf16; documents that share a prefix,
+    attention sinks, heads of more than 256 dimensions and, with `flash_attn_4`, windows keep FlexAttention.
     `liger_kernel`: gates, of dense models and experts. `fla` (flash-linear-attention): the rule of linear attention, in
     bf16. `auto` uses those that the machine has, except `flash_attn_4`, which has to be named, and from Hopper on
-    `flash_attn`, as version 2's kernels in torch were slower than FlexAttention on an H200; a list refuses to begin
-    without one of them; `[]` uses none. The run's first lines name what is used, and a run does not continue with other
-    versions, unless `checkpoint.accept_version_changes` allows it."""
+    `flash_attn`, as version 2's kernels in torch were slower than FlexAttention on an H200; on a CPU it uses none. A
+    list refuses to begin without one of them; `[]` uses none. The run's first lines name what is used, and a run does
+    not continue with other versions, unless `checkpoint.accept_version_changes` allows it."""
     validate_every: Count = changeable(0)
     """Steps between measurements of the held-out losses, or (online recipes) between greedy passes over
     `evaluate.sources`; 0: never."""

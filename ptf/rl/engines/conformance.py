@@ -83,7 +83,7 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
         os.environ.update(engine_env(place / "vllm"))
     world = World(device=pick_device("auto"))
-    more = {"vllm": {"constrained_decoding": True}, "native": {"fused": "auto"}}.get(str(kind), {})
+    more = {"constrained_decoding": True} if kind == "vllm" else {}
     return lambda directory, version: make_engine(
         kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH, **more
     )

@@ -70,16 +70,15 @@ class ContinuousBatch:
         prefill: Callable[[Sequence[np.ndarray], Callable[[Tensor, Tensor], Attend]], Tensor],
         decode: Callable[[Tensor, Tensor, Attend], Tensor],
         most: int,
-        kernels: bool = False,
     ) -> None:
-        self.config, self.device, self.dtype, self.most, self.kernels = config, device, dtype, most, kernels
+        self.config, self.device, self.dtype, self.most = config, device, dtype, most
         self.prefill, self.decode = prefill, decode
         self.waiting: list[ResponseInProgress] = []
         self.responses: list[ResponseInProgress] = []  # by slot
         self._empty()
 
     def _empty(self) -> None:
-        self.cache = SlotCache(self.config, self.device, self.dtype, self.kernels)
+        self.cache = SlotCache(self.config, self.device, self.dtype)
         self.logits: Tensor | None = None  # of each response's next token, [responses, V]
         self._arrange()
 
@@ -100,7 +99,7 @@ class ContinuousBatch:
         rows = np.arange(len(self.responses))
         numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.responses])).to(self.device)
         left = self.allowed.restrict(self.logits, rows)
-        tokens, chosen = draw(left, self.temperature, self.top_p, numbers, self.kernels)
+        tokens, chosen = draw(left, self.temperature, self.top_p, numbers)
         self.allowed.follow(rows, tokens)
         for response, token, logprob in zip(self.responses, tokens.tolist(), chosen.tolist(), strict=True):
             response.sampled.append(token)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ptf.data.trie import TrieCursor
-from ptf.model.cpu_kernels.library import run, takes
 from ptf.model.sampling import nucleus, restrict
 from ptf.rl.engines.protocol import Request, edges_of
 
@@ -54,22 +53,12 @@ class TrieStates:
                     walk.follow(token)
 
 
-def draw(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor, kernels: bool = False
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token for each row of logits, [n, V], by inverse transform of `draws` in [0, 1).
 
-    Temperature 0 takes the likeliest token. With `kernels`, ptf's kernel for CPUs draws for the rows that are neither
-    greedy nor restricted to a nucleus. Returns tokens [n] and their log-probs [n].
+    Temperature 0 takes the likeliest token. Returns tokens [n] and their log-probs [n].
     """
     greedy = temperature == 0
-    if kernels and takes(logits):
-        plain = ~greedy & (top_p >= 1)
-        if plain.all():
-            return _drawn_by_kernel(logits, temperature, draws)
-        tokens, chosen = draw(logits, temperature, top_p, draws)
-        tokens[plain], chosen[plain] = _drawn_by_kernel(logits[plain], temperature[plain], draws[plain])
-        return tokens, chosen
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     if (top_p < 1).any():
         nucleus(logprobs, top_p)
@@ -81,12 +70,3 @@ def draw(
     )
     tokens = torch.where(greedy, logits.argmax(-1), drawn) if greedy.any() else drawn
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
-
-
-def _drawn_by_kernel(logits: Tensor, temperature: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens [n] and their log-probs of logits [n, V] on a CPU, with temperatures above 0."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
-    chosen = torch.empty(len(logits), dtype=torch.float32, device="cpu")
-    given = logits.contiguous(), temperature.float().contiguous(), draws.double().contiguous()
-    run("draw", *given, tokens, chosen, *logits.shape)
-    return tokens, chosen

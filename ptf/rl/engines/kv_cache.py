@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ptf.model.attention import Attend, Attention, PackedDelta, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
-from ptf.model.cpu_kernels import decode
 from ptf.model.delta_rule import windows
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.rl.engines.delta_cache import DeltaCache
@@ -58,21 +57,11 @@ def places_of(c: DecoderConfig) -> dict[int, int]:
 
 
 class Cache:
-    """Keys and values of contexts with these lengths, and of `new` tokens of each response (`map_contexts`).
-
-    With `kernels`, ptf's kernel for CPUs attends to them where it can.
-    """
+    """Keys and values of contexts with these lengths, and of `new` tokens of each response (`map_contexts`)."""
 
     def __init__(
-        self,
-        c: DecoderConfig,
-        lengths: Sequence[int],
-        new: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        kernels: bool = False,
+        self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.kernels = kernels
         self.lengths = torch.tensor(lengths, device=device)  # [contexts]
         self.place = places_of(c)
         self.delta = DeltaCache()  # of contexts, then of responses
@@ -147,22 +136,10 @@ class Cache:
         after = at >= self.lengths[:, None]  # [contexts, longest]
         ragged = bool(after.any())
 
-        @functools.cache
-        def places(window: int | None) -> Tensor:
-            """Where the new token of each response attends to (decode.attention)."""
-            lengths, first = self.lengths[self.owner], 0 if window is None else max(0, turn + 1 - window)
-            begin = torch.zeros_like(lengths) if window is None else (lengths + turn + 1 - window).clamp(min=0)
-            own = torch.full_like(lengths, first), torch.full_like(lengths, turn + 1)
-            return torch.stack([self.owner, begin.minimum(lengths), lengths, *own], 1)
-
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             place = self.place[layer.layer]
             for stored, values in zip(self.answers, (k, v), strict=True):
                 stored[place][:, :, turn] = values[:, 0]
-            if self.kernels and decode.computes(layer, *self.context, *self.answers):
-                context, own = ((kept[0][place], kept[1][place]) for kept in (self.context, self.answers))
-                out = decode.attention(layer, q[:, 0], context, own, places(layer.window))
-                return out[:, None].to(q.dtype)
             first, hidden = 0, after if ragged else None
             if layer.window is not None:
                 first = max(0, turn + 1 - layer.window)

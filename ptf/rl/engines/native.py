@@ -12,7 +12,6 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -28,8 +27,6 @@ from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import token_logprobs
-from ptf.model.cpu_kernels import layers as cpu_layers
-from ptf.model.cpu_kernels.library import CPU_KERNELS
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.head import Head
@@ -50,10 +47,7 @@ PREFILL_TOKENS = 8192  # of contexts that are computed in one pass on a GPU
 
 
 class NativeEngine:
-    """RolloutEngine on ptf's own Decoder.
-
-    `kernels` are the packages that it computes with (ptf.model.fused), of which it has a use for ptf's on a CPU.
-    """
+    """RolloutEngine on ptf's own Decoder."""
 
     name = "native"
 
@@ -70,13 +64,9 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         seed: int = 0,
         offload_file: Path | None = None,
-        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.model, self.family = self.load_model(Path(directory), device, dtype, factory, seed)
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
-        self.kernels, self.by_kernels = kernels, CPU_KERNELS in kernels
-        if self.by_kernels:
-            cpu_layers.use(self.model)
         # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
         self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
         self.offloaded = OffloadedTensors(offload_file)
@@ -89,9 +79,7 @@ class NativeEngine:
         # attention over a cache is computed in fp32
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.continuous = (
-            ContinuousBatch(
-                self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch, self.by_kernels
-            )
+            ContinuousBatch(self.model.config, device, self.cache_dtype, self._prefill, self._logits, batch)
             if continuous
             else None
         )
@@ -188,7 +176,7 @@ class NativeEngine:
         index = {key: i for i, key in enumerate(contexts)}
         limits = np.array([r.sampling.max_new_tokens for r in requests])
         lengths_of = [len(context) for context in contexts.values()]
-        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype, self.by_kernels)
+        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype)
         logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)
@@ -226,7 +214,7 @@ class NativeEngine:
         for turn in progress.counted(range(int(limits.max())), f"generate {n} responses", "tokens each"):
             rows = torch.from_numpy(live).to(self.device)
             left = allowed.restrict(logits, live)
-            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn], self.by_kernels)
+            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn])
             allowed.follow(live, tokens)
             for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
                 sampled[i].append(token)

@@ -1,6 +1,5 @@
 """The key-value cache of responses that begin and end at different times: a slot for each, with its context."""
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from ptf.model.attention import Attend, Attention, backend, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
-from ptf.model.cpu_kernels import decode
 from ptf.rl.engines.delta_cache import DeltaCache
 from ptf.rl.engines.kv_cache import CachedAttend, filling, places_of
 
@@ -17,13 +15,9 @@ BLOCK = 128  # the slots' length is a multiple of it
 
 
 class SlotCache:
-    """Keys and values of `lengths` tokens in each of the first `len(lengths)` slots; it grows when it must.
+    """Keys and values of `lengths` tokens in each of the first `len(lengths)` slots; it grows when it must."""
 
-    With `kernels`, ptf's kernel for CPUs attends to them where it can.
-    """
-
-    def __init__(self, c: DecoderConfig, device: torch.device, dtype: torch.dtype, kernels: bool = False) -> None:
-        self.kernels = kernels
+    def __init__(self, c: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths = np.zeros(0, np.int64)
         self.place = places_of(c)
         # keys; values: [layers with softmax attention, slots, kv_heads, length, D]
@@ -87,20 +81,10 @@ class SlotCache:
         later = at > lengths[:, None]  # [n, longest]
         self.lengths = self.lengths + 1
 
-        @functools.cache
-        def places(window: int | None) -> Tensor:
-            """Where the new token of each slot attends to (decode.attention): to no context but the slot's own."""
-            none = torch.zeros_like(lengths)
-            first = none if window is None else (lengths + 1 - window).clamp(min=0)
-            return torch.stack([none, none, none, first, lengths + 1], 1)
-
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             place = self.place[layer.layer]
             for stored, values in zip(self.stored, (k, v), strict=True):
                 stored[place][slots, :, lengths] = values[:, 0].to(stored.dtype)
-            if self.kernels and decode.computes(layer, *self.stored):
-                own = self.stored[0][place], self.stored[1][place]
-                return decode.attention(layer, q[:, 0], None, own, places(layer.window))[:, None].to(q.dtype)
             # a cache of bf16 is computed with in fp32
             keys, values = (stored[place][:n, :, :longest].float() for stored in self.stored)
             hidden = later if layer.window is None else later | (lengths[:, None] - at >= layer.window)

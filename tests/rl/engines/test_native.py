@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ptf.model.fused import generation_kernels
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from tests.tiny import checkpoint
@@ -21,16 +20,10 @@ def directory(tmp_path_factory):
     return checkpoint(tmp_path_factory.mktemp("engine") / "m")
 
 
-@pytest.fixture(params=["torch", "kernels", "kernels, continuous"])
+@pytest.fixture(params=[False, True], ids=["batches", "continuous"])
 def engine(directory, request):
-    cpu = torch.device("cpu")
     return NativeEngine(
-        str(directory),
-        device=cpu,
-        dtype=torch.float32,
-        version=3,
-        kernels=generation_kernels("auto" if "kernels" in request.param else (), cpu, "fp32"),
-        continuous="continuous" in request.param,
+        str(directory), device=torch.device("cpu"), dtype=torch.float32, version=3, continuous=request.param
     )
 
 

@@ -4,23 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.model.cpu_kernels import decode
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
 from ptf.rl.engines.slot_cache import SlotCache
 from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of
-from tests.rl.engines.test_kv_cache import logits, packed, wide_model_of
+from tests.rl.engines.test_kv_cache import logits, packed
 
 
 @torch.no_grad()
-def furthest(
-    model: Decoder, confused: bool = False, dtype: torch.dtype = torch.float32, kernels: bool = False
-) -> float:
+def furthest(model: Decoder, confused: bool = False, dtype: torch.dtype = torch.float32) -> float:
     """Return the largest relative difference between the logits of new tokens with the cache and those of whole forward
     passes. Two answers begin, two more join them, one ends, and two more join."""
     rng = np.random.default_rng(0)
-    cache, texts, worst = SlotCache(model.config, torch.device("cpu"), dtype, kernels), list[np.ndarray](), 0.0
+    cache, texts, worst = SlotCache(model.config, torch.device("cpu"), dtype), list[np.ndarray](), 0.0
 
     def join(lengths: list[int]) -> None:
         contexts = [rng.integers(0, model.config.vocab, n) for n in lengths]
@@ -56,24 +53,14 @@ def furthest(
     return max(worst, extend(), extend())
 
 
-@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("model_type", [m for m in MODULES if m not in WRAPPERS])
-def test_new_tokens_attend_to_their_own_context(model_type: str, kernels: bool) -> None:
-    assert furthest(model_of(model_type), kernels=kernels) <= 1e-5
+def test_new_tokens_attend_to_their_own_context(model_type: str) -> None:
+    assert furthest(model_of(model_type)) <= 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
-def test_the_kernel_attends_where_it_can(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layers, compute = wide_model_of(model_type), set[int](), decode.attention
-    monkeypatch.setattr(decode, "attention", lambda layer, *more: layers.add(layer.layer) or compute(layer, *more))
-    assert furthest(model, kernels=True) <= 1e-5
-    assert layers == set(range(len(model.config.layers)))
-
-
-@pytest.mark.parametrize("kernels", [False, True])
-def test_the_slot_of_another_answer_gives_other_logits(kernels: bool) -> None:
+def test_the_slot_of_another_answer_gives_other_logits() -> None:
     """Negative control."""
-    assert furthest(model_of("qwen3"), confused=True, kernels=kernels) > 1e-2
+    assert furthest(model_of("qwen3"), confused=True) > 1e-2
 
 
 def test_a_cache_of_bf16_differs_by_rounding() -> None:
