@@ -59,14 +59,44 @@ def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
     return Chunks(n, size, size if whole else block)
 
 
-class _Targets:
-    """The column of each target's logit [N] among this rank's part of the vocabulary."""
+class GradientsInForward(Function):
+    """A sum whose forward pass computes and saves its gradients by its first arguments: x, the head's weight and its
+    bias."""
 
-    def __init__(self, targets: Tensor, head: Head) -> None:
-        here = targets - head.first
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
+        """Return the gradients, multiplied in place by the upstream gradient.
+
+        A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). Because the tensors are changed, a second
+        backward raises.
+        """
+        found = (None if t is None else t.mul_(grads[0]) for t in ctx.saved_tensors)
+        return *found, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _Targets:
+    """The targets [N] of the selected positions, and the distribution of a head that they are measured by."""
+
+    def __init__(
+        self,
+        targets: Tensor,
+        head: Head,
+        selected: Tensor,
+        processing: LogitsProcessing = NO_LOGITS_PROCESSING,
+        trie_states: Tensor | None = None,
+    ) -> None:
+        self.targets, self.head, self.processing = targets.reshape(-1)[selected], head, processing
+        self.trie_states = None if trie_states is None else trie_states.flatten(0, 1)[selected].long()
+        here = self.targets - head.first
+        # the column of each among this rank's part of the vocabulary
         self.at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
         # 0 if a different rank has the target
         self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()
+
+    def projection(self, x: Tensor, head: Head, needs: tuple[bool, ...] = (False, False, False)) -> Projection:
+        """Return x [N, D] with the head applied; see Projection."""
+        return Projection(x, head, chunks_of(len(x), head), self.processing, self.targets, self.trie_states, needs)
 
     def pick(self, block: slice, values: Tensor) -> Tensor:
         """Return the targets' entries [n] of `values` [n, V], to be summed over the ranks."""
@@ -76,51 +106,36 @@ class _Targets:
         """Subtract 1 at each target of `values` [n, V], in place."""
         return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
 
+    def measure(
+        self, projection: Projection, weights: Tensor | None = None, *, entropies: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Return the targets' log-probs, and with `entropies` the entropies and the slacks, fp32 [N] each.
 
-def scaled(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward pass saved, multiplied in place by the upstream gradient.
-
-    A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). Because the tensors are changed, a second
-    backward raises.
-    """
-    return tuple(None if t is None else t.mul_(upstream) for t in ctx.saved_tensors)
-
-
-class _CrossEntropy(Function):
-    """Weighted cross-entropy: the sum, and the weighted loss of each target, which has no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, needs=ctx.needs_input_grad[:3])
-        values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        for block in chunks:
-            if projection.fuses_loss:
-                values[block] = projection.cross_entropy(block, targets[block], weights[block])
+        With `weights` [N], add the gradients of −Σ weights · log-prob to the projection.
+        """
+        picked = torch.empty(len(projection.x), dtype=torch.float32, device=projection.x.device)
+        entropy = torch.empty_like(picked)
+        for block in projection.chunks:
+            if weights is not None and not entropies and projection.fuses_loss:
+                picked[block] = projection.cross_entropy(block, self.targets[block], weights[block])
                 continue
             logprobs = projection.logprobs(block)
-            values[block] = where.pick(block, logprobs)
-            if any(ctx.needs_input_grad):
-                projection.accumulate(
-                    block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), weights[block]
-                )
-        ctx.save_for_backward(*projection.gradients())
-        values = -summed(values * weights, head.group)
-        ctx.mark_non_differentiable(values)
-        return values.sum(dtype=torch.float32), values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return *scaled(ctx, grads[0]), None, None, None
+            picked[block] = self.pick(block, logprobs)
+            if entropies:
+                entropy[block] = projection.entropies(logprobs, leave_probabilities=weights is not None)
+            elif weights is not None:
+                projection.probabilities(logprobs, out=logprobs)
+            if weights is not None:
+                projection.accumulate(block, self.subtract(block, logprobs), weights[block])
+        picked = summed(picked, self.head.group)
+        return (picked, summed(entropy, self.head.group), projection.slack_of(picked)) if entropies else (picked,)
 
 
-class _Surrogate(Function):
-    """Policy-gradient surrogate −Σ c · exp(logp − logp.detach()), whose gradient is that of the policy at ratio 1.
+class _CrossEntropy(GradientsInForward):
+    """−Σ weights · log-prob, or with `entropies` the policy-gradient surrogate −Σ weights · exp(logp − logp.detach()),
+    which has the same gradient: that of the policy at ratio 1.
 
-    Also returns the log-probs, entropies and slacks, which have no gradient.
+    Also returns what `_Targets.measure` does, which has no gradient.
     """
 
     @staticmethod
@@ -129,59 +144,29 @@ class _Surrogate(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: Head,
-        targets: Tensor,
-        processing: LogitsProcessing,
-        trie_states: Tensor | None,
-        coefficients: Tensor,
+        targets: _Targets,
+        weights: Tensor,
+        entropies: bool,
     ) -> tuple[Tensor, ...]:
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, processing, targets, trie_states, ctx.needs_input_grad[:3])
-        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        entropy = torch.empty_like(picked)
-        for block in chunks:
-            logprobs = projection.logprobs(block)
-            picked[block] = where.pick(block, logprobs)
-            entropy[block] = projection.entropies(logprobs, leave_probabilities=any(ctx.needs_input_grad))
-            if any(ctx.needs_input_grad):
-                projection.accumulate(block, where.subtract(block, logprobs), coefficients[block])
-        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
+        projection = targets.projection(x, targets.head, ctx.needs_input_grad[:3])
+        wanted = weights if any(ctx.needs_input_grad) else None
+        values = targets.measure(projection, wanted, entropies=entropies)
         ctx.save_for_backward(*projection.gradients())
-        ctx.mark_non_differentiable(picked, entropy, slack)
-        return -coefficients.sum(dtype=torch.float32), picked, entropy, slack
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return *scaled(ctx, grads[0]), None, None, None, None, None
+        ctx.mark_non_differentiable(*values)
+        if entropies:
+            return -weights.sum(dtype=torch.float32), *values
+        return (-(values[0] * weights)).sum(dtype=torch.float32), *values
 
 
 class _TokenLogprobs(Function):
     """The log-prob of each target, and the entropy of each distribution."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        head: Head,
-        targets: Tensor,
-        processing: LogitsProcessing,
-        trie_states: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, processing, targets, trie_states)
-        picked = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        entropy = torch.empty_like(picked)
-        for block in chunks:
-            logprobs = projection.logprobs(block)
-            picked[block] = where.pick(block, logprobs)
-            entropy[block] = projection.entropies(logprobs, leave_probabilities=False)
-        picked, entropy, slack = summed(picked, head.group), summed(entropy, head.group), projection.slack_of(picked)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets) -> tuple[Tensor, ...]:
+        picked, entropy, slack = targets.measure(targets.projection(x, targets.head))
         ctx.mark_non_differentiable(slack)
-        ctx.save_for_backward(x, weight, bias, targets, entropy, trie_states)
-        ctx.head, ctx.processing = head, processing
+        ctx.save_for_backward(x, weight, bias, entropy)
+        ctx.targets = targets
         # most losses do not use the entropy, whose gradient costs a buffer and three passes
         ctx.set_materialize_grads(False)
         return picked, entropy, slack
@@ -189,24 +174,21 @@ class _TokenLogprobs(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # type: ignore[override]
-        x, weight, bias, targets, entropy, trie_states = ctx.saved_tensors
-        head = replace(ctx.head, weight=weight, bias=bias)
-        chunks, where = chunks_of(len(x), head), _Targets(targets, head)
-        projection = Projection(x, head, chunks, ctx.processing, targets, trie_states, ctx.needs_input_grad[:3])
+        (x, weight, bias, entropy), targets = ctx.saved_tensors, ctx.targets
+        head = replace(targets.head, weight=weight, bias=bias)
+        projection = targets.projection(x, head, ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
         spare = None if grads[1] is None else projection.new_block()
-        for block in chunks:
+        for block in projection.chunks:
             logprobs = projection.logprobs(block)
+            p = projection.probabilities(logprobs, out=logprobs if spare is None else spare[: len(logprobs)])
             if spare is None:
-                projection.accumulate(
-                    block, where.subtract(block, projection.probabilities(logprobs, out=logprobs)), of_logprobs[block]
-                )
+                projection.accumulate(block, targets.subtract(block, p), of_logprobs[block])
                 continue
-            p = projection.probabilities(logprobs, out=spare[: len(logprobs)])
             bent = logprobs.add_(entropy[block, None]).mul_(p).mul_(of_entropy[block, None])  # ∂H/∂z = −p (log p + H)
-            bent += where.subtract(block, p).mul_(of_logprobs[block, None])
+            bent += targets.subtract(block, p).mul_(of_logprobs[block, None])
             projection.accumulate(block, bent, torch.ones_like(entropy[block]))
-        return *projection.gradients(), None, None, None, None
+        return *projection.gradients(), None
 
 
 def trained_positions(weights: Tensor) -> Tensor:
@@ -214,12 +196,17 @@ def trained_positions(weights: Tensor) -> Tensor:
     return weights.reshape(-1).nonzero().squeeze(1)
 
 
+def rows(x: Tensor, selected: Tensor) -> Tensor:
+    """Return x [.., D] at the selected positions: [N, D]."""
+    return x.flatten(0, -2).index_select(0, selected)
+
+
 def function_inputs(x: Tensor, selected: Tensor, head: Head) -> list[Tensor | None]:
     """Return the tensors that may need a gradient: x [N, D] at the selected positions, the head's weight and its bias.
 
     They are detached under `no_grad`, because the forward pass of an autograd Function cannot detect it.
     """
-    tensors = [x.flatten(0, -2).index_select(0, selected), head.weight, head.bias]
+    tensors = [rows(x, selected), head.weight, head.bias]
     return tensors if torch.is_grad_enabled() else [t if t is None else t.detach() for t in tensors]
 
 
@@ -229,7 +216,9 @@ def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selec
     `x` is [B, T, D]; `targets` and `weights` are [B, T]. `selected` [N] are the flat indices of the positions whose
     weight is not 0; without it `nonzero()` finds them, for which the host waits for the GPU.
     """
-    return _losses(x, head, targets, weights, trained_positions(weights) if selected is None else selected)[0]
+    selected = trained_positions(weights) if selected is None else selected
+    which, weights = _Targets(targets, head, selected), weights.reshape(-1)[selected]
+    return _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)[0]
 
 
 def cross_entropy_by(
@@ -239,14 +228,10 @@ def cross_entropy_by(
 
     `groups` [B, T] is the number of each position's group, from 0 to `count` - 1.
     """
-    loss, losses = _losses(x, head, targets, weights, selected)
-    return loss, torch.zeros(count, device=x.device).index_add(0, groups.reshape(-1)[selected], losses)
-
-
-def _losses(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    return _CrossEntropy.apply(
-        *function_inputs(x, selected, head), head, targets.reshape(-1)[selected], weights.reshape(-1)[selected]
-    )
+    which, weights = _Targets(targets, head, selected), weights.reshape(-1)[selected]
+    loss, logprobs = _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)
+    parts = torch.zeros(count, device=x.device)
+    return loss, parts.index_add(0, groups.reshape(-1)[selected], -(logprobs * weights))
 
 
 class TokenLogprobs(NamedTuple):
@@ -264,9 +249,16 @@ def scatter(selected: Tensor, weights: Tensor, columns: tuple[Tensor, ...]) -> T
     return TokenLogprobs(*(empty.index_put((selected,), values).view_as(weights) for values in columns))
 
 
-def select(values: Tensor | None, selected: Tensor) -> Tensor | None:
-    """Return the states of the selected positions."""
-    return None if values is None else values.flatten(0, 1)[selected].long()
+def sampled_from(batch: Any, processing: LogitsProcessing = NO_LOGITS_PROCESSING) -> dict[str, Any]:
+    """Return the targets of a batch (ptf.data.batch.Batch) and the distribution that they were drawn from, as arguments
+    of `token_logprobs` and `surrogate`."""
+    return {
+        "targets": batch.targets,
+        "weights": batch.loss_weights,
+        "processing": processing,
+        "trie_states": batch.token_columns.get("trie_states"),
+        "selected": batch.trained_positions,
+    }
 
 
 def surrogate(
@@ -286,10 +278,8 @@ def surrogate(
     `selected` is as in `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    sampled = targets.reshape(-1)[selected], processing, select(trie_states, selected)
-    loss, *values = _Surrogate.apply(
-        *function_inputs(x, selected, head), head, *sampled, coefficients.reshape(-1)[selected]
-    )
+    which, coefficients = _Targets(targets, head, selected, processing, trie_states), coefficients.reshape(-1)[selected]
+    loss, *values = _CrossEntropy.apply(*function_inputs(x, selected, head), which, coefficients, True)
     return loss, scatter(selected, weights, tuple(values))
 
 
@@ -308,5 +298,5 @@ def token_logprobs(
     `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    sampled = targets.reshape(-1)[selected], processing, select(trie_states, selected)
-    return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), head, *sampled))
+    which = _Targets(targets, head, selected, processing, trie_states)
+    return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), which))

@@ -15,16 +15,15 @@ vocabulary.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ptf.model.chunked import chunks_of, function_inputs, scaled, trained_positions
+from ptf.model.chunked import GradientsInForward, chunks_of, function_inputs, rows, trained_positions
 from ptf.model.head import Head
 from ptf.model.projection import FLOOR, Chunks, Projection, summed
 from ptf.model.sampling import LogitsProcessing
@@ -35,18 +34,30 @@ Form = Literal["forward", "reverse", "js"]
 BUFFERS = 5
 
 
-def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, form: Form, beta: float, head: Head | None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Which divergence D, and the temperature of the distributions that it compares; 0 < beta < 1."""
+
+    form: Form = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+
+
+FORWARD = Divergence()
+
+
+def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, how: Divergence, head: Head | None) -> Tensor:
     """Return D of each position [n], from log-probs and probabilities of outcomes, [n, outcomes] each.
 
     `log_s` becomes the gradient with respect to the student's logits; `log_t` is overwritten. Each rank of the group of
     `head` holds a part of the outcomes.
     """
-    group = head.group if head else None
-    if form == "forward":
+    group, beta = head.group if head else None, how.beta
+    if how.form == "forward":
         values = log_t.sub_(log_s).mul_(t).sum(-1)
         torch.sub(s, t, out=log_s)
         return summed(values, group)
-    if form == "reverse":
+    if how.form == "reverse":
         values = summed(torch.linalg.vecdot(s, log_s.sub_(log_t)), group)
         log_s.sub_(values[:, None]).mul_(s)
         return values
@@ -64,13 +75,13 @@ class _Whole:
         self.projection = Projection(x, head, chunks, LogitsProcessing(temperature))
         self.s, self.t = self.projection.new_block(), self.projection.new_block()
 
-    def compare(self, block: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
+    def compare(self, block: slice, log_s: Tensor, student: Projection, how: Divergence) -> Tensor:
         """Return D of the block's positions; `log_s` becomes the gradient."""
         n, real = len(log_s), slice(student.head.real)
         log_t = self.projection.logprobs(block)
         t = self.projection.probabilities(log_t, out=self.t[:n])
         s = student.probabilities(log_s, out=_like(self.s[:n], log_s))
-        values = compare(log_s[:, real], s[:, real], log_t[:, real], t[:, real], form, beta, student.head)
+        values = compare(log_s[:, real], s[:, real], log_t[:, real], t[:, real], how, student.head)
         log_s[:, real.stop :] = 0
         return values
 
@@ -87,14 +98,14 @@ class _Top:
         self.at, self.counts = _here(ids, head)
         self.logprobs = logprobs
 
-    def compare(self, block: slice, log_s: Tensor, student: Projection, form: Form, beta: float) -> Tensor:
+    def compare(self, block: slice, log_s: Tensor, student: Projection, how: Divergence) -> Tensor:
         """Return D of the block's positions; `log_s` becomes the gradient."""
         at, counts, log_t, group = self.at[block], self.counts[block], self.logprobs[block], student.head.group
         known = summed(log_s.gather(1, at) * counts, group)  # [n, k]
         s = student.probabilities(log_s, out=log_s)
         rest = _rest(s, at, counts, group)
         log_outcomes = torch.cat([known, rest.log()], -1)
-        values = compare(log_outcomes, log_outcomes.exp(), log_t.clone(), log_t.exp(), form, beta, None)
+        values = compare(log_outcomes, log_outcomes.exp(), log_t.clone(), log_t.exp(), how, None)
         s.mul_(log_outcomes[:, -1:] / rest).scatter_add_(1, at, log_outcomes[:, :-1] * counts)
         return values
 
@@ -115,8 +126,8 @@ def _rest(p: Tensor, at: Tensor, counts: Tensor, group: ProcessGroup | None) -> 
     return summed(p.sum(-1, keepdim=True), group).clamp_(min=math.exp(FLOOR))
 
 
-class _Divergence(Function):
-    """Σ weights · D, with its gradient computed in the forward pass."""
+class _SummedDivergence(GradientsInForward):
+    """Σ weights · D."""
 
     @staticmethod
     def forward(
@@ -128,49 +139,17 @@ class _Divergence(Function):
         teacher: _Whole | _Top,
         chunks: Chunks,
         weights: Tensor,
-        temperature: float,
-        form: Form,
-        beta: float,
+        how: Divergence,
     ) -> Tensor:
-        student = Projection(x, head, chunks, LogitsProcessing(temperature), needs=ctx.needs_input_grad[:3])
+        student = Projection(x, head, chunks, LogitsProcessing(how.temperature), needs=ctx.needs_input_grad[:3])
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for block in chunks:
             log_s = student.logprobs(block)
-            values[block] = teacher.compare(block, log_s, student, form, beta)
+            values[block] = teacher.compare(block, log_s, student, how)
             if any(ctx.needs_input_grad):
                 student.accumulate(block, log_s, weights[block])
         ctx.save_for_backward(*student.gradients())
         return (values * weights).sum(dtype=torch.float32)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:  # type: ignore[override]
-        return *scaled(ctx, grads[0]), *[None] * 7
-
-
-def _summed_divergence(
-    x: Tensor,
-    head: Head,
-    teacher: _Whole | _Top,
-    chunks: Chunks,
-    weights: Tensor,
-    selected: Tensor,
-    temperature: float,
-    form: Form,
-    beta: float,
-) -> Tensor:
-    """Return Σ weights · D over the selected positions."""
-    result: Any = _Divergence.apply(
-        *function_inputs(x, selected, head),
-        head,
-        teacher,
-        chunks,
-        weights.reshape(-1)[selected],
-        temperature,
-        form,
-        beta,
-    )
-    return result
 
 
 def divergence(
@@ -179,29 +158,27 @@ def divergence(
     x_teacher: Tensor,
     head_teacher: Head,
     weights: Tensor,
-    *,
-    form: Form = "forward",
-    beta: float = 0.5,
-    temperature: float = 1.0,
+    how: Divergence = FORWARD,
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Return Σ weights · D(student, teacher) over the full distributions at `temperature`, an fp32 scalar.
+    """Return Σ weights · D(student, teacher) over the full distributions, an fp32 scalar.
 
-    `x` is [B, T, D], `x_teacher` [B, T, D'], `weights` [B, T]; 0 < beta < 1. The result can be differentiated once, by
-    the student's x and head. Raise ValueError unless both heads hold the same rows of the same vocabulary; their
-    padding may differ.
+    `x` is [B, T, D], `x_teacher` [B, T, D'], `weights` [B, T]. The result can be differentiated once, by the student's
+    x and head.
+    Raise ValueError unless both heads hold the same rows of the same vocabulary; their padding may differ.
     """
-    rows = [(h.vocab, h.first, h.real, h.group) for h in (head, head_teacher)]
-    if rows[0] != rows[1]:
+    held = [(h.vocab, h.first, h.real, h.group) for h in (head, head_teacher)]
+    if held[0] != held[1]:
         raise ValueError(
             "student and teacher must hold the same rows of one vocabulary; (vocab, first, rows, group) "
-            f"are {rows[0]} and {rows[1]}"
+            f"are {held[0]} and {held[1]}"
         )
     selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head, head_teacher, buffers=BUFFERS)
     with torch.no_grad():
-        teacher = _Whole(x_teacher.flatten(0, -2).index_select(0, selected), head_teacher, chunks, temperature)
-    return _summed_divergence(x, head, teacher, chunks, weights, selected, temperature, form, beta)
+        teacher = _Whole(rows(x_teacher, selected), head_teacher, chunks, how.temperature)
+    given: Any = head, teacher, chunks, weights.reshape(-1)[selected], how
+    return _SummedDivergence.apply(*function_inputs(x, selected, head), *given)
 
 
 def divergence_of_top(
@@ -210,10 +187,7 @@ def divergence_of_top(
     ids: Tensor,
     logprobs: Tensor,
     weights: Tensor,
-    *,
-    form: Form = "forward",
-    beta: float = 0.5,
-    temperature: float = 1.0,
+    how: Divergence = FORWARD,
     selected: Tensor | None = None,
 ) -> Tensor:
     """Return the divergence from what `top_logprobs` gave for a teacher at the same temperature.
@@ -222,10 +196,9 @@ def divergence_of_top(
     """
     selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head)
-    teacher = _Top(
-        ids.flatten(0, -2).index_select(0, selected), logprobs.flatten(0, -2).index_select(0, selected), head
-    )
-    return _summed_divergence(x, head, teacher, chunks, weights, selected, temperature, form, beta)
+    teacher = _Top(rows(ids, selected), rows(logprobs, selected), head)
+    given: Any = head, teacher, chunks, weights.reshape(-1)[selected], how
+    return _SummedDivergence.apply(*function_inputs(x, selected, head), *given)
 
 
 @torch.no_grad()
@@ -244,7 +217,7 @@ def top_logprobs(
         )
     selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head)
-    projection = Projection(x.flatten(0, -2).index_select(0, selected), head, chunks, LogitsProcessing(temperature))
+    projection = Projection(rows(x, selected), head, chunks, LogitsProcessing(temperature))
     ids = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device)
     top = torch.zeros(weights.numel(), k + 1, device=x.device)
     for block in chunks:

@@ -42,9 +42,14 @@ def ends(batch: Batch) -> Tensor:
 
 def last_values(model: Decoder, batch: Batch) -> Tensor:
     """Return the output of a model with a scalar head at each document's last token: [documents], fp32."""
+    return values_at(model, batch, ends(batch))
+
+
+def values_at(model: Decoder, batch: Batch, positions: Tensor) -> Tensor:
+    """Return the output of a model with a scalar head at these indices of the flattened sequences, in fp32."""
 
     def head_fn(x: Tensor, head: Scalar) -> Tensor:
-        return head.values(x.flatten(0, 1).index_select(0, ends(batch)))
+        return head.values(x.flatten(0, 1).index_select(0, positions))
 
     return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
 

@@ -18,7 +18,7 @@ from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared
 from ptf.data.sample import PackUnit, Sample
-from ptf.model.chunked import token_logprobs
+from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import LogitsProcessing
 from ptf.train.batch_sharding import deal, shard_sequences_singly
@@ -126,14 +126,6 @@ def sample_logprobs(
     """
 
     def logprobs(x, head, batch):
-        return token_logprobs(
-            x,
-            head,
-            batch.targets,
-            batch.loss_weights,
-            processing,
-            batch.token_columns.get("trie_states"),
-            batch.trained_positions,
-        ).logprobs
+        return token_logprobs(x, head, **sampled_from(batch, processing)).logprobs
 
     return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences)

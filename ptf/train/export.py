@@ -19,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
-from ptf.model.chunked import token_logprobs
+from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.scalar import Scalar
@@ -69,9 +69,7 @@ def _batch(tokens: np.ndarray, world: World) -> Batch:
 def logprobs_of(model: Decoder, tokens: np.ndarray, world: World) -> torch.Tensor:
     """Return the model's log-probs of tokens 1…n−1, on the CPU."""
     batch = _batch(tokens, world)
-    head_fn = partial(
-        token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
-    )
+    head_fn = partial(token_logprobs, **sampled_from(batch))
     found = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
     return found.logprobs[0, :-1].float().cpu()
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptf.model import chunked, projection
 from ptf.model import head as head_module
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
-from ptf.model.divergence import divergence, divergence_of_top, top_logprobs
+from ptf.model.divergence import Divergence, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
 from ptf.model.projection import Chunks
 from ptf.model.sampling import LogitsProcessing
@@ -105,10 +105,10 @@ class Problem:
             return cross_entropy(self.x, self.head, self.targets, self.weights)
         if name in DIVERGENCES:
             form, top = DIVERGENCES[name]
-            how = {"form": form, "beta": BETA, "temperature": self.temperature}
+            how = Divergence(form, BETA, self.temperature)
             if not top:
-                return divergence(self.x, self.head, self.x_teacher, self.teacher, self.weights, **how)
-            return divergence_of_top(self.x, self.head, *self.top(), self.weights, **how)
+                return divergence(self.x, self.head, self.x_teacher, self.teacher, self.weights, how)
+            return divergence_of_top(self.x, self.head, *self.top(), self.weights, how)
         if name == "surrogate":
             return surrogate(self.x, self.head, self.targets, self.weights, -self.upstream, self.how)[0]
         said = token_logprobs(self.x, self.head, self.targets, self.weights, self.how)

@@ -25,7 +25,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
-from ptf.model.chunked import token_logprobs
+from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes.documents import document_weights, pairs, sums
@@ -118,9 +118,7 @@ class DPO:
 
     def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
         """Return the log-probs of the responses' tokens, 0 elsewhere: [B, T]."""
-        head_fn = partial(
-            token_logprobs, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions
-        )
+        head_fn = partial(token_logprobs, **sampled_from(batch))
         return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:

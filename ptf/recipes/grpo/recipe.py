@@ -43,7 +43,7 @@ from ptf.data.batch import Batch
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
-from ptf.model.chunked import TokenLogprobs, surrogate, token_logprobs
+from ptf.model.chunked import TokenLogprobs, sampled_from, surrogate, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
@@ -183,10 +183,8 @@ class GRPO:
 
     def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `can_fuse_policy_gradient`."""
-        coefficients = self.token_coefficients(batch)
-        head_fn = partial(
-            surrogate, **self.sampling_arguments(batch), coefficients=batch.token_columns["advantages"] * coefficients
-        )
+        coefficients = batch.token_columns["advantages"] * self.token_coefficients(batch)
+        head_fn = partial(surrogate, **sampled_from(batch, self.processing), coefficients=coefficients)
         loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         metrics = {
             "loss": loss.detach(),
@@ -195,17 +193,6 @@ class GRPO:
             "approx_kl": torch.zeros_like(loss),
         }
         return loss, metrics | self.logprob_differences(outputs, batch)
-
-    def sampling_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the sampled tokens and the distribution that they were drawn from, as arguments of `token_logprobs`
-        and `surrogate`."""
-        return {
-            "targets": batch.targets,
-            "weights": batch.loss_weights,
-            "processing": self.processing,
-            "trie_states": batch.token_columns.get("trie_states"),
-            "selected": batch.trained_positions,
-        }
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch) -> Metrics:
         """Return metrics of the difference between the engine's and the trainer's log-probs.
@@ -226,7 +213,7 @@ class GRPO:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
-        head_fn = partial(token_logprobs, **self.sampling_arguments(batch))
+        head_fn = partial(token_logprobs, **sampled_from(batch, self.processing))
         outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]

@@ -26,7 +26,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
-from ptf.model.divergence import Form, divergence, divergence_of_top, top_logprobs
+from ptf.model.divergence import Divergence, Form, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
 from ptf.recipes.kd.config import KDConfig, TeacherConfig
 from ptf.recipes.protocol import FrozenModelSpec, Metrics
@@ -158,7 +158,7 @@ class KD:
         outputs: tuple[TeacherOutput, ...],
         teachers: Mapping[str, Decoder],
     ) -> tuple[Tensor, Metrics]:
-        divergences = {}
+        divergences, how = {}, Divergence(self.loss_type, self.beta, self.temperature)
         for name, x_teacher, head_teacher in outputs:
             vocab = shared_vocabulary(model, teachers[name], name)
             divergences[name] = divergence(
@@ -167,29 +167,19 @@ class KD:
                 x_teacher,
                 replace(head_teacher, vocab=vocab),
                 batch.loss_weights,
-                form=self.loss_type,
-                beta=self.beta,
-                temperature=self.temperature,
-                selected=batch.trained_positions,
+                how,
+                batch.trained_positions,
             )
         return self._mixed_loss(x, head, batch, divergences)
 
     def _loss_of_top(
         self, x: Tensor, head: Head, batch: Batch, token_columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
-        divergences = {}
+        divergences, how = {}, Divergence(self.loss_type, self.beta, self.temperature)
         for name in self.teachers:
             ids, logprobs = token_columns[f"{name}_ids"], token_columns[f"{name}_logprobs"]
             divergences[name] = divergence_of_top(
-                x,
-                head,
-                ids,
-                logprobs,
-                batch.loss_weights,
-                form=self.loss_type,
-                beta=self.beta,
-                temperature=self.temperature,
-                selected=batch.trained_positions,
+                x, head, ids, logprobs, batch.loss_weights, how, batch.trained_positions
             )
         return self._mixed_loss(x, head, batch, divergences)
 

@@ -26,8 +26,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
-from ptf.model.scalar import Scalar
-from ptf.recipes.documents import document_weights, ends, pairs
+from ptf.recipes.documents import document_weights, ends, pairs, values_at
 from ptf.recipes.protocol import FrozenModelSpec, Metrics
 from ptf.recipes.rm.config import RMConfig
 
@@ -129,8 +128,4 @@ class RM:
         response, [responses]."""
         # weights are aligned with the targets
         positions = ends(batch) if self.loss_type == "pair" else batch.trained_positions + 1
-
-        def head_fn(x: Tensor, head: Scalar) -> Tensor:
-            return head.values(x.flatten(0, 1).index_select(0, positions))
-
-        return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+        return values_at(model, batch, positions)

@@ -26,7 +26,7 @@ from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
 from ptf.model.attention import Attend
-from ptf.model.chunked import token_logprobs
+from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.head import Head
@@ -336,7 +336,7 @@ class NativeEngine:
         batch = self._packed(tokens)
 
         def head_fn(x, head):
-            return token_logprobs(x, head, batch.targets, batch.loss_weights, selected=batch.trained_positions).logprobs
+            return token_logprobs(x, head, **sampled_from(batch)).logprobs
 
         values = self.model(batch.tokens, batch.positions, batch.segments, head_fn)[0].cpu().numpy()
         starts = np.cumsum([0, *batch.lengths])
