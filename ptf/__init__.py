@@ -56,7 +56,8 @@ __all__ = [
     "try_episodes",
 ]
 
-_MODULES = {"Chat": "conversation", "Job": "config", "Run": "training_run", "UserError": "errors"}  # the others: api
+# where the names are that are not in ptf.api
+_MODULES = {"Chat": "serving.conversation", "Job": "config", "Run": "training_run", "UserError": "errors"}
 
 
 def __getattr__(name: str) -> Any:
@@ -71,16 +72,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _TrainPackage(ModuleType):
-    """The package `ptf.train`, which can be called: `ptf.train` is both the package of the training code and the
-    function that trains a job, and Python keeps one attribute for both."""
+class _StagePackage(ModuleType):
+    """A package that can be called: `ptf.train` is both the package of the training code and the function that trains a
+    job, and Python keeps one attribute for both. The same holds for `ptf.evaluate` and `ptf.publish`."""
 
-    def __call__(self, job: "Job", run_name: "str | None" = None) -> "Run":
-        """Train a job and return its run, as `ptf.api.train` does."""
-        from ptf.api import train
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Do what the function of this name in ptf.api does."""
+        from ptf import api
 
-        return train(job, run_name)
+        return getattr(api, self.__name__.rpartition(".")[2])(*arguments, **named)
 
 
-importlib.import_module("ptf.train")  # empty, so this costs nothing
-sys.modules["ptf.train"].__class__ = _TrainPackage
+for _stage in ("ptf.train", "ptf.evaluate", "ptf.publish"):
+    importlib.import_module(_stage).__class__ = _StagePackage  # they are empty, so this costs nothing

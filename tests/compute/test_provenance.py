@@ -31,9 +31,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("file", "counts"),
     [
         ("cli.py", False),
-        ("inspection/page.py", False),
+        ("inspection/report.py", False),
         ("config/reference.py", False),
-        ("dry_run.py", False),
+        ("publish/model_card.py", False),
         ("train/trainer.py", True),
         ("rl/rewards/functions.py", True),
         ("data/packing.py", True),
