@@ -60,7 +60,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     if dry_run:
         from ptf.inspection.dry_run import rehearse
 
-        rehearse(job, lambda line: print(line, flush=True))
+        rehearse(job)
     return "\n".join([*said, *found])
 
 
@@ -102,7 +102,7 @@ def replay(run: "Run | str | PathLike[str]", run_name: str | None = None) -> boo
     from ptf.replay import replay as replay_run
 
     there = _run(run, ())
-    return replay_run(there, run_name or f"{there.name}-replay", lambda line: print(line, flush=True))
+    return replay_run(there, run_name or f"{there.name}-replay")
 
 
 def evaluate(
@@ -115,7 +115,7 @@ def evaluate(
     from ptf.evaluate.evaluation import evaluate_model, evaluate_run
 
     if job is not None:
-        return evaluate_model(job, fspath(run.model) if not isinstance(run, str | PathLike) else fspath(run))
+        return evaluate_model(job, _place(run))
     training_run = _run(run, overrides)
     training_run.raise_if_unfinished()
     return evaluate_run(training_run.job, training_run.directory)
@@ -146,14 +146,11 @@ def chat(
     is loaded), or a directory, a URI or a Hugging Face id of a model or of an adapter in PEFT format. A response has at
     most `max_new_tokens`; without it 256, or what the model can still read. Raises UserError for a model that generates
     no responses."""
-    from ptf.publish.publishing import versions_of
     from ptf.serving.conversation import Chat
 
-    if isinstance(model, Job):
-        where = versions_of(model)
-    else:
-        where = fspath(model) if isinstance(model, str | PathLike) else fspath(model.model)
-    return Chat(where, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    return Chat(
+        _place(model), system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
 
 
 def serve(
@@ -169,23 +166,27 @@ def serve(
     a job (whose published version is served), or a directory, a URI or a Hugging Face id of a model, of an adapter in
     PEFT format, or of a run. Clients ask for it as `name`. A host that other machines reach needs `api_key`. Raises
     UserError for a model or an address that cannot be served."""
-    from ptf.publish.publishing import versions_of
-    from ptf.serving.command import serve as serve_model
+    from ptf.serving.public_endpoint import serve as serve_model
     from ptf.serving.served_model import ServedModel
 
     if isinstance(model, Job):
-        served = ServedModel(versions_of(model), name or model.output.rstrip("/").rpartition("/")[2], model)
+        served = ServedModel(_place(model), name or model.output.rstrip("/").rpartition("/")[2], model)
     elif isinstance(model, str | PathLike) and not os.path.isfile(os.path.join(fspath(model), "job.yaml")):
-        served = ServedModel(fspath(model), name or fspath(model).rstrip("/").rpartition("/")[2])
+        served = ServedModel(_place(model), name or _place(model).rstrip("/").rpartition("/")[2])
     else:
         run = _run(model, ())
         run.raise_if_unfinished()
         served = ServedModel(str(run.model), name or run.name, run.job, run.directory)
+    serve_model(served, options or ServingOptions(), host=host, port=port, key=api_key)
 
-    def report(line: str) -> None:
-        print(line, flush=True)
 
-    serve_model(served, options or ServingOptions(), host=host, port=port, key=api_key, report=report)
+def _place(model: "Run | Job | str | PathLike[str]") -> str:
+    """Return where a model is: of a run, of a job (its published version), or the place that is named."""
+    if isinstance(model, Job):
+        from ptf.publish.publishing import versions_of
+
+        return versions_of(model)
+    return fspath(model if isinstance(model, str | PathLike) else model.model)
 
 
 def _run(run: "Run | str | PathLike[str]", overrides: Sequence[str]) -> "Run":

@@ -8,6 +8,7 @@ a fault of ptf and keeps its traceback.
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ptf
 from ptf import storage
@@ -25,7 +26,13 @@ from ptf.workspace.credentials import redacted
 
 JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
 PARALLEL_CONFIGS = 2  # of a family, on two ranks
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>ptf</title><style>
+body {{ color: {foreground}; background: {background}; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; width: 182ch; }}
+{stylesheet}
+</style></head><body><pre>{code}</pre></body></html>
+"""
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,22 +56,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
 
 
-def console(*, stderr: bool = False, width: int | None = None, highlight: bool = True) -> "Console":
-    """Return a console that prints texts as they stand: `:x:` in a path or a message is no picture."""
+def console(file: TextIO | None = None, *, width: int | None = None, highlight: bool = True) -> "Console":
+    """Return a console on `file` (None: standard output), `width` columns wide where that is no terminal.
+
+    It prints texts as they stand: `:x:` in a path or a message is no picture.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, width=width, highlight=highlight, emoji=False)
+    width = None if (file or sys.stdout).isatty() else width
+    return Console(file=file, width=width, highlight=highlight, emoji=False)
+
+
+def _job(options: argparse.Namespace, *more: str) -> "Job":
+    """Load the job of a command; `more` are overrides beside those of the command line."""
+    from ptf.config import load
+
+    return load(*options.config, overrides=[*options.set, *more])
 
 
 def fail(error: UserError) -> int:
     """Print what the user can mend, and return the exit status."""
-    console(stderr=True).print(redacted(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
+    console(sys.stderr).print(redacted(str(error)), style="red", markup=False, highlight=False, soft_wrap=True)
     return 2
 
 
 def check(options: argparse.Namespace) -> int:
     """Report everything that is wrong with a config, or print it whole."""
-    from ptf import api
     from ptf.config import dump
     from ptf.config.plugin_checks import load_checked
     from ptf.inspection.places import missing
@@ -72,7 +89,7 @@ def check(options: argparse.Namespace) -> int:
     more = None if options.skip_paths else missing
     job = load_checked(*options.config, overrides=options.set, more=more)
     with only_ours(not options.dry_run):  # rewards may print
-        found = api.check(job, dry_run=options.dry_run, paths=not options.skip_paths)
+        found = ptf.check(job, dry_run=options.dry_run, paths=not options.skip_paths)
     text = dump(job) if not options.dry_run else ""
     if text and sys.stdout.isatty():
         from rich.syntax import Syntax
@@ -96,58 +113,48 @@ def doctor(options: argparse.Namespace) -> int:
     table = Table("", "", "what is off", box=SIMPLE)
     for finding in findings():
         table.add_row(*map(Text, finding), style="yellow" if finding.problem else None)
-    console(width=None if sys.stdout.isatty() else 160).print(table)
+    console(width=160).print(table)
     return 0
 
 
 def train(options: argparse.Namespace) -> int:
     """Train a job to its end."""
-    from ptf import api
-    from ptf.config import load
-
-    job = load(*options.config, overrides=options.set)
+    job = _job(options)
     if options.continued:
         from ptf.run import raise_if_unknown_run
 
         raise_if_unknown_run(options.continued, [Path(job.output) / options.continued])
-    api.train(job, options.continued or options.run_name)
+    ptf.train(job, options.continued or options.run_name)
     return 0
 
 
 def replay(options: argparse.Namespace) -> int:
     """Train a finished run once more; status 1 if it ends with other bits."""
-    from ptf import api
-
-    return 0 if api.replay(options.directory, options.run_name) else 1
+    return 0 if ptf.replay(options.where, options.run_name) else 1
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a run on its own held-out data, or any model on that of `--config`."""
-    from ptf import api
-    from ptf.config import load
-
     if options.config:
-        job = load(*options.config, overrides=options.set)
-        api.evaluate(options.where, job)
+        ptf.evaluate(options.where, _job(options))
     elif not (Path(options.where) / JOB).is_file():
         raise UserError(
             f"{options.where} is not the directory of a training run: it has no {JOB}. To evaluate a model, give a "
             "config with the evaluation data: ptf evaluate MODEL --config CONFIG"
         )
     else:
-        api.evaluate(options.where, overrides=options.set)
+        ptf.evaluate(options.where, overrides=options.set)
     return 0
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print memory, FLOPs and time of a step; with `--roofline` the upper bound of its MFU, with `--fit` what fits."""
-    from ptf.config import load
     from ptf.inspection import plan as plan_report
     from ptf.train.memory_search import Setting, search
 
     if options.fit and options.roofline:
         raise UserError("give --fit first, and then --roofline with the arguments that it found")
-    workers = options.workers or load(*options.config, overrides=options.set).compute.workers
+    workers = options.workers or _job(options).compute.workers
     given, candidates = Setting(workers, {}), []
     if options.fit:
         candidates = list(search(_planned_job(options, given), workers, lambda one: _plan(options, one)[0]))
@@ -160,7 +167,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plan_report.as_json(found, bound) | plan_report.candidates_as_json(candidates), indent=2))
     else:
-        out = console(width=None if sys.stdout.isatty() else 180)
+        out = console(width=180)
         out.print(*plan_report.candidate_lines(candidates), *plan_report.lines(found, bound), sep="\n", highlight=False)
     return 0 if found.fits else 1
 
@@ -168,12 +175,10 @@ def plan(options: argparse.Namespace) -> int:
 def _planned_job(options: argparse.Namespace, setting: "Setting") -> "Job":
     """Load the job of `ptf plan` on the GPUs and with the keys of a setting."""
     from ptf.compute.device_defaults import settled
-    from ptf.config import load
     from ptf.run import resolved
 
     keys = [f"{key}={value}" for key, value in setting.keys.items()]
-    where = [f"compute.workers={setting.gpus}", "compute.launcher=ray"]
-    return settled(resolved(load(*options.config, overrides=[*options.set, *keys, *where])), gpu=True)
+    return settled(resolved(_job(options, *keys, f"compute.workers={setting.gpus}", "compute.launcher=ray")), gpu=True)
 
 
 def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | OnlineBudget, Roofline | None]":
@@ -193,15 +198,12 @@ def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | On
 def inspect(options: argparse.Namespace) -> int:
     """Print the data as training will see it. Returns 1 where rows are bad and data.on_bad_row is error: training would
     stop there."""
-    from ptf import api
-    from ptf.config import load
-
     with only_ours(options.json) as out:
         try:
-            job = load(*options.config, overrides=options.set)
-            from ptf.inspection import page, report, terminal
+            job = _job(options)
+            from ptf.inspection import report, terminal
 
-            inspected = api.inspect(job, rows=options.rows, samples=options.samples)
+            inspected = ptf.inspect(job, rows=options.rows, samples=options.samples)
         except UserError as error:
             if not options.json:
                 raise
@@ -210,14 +212,24 @@ def inspect(options: argparse.Namespace) -> int:
             out.write(errors_as_json(error) + "\n")
             return 2
         if options.html:
-            storage.write_text(options.html, page.page(inspected))
+            write_page(options, lambda screen: terminal.show(inspected, screen))
         if options.json:
             out.write(json.dumps(report.as_dict(inspected), ensure_ascii=False) + "\n")
         elif options.html:
             print(f"inspect: written to {options.html}")
         else:
-            terminal.show(inspected, console(width=None if sys.stdout.isatty() else 180, highlight=False))
+            terminal.show(inspected, console(width=180, highlight=False))
     return 1 if any(source.bad for source in inspected.survey.sources) and job.data.on_bad_row == "error" else 0
+
+
+def write_page(options: argparse.Namespace, show: "Callable[[Console], None]") -> None:
+    """Write what `show` prints on a terminal into the file `--html`, as one page that loads nothing."""
+    from rich.console import Console
+
+    screen = Console(record=True, file=io.StringIO(), force_terminal=True, width=180, highlight=False, emoji=False)
+    screen.print(f"{' '.join(options.config)}\n", style="bold", markup=False)
+    show(screen)
+    storage.write_text(options.html, screen.export_html(code_format=PAGE))
 
 
 @contextlib.contextmanager
@@ -240,23 +252,17 @@ def only_ours(alone: bool) -> Iterator[TextIO]:
 
 def try_episodes(options: argparse.Namespace) -> int:
     """Play episodes of a job without training and show them. Returns 1 if none of them has a result."""
-    from rich.console import Console
-
-    from ptf import api
-    from ptf.config.plugin_checks import load_checked
-
     with only_ours(True) as out:
-        job = load_checked(*options.config, overrides=options.set)
-        from ptf.episode_preview import page, report, terminal
+        job = ptf.load(options.config, options.set)
+        from ptf.episode_preview import report, terminal
 
-        preview = api.try_episodes(job, options.episodes, policy=options.policy)
+        preview = ptf.try_episodes(job, options.episodes, policy=options.policy)
         if options.html:
-            storage.write_text(options.html, page.page(preview))
+            write_page(options, lambda screen: terminal.show(preview, screen))
         if options.json:
             out.write(json.dumps(report.as_dict(preview), ensure_ascii=False, default=str) + "\n")
         else:
-            screen = Console(file=out, width=None if out.isatty() else 120, highlight=False, emoji=False)
-            terminal.show(preview, screen, conversations=not options.html)
+            terminal.show(preview, console(out, width=120, highlight=False), conversations=not options.html)
             if options.html:
                 out.write(f"try: written to {options.html}\n")
     return 0 if preview.has_result else 1
@@ -269,9 +275,9 @@ def verify(options: argparse.Namespace) -> int:
     from ptf.model.verify import Reference, Report
     from ptf.model.verify import verify as compare
 
-    if (Path(options.model) / "config.json").is_file():
-        return _print_report(Report(options.model, [Reference(Path(options.model)).compare()]), options.json)
-    progress = console(stderr=True)
+    if (Path(options.where) / "config.json").is_file():
+        return _print_report(Report(options.where, [Reference(Path(options.where)).compare()]), options.json)
+    progress = console(sys.stderr)
     with Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
@@ -279,12 +285,12 @@ def verify(options: argparse.Namespace) -> int:
         transient=True,
         disable=not progress.is_terminal,
     ) as bar:
-        task = bar.add_task(f"verify {options.model}", total=options.configs)
-        report = compare(options.model, options.configs, options.seed, progress=lambda case: bar.advance(task))
+        task = bar.add_task(f"verify {options.where}", total=options.configs)
+        report = compare(options.where, options.configs, options.seed, progress=lambda case: bar.advance(task))
     if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
-        report.cases += verify_parallel(options.model, min(options.configs, PARALLEL_CONFIGS), options.seed)
+        report.cases += verify_parallel(options.where, min(options.configs, PARALLEL_CONFIGS), options.seed)
     return _print_report(report, options.json)
 
 
@@ -294,7 +300,7 @@ def _print_report(report: "Report", as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    out = console(width=None if sys.stdout.isatty() else 180)
+    out = console(width=180)
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
         return 0 if report.passed else 1
@@ -324,7 +330,7 @@ def check_engine(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         wrong = 0
         for finding in ConformanceSuite(
-            make_of(options.engine, options.arg, options.precision, Path(place)), Path(place), options.precision
+            make_of(options.where, options.arg, options.precision, Path(place)), Path(place), options.precision
         ).findings():
             wrong += finding.wrong is not None
             mark = "[red]WRONG[/]" if finding.wrong else "[yellow]skip [/]" if finding.refused else "[green]ok   [/]"
@@ -336,24 +342,14 @@ def check_engine(options: argparse.Namespace) -> int:
                 else ""
             )
             console(width=200).print(mark, escape(finding.what + more), highlight=False, soft_wrap=True)
-    print(f"{options.engine}: " + ("all checks passed" if not wrong else f"{wrong} checks failed"))
+    print(f"{options.where}: " + ("all checks passed" if not wrong else f"{wrong} checks failed"))
     return 1 if wrong else 0
 
 
 def chat(options: argparse.Namespace) -> int:
     """Answer lines of a person, or of a pipe."""
-    from ptf import api
-    from ptf.config import load
-
-    where = load(options.where) if options.where.endswith((".yaml", ".yml")) else options.where
-    talk = api.chat(
-        where,
-        system=options.system,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    settings = ("system", "max_new_tokens", "temperature", "top_p", "seed")
+    talk = ptf.chat(_served(options.where), **{name: getattr(options, name) for name in settings})
     person = sys.stdin.isatty()
     if person:
         print("/new forgets what was said; Ctrl-D ends")
@@ -374,33 +370,30 @@ def chat(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a model until a signal ends it."""
-    from ptf import api
-    from ptf.config import load
+    from ptf.serving.options import ServingOptions
 
     key = None
     if options.api_key_env is not None:
         key = os.environ.get(options.api_key_env)
         if not key:
             raise UserError(f"--api-key-env: the environment variable {options.api_key_env} is not set")
-    where = load(options.where) if options.where.endswith((".yaml", ".yml")) else options.where
-    from ptf.serving.options import ServingOptions
-
-    serving = ServingOptions(
-        engine=options.engine,
-        max_length=options.max_length,
-        max_new_tokens=options.max_new_tokens,
-        max_running=options.max_running,
-        catalogue=options.catalogue,
-        beam=options.beam,
-    )
+    where = _served(options.where)
+    names = ("engine", "max_length", "max_new_tokens", "max_running", "catalogue", "beam")
+    serving = ServingOptions(**{name: value for name in names if (value := getattr(options, name)) is not None})
     with contextlib.suppress(KeyboardInterrupt):  # while the model is loaded
-        api.serve(where, host=options.host, port=options.port, api_key=key, name=options.name, options=serving)
+        ptf.serve(where, host=options.host, port=options.port, api_key=key, name=options.name, options=serving)
     return 0
+
+
+def _served(where: str) -> "Job | str":
+    """Return the job of a YAML, whose published version is meant; any other place as it is."""
+    from ptf.config import load
+
+    return load(where) if where.endswith((".yaml", ".yml")) else where
 
 
 def publish(options: argparse.Namespace) -> int:
     """Publish a run, list what is published, or go back to an earlier version."""
-    from ptf import api
     from ptf.config import load
     from ptf.storage import published_versions
 
@@ -411,7 +404,7 @@ def publish(options: argparse.Namespace) -> int:
                 f"{options.where} is not the directory of a training run: it has no {JOB}. ptf publish RUN publishes a "
                 "run; --list and --rollback take a job's YAML or the directory of versions"
             )
-        api.publish(root, overrides=options.set)
+        ptf.publish(root, overrides=options.set)
         return 0
     if root.endswith((".yaml", ".yml")):
         root = load(root, overrides=options.set).versions
@@ -454,339 +447,166 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return read
 
 
+MANUAL = """
+check: report everything that is wrong with a config, or print it whole
+  CONFIG: YAML file; several are merged left to right
+  --set A.B=VALUE: override one key; may be repeated
+  --dry-run: train one step on a tiny model of the same family, in this process, to check data, loss masks and reward,
+    and that output directories can be written
+  --skip-paths: do not look for data files, model directories and programs: they are on other machines, or another job
+    makes them
+doctor: versions, devices and limits of this machine, and what is wrong
+train: train
+  CONFIG: YAML file; several are merged left to right
+  --set A.B=VALUE: override one key; may be repeated
+  | --run-name NAME: name of the run; a run of this name is continued
+  | --continue NAME: continue the run of this name; refused if there is none
+replay: repeat a run from its recorded rollout schedule and check that weights and metrics are bit-identical
+  RUN: the directory of a run
+  --run-name NAME: name of the new run; default: the run's, and -replay
+evaluate: evaluate a run, or any model, on a config's held-out data
+  RUN_OR_MODEL: the directory of a run; with --config a directory, a URI or a Hugging Face id of a model
+  --config CONFIG: config whose held-out data is used for a model; a run uses its own
+  --set A.B=VALUE: override one key; may be repeated
+plan: memory, FLOPs and time of a step on N GPUs, from the model's config.json alone
+  CONFIG: YAML file; several are merged left to right
+  --set A.B=VALUE: override one key; may be repeated
+  --workers N: number of training processes, one per GPU; other pools of an online job add theirs (default: the
+    config's compute.workers)
+  --gpu-memory-gib GIB: memory of each GPU in GiB (default: 80)
+  --mfu SHARE: share of the peak FLOP/s that is reached (default: 0.4)
+  --gpu-type TYPE: type of GPU, which sets the peak FLOP/s (default: H100)
+  --roofline: the upper bound of MFU by operator, and the time of a step from it
+  --fit: search activation checkpointing, micro-batch size, optimizer offload, tensor parallelism and number of GPUs for
+    a setting that fits; say why others do not
+  --json: print the plan as JSON
+inspect: look at the data as training will see it: samples, lengths, packing, mixture, what is bad
+  CONFIG: YAML file; several are merged left to right
+  --set A.B=VALUE: override one key; may be repeated
+  --rows N: rows of each source to look at (default: all, or 2,000 of each if the sources have more than 100,000)
+  --samples N: show the first N samples of each source (default: 1)
+  --json: print one JSON object and nothing else
+  --html FILE: write one self-contained page
+try: play episodes of an online job without training: conversations, rewards, times, whether the same seed reproduces
+    the same episode
+  CONFIG: YAML file; several are merged left to right
+  --set A.B=VALUE: override one key; may be repeated
+  --episodes K: how many (default: 8)
+  --policy POLICY: echo (the last user message, repeated), empty, a file of responses (a line for each episode; in
+    .jsonl a line is a string, or a list of strings by turn), or a model: a directory, a run, a URI, a Hugging Face id,
+    a job's YAML (default: the model that the job begins with, or echo if its weights are not on this machine)
+  --json: print one JSON object and nothing else
+  --html FILE: write the episodes as one self-contained page
+check-model: compare a model family, or a checkpoint, with transformers: logits, gradients, tensors
+  FAMILY_OR_DIR: a model_type (random configs of it), or a directory with config.json and safetensors, whose weights are
+    compared in fp64, fp32 and bf16
+  --configs N: random configs of a family (default: 12)
+  --seed S: seed of the random configs (default: 0)
+  --parallel: also run 2 configs of a family on two processes, with FSDP and with tensor parallelism, and load what they
+    save with transformers (about 10 seconds; default: on)
+  --json: print one JSON object, with every config, and nothing else
+check-engine: whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs
+  ENGINE: native, vllm, or pkg.mod:Engine
+  --arg KEY=VALUE: an argument of it; may be repeated
+  --precision: default: fp32
+chat: talk to a checkpoint; lines from a pipe are answered one by one
+  MODEL: a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published
+  --system TEXT: a system message
+  --max-new-tokens N: longest response (default: 256, or what the model can still read)
+  --temperature T: 0 takes the likeliest token (default: 0.7)
+  --top-p P: draw from the likeliest tokens that together have this probability
+  --seed S: seed of the sampling (default: 0)
+serve: serve a model at an address with OpenAI's API: responses, or scores or rankings, by its head
+  CONFIG_OR_RUN_OR_MODEL: a job's YAML (what its flow published), the directory of a run, or a directory, a directory of
+    versions, a URI or a Hugging Face id of a model or of an adapter
+  --port N: 0 takes any free port (default: 8000)
+  --host ADDRESS: address to listen on (default: 127.0.0.1, which only this machine reaches); others need --api-key-env
+  --api-key-env NAME: the environment variable with the key that clients must send
+  --name NAME: the model's name for clients (default: that of its directory, or of the job's output)
+  --engine: what samples responses (default: native)
+  --max-length N: most tokens of a context with its response (default: what the model can read, at most 8192)
+  --max-new-tokens N: longest response to a request that gives no limit (default: 1024)
+  --max-running N: responses that the native engine samples at a time; others wait (default: 128)
+  --catalogue FILE: catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's
+    evaluate.ranking)
+  --beam N: beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)
+publish: publish a trained run; list what is published, or go back
+  RUN_OR_PLACE: the directory of a run; for --list and --rollback a job's YAML, or the directory or URI of versions
+  --set A.B=VALUE: override one key that may change after training, like publish.gate=off; may be repeated
+  | --list: all versions, with an arrow before the current one
+  | --rollback VERSION: point latest.json back to VERSION (default: the version before the current one)
+"""
+REPEATED = {"action": "append", "default": []}
+TYPES: dict[str, Callable[[str], Any]] = {"N": _positive, "K": _positive}  # of values by their names; others are texts
+SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more to say
+    "CONFIG": {"nargs": "+"},
+    "--set": REPEATED,
+    "--continue": {"dest": "continued"},
+    "--config": {"nargs": "+"},
+    "--gpu-memory-gib": {"type": _number(0.001, 1e6), "default": 80.0},
+    "--mfu": {"type": _number(0.001, 1), "default": 0.4},
+    "--gpu-type": {"default": "H100"},
+    "--samples": {"type": _whole, "default": 1},
+    "--episodes": {"default": 8},
+    "--configs": {"default": 12},
+    "--seed": {"type": int, "default": 0},
+    "--parallel": {"action": argparse.BooleanOptionalAction, "default": True},
+    "--arg": REPEATED,
+    "--precision": {"choices": ["fp32", "bf16"], "default": "fp32"},
+    "--temperature": {"type": _number(0, 10), "default": 0.7},
+    "--top-p": {"type": _number(0.001, 1), "default": 1.0},
+    "--port": {"type": _whole, "default": 8000},
+    "--host": {"default": "127.0.0.1"},
+    "--engine": {"choices": ["native", "vllm"]},
+    "--rollback": {"nargs": "?", "const": ""},
+}
+RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "check": check,
+    "doctor": doctor,
+    "train": train,
+    "replay": replay,
+    "evaluate": evaluate,
+    "plan": plan,
+    "inspect": inspect,
+    "try": try_episodes,
+    "check-model": verify,
+    "check-engine": check_engine,
+    "chat": chat,
+    "serve": serve,
+    "publish": publish,
+}
+
+
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `MANUAL`: a line for each command, and an indented one for each of its arguments.
+
+    Of options that begin with `|` only one may be given. A line that is indented further continues the one before.
+    """
     parser = argparse.ArgumentParser(prog="ptf", description="Post-training of large language models from one YAML.")
     parser.add_argument("--version", action="version", version=f"ptf {ptf.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    config = argparse.ArgumentParser(add_help=False)
-    config.add_argument("config", nargs="+", metavar="CONFIG", help="YAML file; several are merged left to right")
-    config.add_argument(
-        "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
-    )
-
-    _add_check(commands, config)
-    _add_doctor(commands)
-    _add_train(commands, config)
-    _add_replay(commands)
-    _add_evaluate(commands)
-    _add_plan(commands, config)
-    _add_inspect(commands, config)
-    _add_try(commands, config)
-    _add_check_model(commands)
-    _add_check_engine(commands)
-    _add_chat(commands)
-    _add_serve(commands)
-    _add_publish(commands)
+    command, one_of = parser, None
+    for line in MANUAL.replace("\n    ", " ").strip().splitlines():
+        written, _, text = line.strip().partition(": ")
+        if not line.startswith(" "):
+            command, one_of = commands.add_parser(written, help=text), None
+            command.set_defaults(run=RUNS[written])
+            continue
+        name, _, metavar = written.removeprefix("| ").partition(" ")
+        settings: dict[str, Any] = {"metavar": metavar or None, "help": text, "type": TYPES.get(metavar, str)}
+        settings |= SETTINGS.get(name, {})
+        if not name.startswith("-"):
+            settings["metavar"] = name
+            command.add_argument(dest="config" if name == "CONFIG" else "where", **settings)
+            continue
+        if not metavar and name not in SETTINGS:
+            settings = {"action": "store_true", "help": text}
+        if written.startswith("|"):
+            one_of = one_of or command.add_mutually_exclusive_group()
+            one_of.add_argument(name, **settings)
+        else:
+            command.add_argument(name, **settings)
     return parser
-
-
-def _add_check(commands: Commands, config: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "check", parents=[config], help="report everything that is wrong with a config, or print it whole"
-    )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="train one step on a tiny model of the same family, in this process, to check data, loss masks and "
-        "reward, and that output directories can be written",
-    )
-    command.add_argument(
-        "--skip-paths",
-        action="store_true",
-        help="do not look for data files, model directories and programs: they are on other machines, or "
-        "another job makes them",
-    )
-    command.set_defaults(run=check)
-
-
-def _add_doctor(commands: Commands) -> None:
-    command = commands.add_parser("doctor", help="versions, devices and limits of this machine, and what is wrong")
-    command.set_defaults(run=doctor)
-
-
-def _add_train(commands: Commands, config: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("train", parents=[config], help="train")
-    names = command.add_mutually_exclusive_group()
-    names.add_argument("--run-name", metavar="NAME", help="name of the run; a run of this name is continued")
-    names.add_argument(
-        "--continue", dest="continued", metavar="NAME", help="continue the run of this name; refused if there is none"
-    )
-    command.set_defaults(run=train)
-
-
-def _add_replay(commands: Commands) -> None:
-    command = commands.add_parser(
-        "replay",
-        help="repeat a run from its recorded rollout schedule and check that weights and metrics are bit-identical",
-    )
-    command.add_argument("directory", metavar="RUN", help="the directory of a run")
-    command.add_argument("--run-name", metavar="NAME", help="name of the new run; default: the run's, and -replay")
-    command.set_defaults(run=replay)
-
-
-def _add_evaluate(commands: Commands) -> None:
-    command = commands.add_parser("evaluate", help="evaluate a run, or any model, on a config's held-out data")
-    command.add_argument(
-        "where",
-        metavar="RUN_OR_MODEL",
-        help="the directory of a run; with --config a directory, a URI or a Hugging Face id of a model",
-    )
-    command.add_argument(
-        "--config",
-        nargs="+",
-        metavar="CONFIG",
-        help="config whose held-out data is used for a model; a run uses its own",
-    )
-    command.add_argument(
-        "--set", action="append", default=[], metavar="A.B=VALUE", help="override one key; may be repeated"
-    )
-    command.set_defaults(run=evaluate)
-
-
-def _add_plan(commands: Commands, config: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "plan", parents=[config], help="memory, FLOPs and time of a step on N GPUs, from the model's config.json alone"
-    )
-    command.add_argument(
-        "--workers",
-        type=_positive,
-        metavar="N",
-        help="number of training processes, one per GPU; other pools of an online job add theirs (default: the "
-        "config's compute.workers)",
-    )
-    command.add_argument(
-        "--gpu-memory-gib",
-        type=_number(0.001, 1e6),
-        default=80.0,
-        metavar="GIB",
-        help="memory of each GPU in GiB (default: 80)",
-    )
-    command.add_argument(
-        "--mfu",
-        type=_number(0.001, 1),
-        default=0.4,
-        metavar="SHARE",
-        help="share of the peak FLOP/s that is reached (default: 0.4)",
-    )
-    command.add_argument(
-        "--gpu-type", default="H100", metavar="TYPE", help="type of GPU, which sets the peak FLOP/s (default: H100)"
-    )
-    command.add_argument(
-        "--roofline", action="store_true", help="the upper bound of MFU by operator, and the time of a step from it"
-    )
-    command.add_argument(
-        "--fit",
-        action="store_true",
-        help="search activation checkpointing, micro-batch size, optimizer offload, tensor parallelism and number of "
-        "GPUs for a setting that fits; say why others do not",
-    )
-    command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    command.set_defaults(run=plan)
-
-
-def _add_inspect(commands: Commands, config: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "inspect",
-        parents=[config],
-        help="look at the data as training will see it: samples, lengths, packing, mixture, what is bad",
-    )
-    command.add_argument(
-        "--rows",
-        type=_positive,
-        metavar="N",
-        help="rows of each source to look at (default: all, or 2,000 of each if the sources have more than 100,000)",
-    )
-    command.add_argument(
-        "--samples", type=_whole, default=1, metavar="N", help="show the first N samples of each source (default: 1)"
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    command.add_argument("--html", metavar="FILE", help="write one self-contained page")
-    command.set_defaults(run=inspect)
-
-
-def _add_try(commands: Commands, config: argparse.ArgumentParser) -> None:
-    command = commands.add_parser(
-        "try",
-        parents=[config],
-        help="play episodes of an online job without training: conversations, rewards, times, whether the same seed "
-        "reproduces the same episode",
-    )
-    command.add_argument("--episodes", type=_positive, default=8, metavar="K", help="how many (default: 8)")
-    command.add_argument(
-        "--policy",
-        metavar="POLICY",
-        help="echo (the last user message, repeated), empty, a file of responses (a line for each episode; in .jsonl a "
-        "line is a string, or a list of strings by turn), or a model: a directory, a run, a URI, a Hugging Face id, a "
-        "job's YAML (default: the model that the job begins with, or echo if its weights are not on this machine)",
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    command.add_argument("--html", metavar="FILE", help="write the episodes as one self-contained page")
-    command.set_defaults(run=try_episodes)
-
-
-def _add_check_model(commands: Commands) -> None:
-    command = commands.add_parser(
-        "check-model", help="compare a model family, or a checkpoint, with transformers: logits, gradients, tensors"
-    )
-    command.add_argument(
-        "model",
-        metavar="FAMILY_OR_DIR",
-        help="a model_type (random configs of it), or a directory with config.json and safetensors, whose weights are "
-        "compared in fp64, fp32 and bf16",
-    )
-    command.add_argument(
-        "--configs", type=_positive, default=12, metavar="N", help="random configs of a family (default: 12)"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random configs (default: 0)")
-    command.add_argument(
-        "--parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help=f"also run {PARALLEL_CONFIGS} configs of a family on two processes, with FSDP and with tensor "
-        "parallelism, and load what they save with transformers (about 10 seconds; default: on)",
-    )
-    command.add_argument(
-        "--json", action="store_true", help="print one JSON object, with every config, and nothing else"
-    )
-    command.set_defaults(run=verify)
-
-
-def _add_check_engine(commands: Commands) -> None:
-    command = commands.add_parser(
-        "check-engine",
-        help="whether a rollout engine does what training relies on: log-probs, seeds, stops, weight syncs",
-    )
-    command.add_argument("engine", metavar="ENGINE", help="native, vllm, or pkg.mod:Engine")
-    command.add_argument(
-        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument of it; may be repeated"
-    )
-    command.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    command.set_defaults(run=check_engine)
-
-
-def _add_chat(commands: Commands) -> None:
-    command = commands.add_parser("chat", help="talk to a checkpoint; lines from a pipe are answered one by one")
-    command.add_argument(
-        "where",
-        metavar="MODEL",
-        help="a directory, a directory of versions, a URI, a Hugging Face id, or a job's YAML: what its flow published",
-    )
-    command.add_argument("--system", metavar="TEXT", help="a system message")
-    command.add_argument(
-        "--max-new-tokens",
-        type=_positive,
-        metavar="N",
-        help="longest response (default: 256, or what the model can still read)",
-    )
-    command.add_argument(
-        "--temperature",
-        type=_number(0, 10),
-        default=0.7,
-        metavar="T",
-        help="0 takes the likeliest token (default: 0.7)",
-    )
-    command.add_argument(
-        "--top-p",
-        type=_number(0.001, 1),
-        default=1.0,
-        metavar="P",
-        help="draw from the likeliest tokens that together have this probability",
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sampling (default: 0)")
-    command.set_defaults(run=chat)
-
-
-def _add_ranking(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--catalogue",
-        metavar="FILE",
-        help="catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's "
-        "evaluate.ranking)",
-    )
-    command.add_argument(
-        "--beam",
-        type=_positive,
-        metavar="N",
-        help="beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)",
-    )
-
-
-def _add_serve(commands: Commands) -> None:
-    command = commands.add_parser(
-        "serve", help="serve a model at an address with OpenAI's API: responses, or scores or rankings, by its head"
-    )
-    command.add_argument(
-        "where",
-        metavar="CONFIG_OR_RUN_OR_MODEL",
-        help="a job's YAML (what its flow published), the directory of a run, or a directory, a directory of versions, "
-        "a URI or a Hugging Face id of a model or of an adapter",
-    )
-    command.add_argument("--port", type=_whole, default=8000, metavar="N", help="0 takes any free port (default: 8000)")
-    command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1, which only this machine reaches); others need --api-key-env",
-    )
-    command.add_argument(
-        "--api-key-env", metavar="NAME", help="the environment variable with the key that clients must send"
-    )
-    command.add_argument(
-        "--name",
-        metavar="NAME",
-        help="the model's name for clients (default: that of its directory, or of the job's output)",
-    )
-    command.add_argument(
-        "--engine", choices=["native", "vllm"], default="native", help="what samples responses (default: native)"
-    )
-    command.add_argument(
-        "--max-length",
-        type=_positive,
-        metavar="N",
-        help="most tokens of a context with its response (default: what the model can read, at most 8192)",
-    )
-    command.add_argument(
-        "--max-new-tokens",
-        type=_positive,
-        default=1024,
-        metavar="N",
-        help="longest response to a request that gives no limit (default: 1024)",
-    )
-    command.add_argument(
-        "--max-running",
-        type=_positive,
-        default=128,
-        metavar="N",
-        help="responses that the native engine samples at a time; others wait (default: 128)",
-    )
-    _add_ranking(command)
-    command.set_defaults(run=serve)
-
-
-def _add_publish(commands: Commands) -> None:
-    command = commands.add_parser("publish", help="publish a trained run; list what is published, or go back")
-    command.add_argument(
-        "where",
-        metavar="RUN_OR_PLACE",
-        help="the directory of a run; for --list and --rollback a job's YAML, or the directory or URI of versions",
-    )
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=VALUE",
-        help="override one key that may change after training, like publish.gate=off; may be repeated",
-    )
-    what = command.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="all versions, with an arrow before the current one")
-    what.add_argument(
-        "--rollback",
-        nargs="?",
-        const="",
-        metavar="VERSION",
-        help="point latest.json back to VERSION (default: the version before the current one)",
-    )
-    command.set_defaults(run=publish)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ runs repeat by themselves.
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,10 +20,10 @@ from ptf.workspace import scratch
 RETRIES = "rewards_retried"  # in metrics: faults that passed do not come again
 
 
-def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
-    """Train a finished run again, as a run called `name`; return whether it ended with the same bits.
+def replay(run: Run, name: str) -> bool:
+    """Train a finished run again, as a run called `name`; print and return whether it ended with the same bits.
 
-    `report` is given what was compared. Raises UserError if the run has not ended, or a run called `name` is not its
+    Raises UserError if the run has not ended, or a run called `name` is not its
     replay. A replay that was interrupted goes on.
     """
     run.raise_if_unfinished()
@@ -46,12 +45,14 @@ def replay(run: Run, name: str, report: Callable[[str], None]) -> bool:
     differing = _different_tensors(run.model, again.model)
     steps = _first_different_step(run.directory / METRICS, again.directory / METRICS)
     if not differing and steps is None:
-        report(f"{again.directory} has the bits of {run.directory}: its weights and the metrics of every step")
+        print(
+            f"{again.directory} has the bits of {run.directory}: its weights and the metrics of every step", flush=True
+        )
         return True
     if steps is not None:
-        report(f"step {steps} is the first whose metrics differ")
+        print(f"step {steps} is the first whose metrics differ")
     if differing:
-        report(f"{len(differing)} tensors or files differ, {differing[0]} first")
+        print(f"{len(differing)} tensors or files differ, {differing[0]} first")
     return False
 
 

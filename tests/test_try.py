@@ -93,7 +93,7 @@ def test_the_own_model_answers_where_it_has_weights(tmp_path: Path, capfd: pytes
     assert (own["policy"].split()[:4], own["repeatable"]) == (["the", "job's", "own", "model"], True)
     assert len(own["rewards"]) == 4
     assert own["warnings"] == []
-    assert page.read_text().count("<details open>") == 4
+    assert len(re.findall(r"episode \d: sums, prompt \d", page.read_text())) == 4
     path = str(tmp_path / "model")
     section = ModelConfig(path=path, init="random")
     start = start_directory(section, tmp_path / "model", tmp_path / "run", path, seed=1)
@@ -149,7 +149,8 @@ def test_the_calculators_agent_is_played_with_answers_by_turn(
     assert (status, found["rewards"], found["repeatable"]) == (0, [0.5, 0.5], True)
     assert (found["counts"]["generations"], found["counts"]["undelivered"]) == (4, 0)
     text = page.read_text()
-    assert "<mark>&lt;script&gt; &amp;&lt;|im_end|&gt;</mark>" in text
+    (green,) = re.findall(r"\.(r\d+) {[^}]*background-color: #008000}", text)
+    assert f'<span class="{green}">&lt;script&gt; &amp;&lt;|im_end|&gt;</span>' in text
     assert "<script" not in text
     assert not re.search(r"(src|href)=|url\(|@import|http", text), "it loads nothing"
 

@@ -43,19 +43,25 @@ class Player:
         self.limits = sampler.limits(job.rollout.max_new_tokens, job.rollout.temperature)
         self.per_prompt = job.rollout.group_size if rewards and rewards.score_whole_groups else 1
 
-    def play(self, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
-        """Play this many episodes with the sampler's engine, `per_prompt` to each prompt, and score them."""
-        clock = Clock()
-        engine = self.sampler.engine
-        assert isinstance(engine, StreamingEngine)
-        return self._play(clock, engine, self.limits, prompts, episodes, what)
+    def play(self, script: Script | None, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
+        """Play this many episodes, `per_prompt` to each prompt, and score them.
 
-    def play_script(self, script: Script, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
-        """Play as `play`, with the responses of a script, which may be ones that the job's engine could not give."""
-        clock = Clock()
-        engine = ScriptedEngine(self.sampler.tokenizer, lambda seed, context: script(*clock.calls[seed], context))
-        limits = replace(self.limits, sampling=replace(self.limits.sampling, trie=None))
-        return self._play(clock, engine, limits, prompts, episodes, what)
+        The sampler's engine answers, or a script, whose responses may be ones that the job's engine could not give.
+        """
+        clock, engine, limits = Clock(), self.sampler.engine, self.limits
+        if script is not None:
+            engine = ScriptedEngine(self.sampler.tokenizer, lambda seed, context: script(*clock.calls[seed], context))
+            limits = replace(limits, sampling=replace(limits.sampling, trie=None))
+        assert isinstance(engine, StreamingEngine)
+        timed = TimedEngine(engine, clock)
+        began, found = time.monotonic(), list[Trajectory]()
+        for first in range(0, episodes, self.together):
+            numbers = range(first, min(first + self.together, episodes))
+            found += run_coroutine(self._play_together(timed, limits, prompts, numbers, what))
+        ended = time.monotonic()
+        groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
+        scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]
+        return Played(scored, clock.episodes, ended - began, time.monotonic() - ended)
 
     def take_retries(self) -> dict[str, float]:
         """Return how often environments and rewards were asked once more since the last call."""
@@ -68,18 +74,6 @@ class Player:
             retries["reward_retries"] = float(self.rewards.take_retries())
         return retries
 
-    def _play(
-        self, clock: Clock, engine: StreamingEngine, limits: Limits, prompts: Sequence[Prompt], episodes: int, what: str
-    ) -> Played:
-        began, found = time.monotonic(), list[Trajectory]()
-        for first in range(0, episodes, self.together):
-            numbers = range(first, min(first + self.together, episodes))
-            found += run_coroutine(self._play_together(clock, engine, limits, prompts, numbers, what))
-        ended = time.monotonic()
-        groups = [tuple(found[i : i + self.per_prompt]) for i in range(0, len(found), self.per_prompt)]
-        scored = [self._ended(t) for group in score_groups(self.rewards, groups) for t in group]
-        return Played(scored, clock.episodes, ended - began, time.monotonic() - ended)
-
     def _ended(self, trajectory: Trajectory) -> Trajectory:
         """Return an episode; one that the job should score, but that nothing scored, has no result."""
         if trajectory.outcome is not None or not (self.rewards or self.rollout.is_multi_turn):
@@ -87,16 +81,10 @@ class Player:
         return mark_without_result(trajectory)
 
     async def _play_together(
-        self,
-        clock: Clock,
-        engine: StreamingEngine,
-        limits: Limits,
-        prompts: Sequence[Prompt],
-        numbers: Sequence[int],
-        what: str,
+        self, engine: TimedEngine, limits: Limits, prompts: Sequence[Prompt], numbers: Sequence[int], what: str
     ) -> list[Trajectory]:
         """Play episodes at the same time; return their trajectories in order."""
-        sampler, first, found = self.sampler, numbers[0], dict[int, Trajectory]()
+        sampler, clock, first, found = self.sampler, engine.clock, numbers[0], dict[int, Trajectory]()
 
         def episode(number: int) -> Episode:
             prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
@@ -106,7 +94,7 @@ class Player:
             )
 
         with progress.phase(what, numbers[-1] + 1, "episodes", first) as phase:
-            async for ended in run_episodes(TimedEngine(engine, clock), [episode(n) for n in numbers]):
+            async for ended in run_episodes(engine, [episode(n) for n in numbers]):
                 for number, trajectory in ended:
                     clock.end(first + number)
                     found[number] = trajectory

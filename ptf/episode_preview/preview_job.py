@@ -97,19 +97,14 @@ def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | N
     probed = min(episodes, max(MOST_PROBED, player.per_prompt))
     probes = []
     for name in (EMPTY, ECHO):
-        played = player.play_script(script_of(name)(tokenizer), prompts, probed, f"the responses {name}")
+        played = player.play(script_of(name)(tokenizer), prompts, probed, f"the responses {name}")
         probes.append(_probe(name, played))
     player.take_retries()
     script = chosen.script and chosen.script(tokenizer)
-
-    def play(what: str) -> Played:
-        if script is None:
-            return player.play(prompts, episodes, what)
-        return player.play_script(script, prompts, episodes, what)
-
-    first = play("the first play")
+    first = player.play(script, prompts, episodes, "the first play")
     retries = player.take_retries()
-    different = differences(first.trajectories, play("the second play").trajectories)
+    second = player.play(script, prompts, episodes, "the second play")
+    different = differences(first.trajectories, second.trajectories)
     tried = [_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)]
     counts = _counts(first.trajectories) | retries
     warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _rewarded(probes)

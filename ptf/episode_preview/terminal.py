@@ -1,12 +1,19 @@
 """A preview as text: its conversations, and tables of rewards, times and counts."""
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.episode_preview.report import Preview, PreviewEpisode
-from ptf.episode_preview.words import count_lines, problem_lines, reward_lines, time_rows, title
+from ptf.episode_preview.report import Preview, PreviewEpisode, median_and_max
+
+BAR = 40  # characters of the longest bar
+BINS = 10
+MOST_LISTED = 10  # reasons and differences
 
 
 def show(preview: Preview, console: Console, *, conversations: bool = True) -> None:
@@ -18,16 +25,16 @@ def show(preview: Preview, console: Console, *, conversations: bool = True) -> N
         for number, episode in enumerate(preview.episodes):
             _conversation(number, episode, console)
     console.print(_times(preview))
-    for line in (*reward_lines(preview), *count_lines(preview)):
+    for line in (*_reward_lines(preview.rewards), *_count_lines(preview)):
         console.print(line, markup=False, soft_wrap=True)
-    for line in problem_lines(preview):
+    for line in _problem_lines(preview):
         console.print(line, style="yellow", markup=False, soft_wrap=True)
     verdict = "yes" if preview.repeatable else "no" if preview.has_result else "not known: no episode has a result"
     console.print(f"repeatable: {verdict}", style="green" if preview.repeatable else "yellow", markup=False)
 
 
 def _conversation(number: int, episode: PreviewEpisode, console: Console) -> None:
-    console.print(f"\n{title(number, episode)}", style="bold", markup=False)
+    console.print(f"\n{_title(number, episode)}", style="bold", markup=False)
     if episode.reason is not None:
         console.print(episode.reason, style="red", markup=False, soft_wrap=True)
     for document in episode.documents:
@@ -39,8 +46,68 @@ def _conversation(number: int, episode: PreviewEpisode, console: Console) -> Non
         console.print(out, soft_wrap=True)
 
 
+def _title(number: int, episode: PreviewEpisode) -> str:
+    """Return the heading of an episode: its prompt, outcome, turns and time."""
+    outcome = "not scored" if episode.reward is None else f"reward {episode.reward:g}"
+    parts = [f"episode {number}: {episode.where}", outcome if episode.reason is None else "no result"]
+    turns = "1 turn" if len(episode.turns) == 1 else f"{len(episode.turns)} turns"
+    parts.append(f"{turns} in {episode.seconds:.3g} s")
+    return ", ".join([*parts, *([] if episode.complete or episode.reason else ["truncated at a limit"])])
+
+
 def _times(preview: Preview) -> Table:
+    """Return a table of what takes time, with its median and its largest seconds."""
+    seconds = {
+        "a turn": [turn.seconds for turn in preview.turns],
+        "of it without the policy": [turn.other_seconds for turn in preview.turns],
+        "until the first turn": [episode.start_seconds for episode in preview.episodes],
+        "an episode": [episode.seconds for episode in preview.episodes],
+    }
     table = Table("seconds of", "median", "max", box=SIMPLE)
-    for row in time_rows(preview):
-        table.add_row(*row)
+    for name, values in seconds.items():
+        if found := median_and_max(values):
+            table.add_row(name, f"{found['median']:.3g}", f"{found['max']:.3g}")
     return table
+
+
+def _reward_lines(rewards: Sequence[float]) -> Iterator[str]:
+    """Yield the mean of the rewards and their distribution: each value if there are few, otherwise ranges of equal
+    width."""
+    if not rewards:
+        yield "no episode has a reward"
+        return
+    yield f"rewards: mean {np.mean(rewards):.4g}, standard deviation {np.std(rewards):.4g}"
+    values, counts = np.unique(rewards, return_counts=True)
+    names = [f"{value:g}" for value in values]
+    if len(values) > BINS:
+        counts, edges = np.histogram(rewards, BINS)
+        names = [f"{low:.3g} – {high:.3g}" for low, high in pairwise(edges)]
+    for name, count in zip(names, counts.tolist(), strict=True):
+        yield f"{name:>17} {count:>5} {'█' * max(count > 0, round(BAR * count / counts.max()))}"
+
+
+def _count_lines(preview: Preview) -> list[str]:
+    """Return lines about the length of the play, and what was counted."""
+    counts = ", ".join(f"{name} {value:g}" for name, value in preview.counts.items())
+    scoring = f", scoring {preview.scoring_seconds:.3g} s" if preview.scoring_seconds >= 0.001 else ""
+    return [
+        f"{len(preview.episodes)} episodes in {preview.seconds:.3g} s{scoring}",
+        f"counts of all episodes: {counts}",
+    ]
+
+
+def _problem_lines(preview: Preview) -> list[str]:
+    """Return lines about episodes without a result, responses that should get no reward, and what does not repeat."""
+    lines = [f"warning: {line}" for line in preview.warnings]
+    if preview.no_result:
+        lines.append(f"{len(preview.no_result)} of {len(preview.episodes)} episodes have no result:")
+        lines += _first(preview.no_result)
+    if preview.differences:
+        lines.append("played again with the same seeds, these differ, so a resumed run does not repeat to the bit:")
+        lines += _first(preview.differences)
+    return lines
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    more = [f"  and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
+    return [f"  {line}" for line in lines[:MOST_LISTED]] + more

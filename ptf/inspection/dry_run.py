@@ -11,7 +11,8 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ KEPT_ANYWAY = (
 )
 
 
-def rehearse(job: Job, tell: Callable[[str], None]) -> None:
-    """Run a resolved job small; `tell` is called with what is done. Raise UserError at the first thing that fails."""
-    began = time.monotonic()
+def rehearse(job: Job) -> None:
+    """Run a resolved job small, and print what is done. Raise UserError at the first thing that fails."""
+    began, tell = time.monotonic(), partial(print, flush=True)
     job = settled(job)
     places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
     for key, place in places.items():

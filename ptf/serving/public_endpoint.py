@@ -1,12 +1,54 @@
-"""The address of a served model: its paths, its key, and who may ask."""
+"""The address of a served model: its paths, its key, who may ask, and how it ends."""
 
+import asyncio
+import contextlib
 import json
+import signal
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from ptf.errors import UserError
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
+from ptf.serving.options import ServingOptions
+from ptf.serving.served_model import ServedModel
 from ptf.serving.service import Service
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(model: ServedModel, options: ServingOptions, *, host: str, port: int, key: str | None) -> None:
+    """Serve a model until SIGINT or SIGTERM, and print its address.
+
+    Raises UserError for a model or an address that cannot be served.
+    """
+    host = address_of(host, key)  # refused before a model is loaded
+    with contextlib.ExitStack() as stack:
+        if options.engine == "vllm":
+            caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="ptf-serve-"))
+            options = replace(options, caches=Path(caches))
+        endpoint = PublicEndpoint(model.services(options), model.name, host=host, port=port, key=key)
+        asyncio.run(_serve(endpoint))
+
+
+async def _serve(endpoint: "PublicEndpoint") -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def end() -> None:
+        for number in SIGNALS:  # a second signal ends the process at once
+            loop.remove_signal_handler(number)
+        ended.set()
+
+    await endpoint.start()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, end)
+    try:
+        print(f"serving {endpoint.model} at {endpoint.url}\n  {endpoint.example()}", flush=True)
+        await ended.wait()
+    finally:
+        await endpoint.close()
 
 
 class PublicEndpoint:

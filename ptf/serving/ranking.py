@@ -16,8 +16,7 @@ from ptf.events.serialize import HistorySerializer
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.engines.native import NativeEngine
 from ptf.serving.batches import Batches
-from ptf.serving.json_body import body_of
-from ptf.serving.service import Handle
+from ptf.serving.service import Handle, body_of
 
 MOST = 1024  # histories in a request
 IN_A_BATCH = 64

@@ -20,8 +20,7 @@ from ptf.recipes.documents import ends
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.forward_passes import per_document
 from ptf.serving.batches import Batches
-from ptf.serving.json_body import body_of
-from ptf.serving.service import Handle
+from ptf.serving.service import Handle, body_of
 
 MOST = 1024  # conversations in a request
 IN_A_BATCH = 32
