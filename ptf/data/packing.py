@@ -227,6 +227,14 @@ def _best_swap(work: Sequence[float], most: Sequence[int], least: Sequence[int],
     return min(swaps)[1:] if swaps else None
 
 
+def pack_sample(units: Sequence[PackUnit], seq_len: int, lookahead: int) -> list[list[PackUnit]]:
+    """Pack units in a random order, and return the sequences as they are in an endless stream: without the last ones,
+    for which the window runs empty."""
+    order = np.random.default_rng(0).permutation(len(units))
+    packed = pack_all((units[i] for i in order), seq_len, lookahead)
+    return packed[: max(1, len(packed) - lookahead // 4)]
+
+
 def pack_all(units: Iterable[PackUnit], seq_len: int, lookahead: int = 1024) -> list[list[PackUnit]]:
     """Pack a finite number of units into sequences, by the same packer."""
     return list(Packer(iter(units), seq_len, lookahead))

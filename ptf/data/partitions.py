@@ -1,19 +1,20 @@
 """The factory of the partitions of a run: sources → encode → shuffle → mix → pack, once for each partition."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
-from ptf.data.encode import Encode, Encoder, TooLong
+from ptf.data.encode import Encode, Encoder, SetAside, TooLong
 from ptf.data.encoded import Encoded
 from ptf.data.mixture import Mixture, rows_of
 from ptf.data.order import Ordered
 from ptf.data.partition import Partition
 from ptf.data.quarantine import Quarantine
 from ptf.data.source_units import encoder_of, opened
-from ptf.data.sources.rows import SourceSpec, rows_once
+from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
@@ -99,13 +100,11 @@ class Partitions:
 
     def _encoded(self, name: str, partition: int) -> Encoded:
         """Return the encoded stream of a source in a partition."""
-        ordered, spec = self.opened(name)
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
-        unread, prefixes = self.unread(name), self.share_prefixes
-        encoder = encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, prefixes, unread)
+        encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        source, encoder = ordered.partition(partition, self.window), self.wrap(name, encoder)
+        source = self.opened(name)[0].partition(partition, self.window)
         return Encoded(
             name,
             source,
@@ -120,16 +119,22 @@ class Partitions:
         """Return the rows of a source in an epoch; None where neither its files nor the config tell."""
         return rows_of(name, self.sources[name], self.opened(name)[0].rows)
 
+    def encoder(self, name: str, aside: SetAside | None, unread: Unread | None = None) -> Encoder:
+        """Return an encoder of a source's rows; a bad one is an error unless `aside` takes it."""
+        spec, prefixes = self.opened(name)[1], self.share_prefixes
+        return encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, prefixes, unread)
+
     def uncounted_encoder(self, name: str) -> Encoder:
         """Return an encoder for rows that are counted elsewhere."""
-        aside = (lambda bad, counts: None) if self.quarantine else None
-        return encoder_of(
-            name, self.opened(name)[1], self.encode, self.seq_len, self.too_long, aside, self.share_prefixes
-        )
+        return self.encoder(name, (lambda bad, counts: None) if self.quarantine else None)
+
+    def first_rows(self, name: str, most: int | None = None) -> Iterator[RawRow]:
+        """Yield the first rows of a source, in the order of its files."""
+        ordered = self.opened(name)[0]
+        return islice(rows_once(ordered.reader, ordered.limit), most)
 
     def _has_samples(self, name: str) -> bool:
         """Return whether any row of a source gives a sample."""
         if name not in self._gives_samples:
-            ordered, encoder = self.opened(name)[0], self.uncounted_encoder(name)
-            self._gives_samples[name] = any(encoder(row) for row in rows_once(ordered.reader, ordered.limit))
+            self._gives_samples[name] = any(map(self.uncounted_encoder(name), self.first_rows(name)))
         return self._gives_samples[name]

@@ -154,10 +154,3 @@ class Prompts:
         self._tokenizer.raise_if_different(state["tokenizer"], "the checkpoint")
         self._index = int(state["index"])
         self._mixer.load_state_dict(state["mixer"])
-
-
-def prompts_stream(
-    sources: Mapping[str, SourceSpec], *, tokenizer: Tokenizer, seed: int, shuffle: int, temperature: float = 1.0
-) -> Prompts:
-    """Return the stream that an online recipe draws its prompts from."""
-    return Prompts(sources, tokenizer, seed, shuffle, temperature)

@@ -14,21 +14,16 @@ from itertools import islice
 
 import numpy as np
 
-from ptf.data.encode import Encode, TooLong
-from ptf.data.mixture import Mixture
-from ptf.data.packing import pack_all
+from ptf.data.packing import pack_sample
+from ptf.data.partitions import Partitions
 from ptf.data.prefixes import separate
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import PackUnit, length
-from ptf.data.source_units import encoder_of, opened
-from ptf.data.sources.rows import SourceSpec, rows_once
-from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
 
 LONGEST = 3
 WORST = 5  # bad rows that are shown
 REASONS = 20  # reasons for leaving rows out that are listed; all others are counted together
-SEQUENCES_SHOWN = 24
 NONE_MADE = "no sample was made of it", "no sample was made of it when it was tokenized"
 
 
@@ -76,44 +71,25 @@ class Survey:
     shares: Mapping[str, tuple[float, float]]  # of each source in the mixture: share of samples, share of tokens
     tokens: float  # in an epoch of all sources
     steps: float  # in an epoch of all sources
-    # documents of the first packed sequences: source and tokens of each
-    packing: tuple[tuple[tuple[str, int], ...], ...]
 
 
-def survey(
-    sources: Mapping[str, SourceSpec],
-    tokenizer: Tokenizer,
-    encode: Encode,
-    *,
-    seq_len: int,
-    too_long: TooLong,
-    lookahead: int,
-    sequences: int,
-    temperature: float = 1.0,
-    by_tokens: bool = False,
-    limit: int = 2000,
-    examples: int = 1,
-    share_prefixes: bool = False,
-    read_keys: Sequence[str] = (),
-) -> Survey:
+def survey(partitions: Partitions, *, sequences: int, limit: int = 2000, examples: int = 1) -> Survey:
     """Read the first `limit` rows of each source and pack them; a step has `sequences` packed sequences."""
-    surveyed, units = [], {}
-    for name, spec in sources.items():
-        one, units[name] = survey_source(
-            name, spec, tokenizer, encode, seq_len, too_long, limit, examples, share_prefixes, read_keys
-        )
+    sources, mixture = partitions.sources, partitions.mixture
+    surveyed, units = [], list[PackUnit]()
+    for name in sources:
+        one, of_source = survey_source(partitions, name, limit, examples)
         surveyed.append(one)
-    packed = pack_all(_mixed(units), seq_len, lookahead)
-    # at the end the window runs empty, which does not happen in an endless stream
-    full = packed[: max(1, len(packed) - lookahead // 4)]
+        units += of_source
+    full = pack_sample(units, partitions.seq_len, partitions.lookahead)
     used = sum(length(unit) for sequence in full for unit in sequence)
-    fill = used / (seq_len * len(full)) if packed else 0.0
+    fill = used / (partitions.seq_len * len(full)) if full else 0.0
     tokens = sum(source.tokens for source in surveyed)
-    mixture = Mixture(sources, 0, temperature, "tokens" if by_tokens else "samples")
     weights = mixture.shares(
         {source.name: sources[source.name].rows or max(1, round(source.rows)) for source in surveyed}
     )
     mean = {source.name: source.tokens / max(1.0, source.samples) for source in surveyed}
+    by_tokens = mixture.by == "tokens"
     samples = {name: weight / (mean[name] or 1.0) if by_tokens else weight for name, weight in weights.items()}
     if not mixture.weighted:  # the shares are of rows
         samples = {source.name: weights[source.name] * source.samples / max(1.0, source.rows) for source in surveyed}
@@ -123,39 +99,23 @@ def survey(
         for name in sources
     }
     documents = sum(len(unit) for sequence in full for unit in sequence) / max(1, len(full))
-    shown = tuple(
-        tuple((sample.source, len(sample)) for unit in sequence for sample in unit)
-        for sequence in packed[:SEQUENCES_SHOWN]
-    )
-    return Survey(
-        tuple(surveyed), fill, documents, shares, tokens, tokens / max(1.0, fill * seq_len * sequences), shown
-    )
+    steps = tokens / max(1.0, fill * partitions.seq_len * sequences)
+    return Survey(tuple(surveyed), fill, documents, shares, tokens, steps)
 
 
 def survey_source(
-    name: str,
-    spec: SourceSpec,
-    tokenizer: Tokenizer,
-    encode: Encode,
-    seq_len: int,
-    too_long: TooLong,
-    limit: int,
-    examples: int = 0,
-    share_prefixes: bool = False,
-    read_keys: Sequence[str] = (),
+    partitions: Partitions, name: str, limit: int, examples: int = 0
 ) -> tuple[SourceSurvey, list[PackUnit]]:
-    """Return the survey of one source and its units."""
+    """Return the survey of the first `limit` rows of one source, and their units."""
     bad: list[BadRow] = []
-    reader, spec = opened(spec, tokenizer)
-    unread = Unread(spec, tokenizer, read_keys)
-    encoder = encoder_of(
-        name, spec, encode, seq_len, too_long, lambda row, counts: bad.append(row), share_prefixes, unread
-    )
+    ordered, spec = partitions.opened(name)
+    unread = Unread(spec, partitions.tokenizer, partitions.read_keys)
+    encoder = partitions.encoder(name, lambda row, counts: bad.append(row), unread)
     units: list[PackUnit] = []
     shown: list[tuple[str, PackUnit]] = []
     longest: list[tuple[int, str]] = []
     read = empty = none_made = 0
-    places = rows_once(reader, spec.limit)
+    places = partitions.first_rows(name)
     for place in islice(places, limit):
         before = encoder.counts["too_long"], len(bad)
         row_units = encoder(place)
@@ -163,14 +123,14 @@ def survey_source(
         empty += not row_units
         none_made += not row_units and (encoder.counts["too_long"], len(bad)) == before
         units += row_units
-        whole_ones = [(sample,) for unit in row_units for sample in separate(unit)] if share_prefixes else row_units
-        shown += [(place.where, unit) for unit in whole_ones][: max(0, examples - len(shown))]
+        if len(shown) < examples:
+            parts = [(sample,) for unit in row_units for sample in separate(unit)]
+            whole_ones = parts if partitions.share_prefixes else row_units
+            shown += [(place.where, unit) for unit in whole_ones][: examples - len(shown)]
         if row_units:
-            heapq.heappush(longest, (max(map(length, row_units)), place.where))
-            longest = heapq.nlargest(LONGEST, longest)
-            heapq.heapify(longest)
+            longest = heapq.nlargest(LONGEST, [*longest, (max(map(length, row_units)), place.where)])
     whole = next(places, None) is None
-    rows = float(read) if whole else max(reader.rows, float(read))
+    rows = float(read) if whole else max(ordered.reader.rows, float(read))
     lengths = np.array([length(unit) for unit in units], np.int64)
     return SourceSurvey(
         name,
@@ -179,14 +139,14 @@ def survey_source(
         min(rows, spec.limit or rows),
         whole,
         lengths,
-        tuple(sorted(longest, reverse=True)),
+        tuple(longest),
         tuple(bad[:WORST]),
-        left_out(bad, encoder.counts["too_long"], seq_len)
+        left_out(bad, encoder.counts["too_long"], partitions.seq_len)
         | ({NONE_MADE[spec.kind == "tokenized"]: none_made} if none_made else {}),
         empty / max(1, read),
         tuple(shown),
         tuple(unread.names),
-        reader.not_read,
+        ordered.reader.not_read,
     ), units
 
 
@@ -201,10 +161,3 @@ def left_out(bad: Sequence[BadRow], too_long: int, seq_len: int) -> dict[str, in
     others = {"other reasons": reasons.total() - sum(common.values())}
     long = {f"does not fit data.seq_len ({seq_len}), or nothing in it is trained": too_long}
     return {reason: n for reason, n in (long | common | others).items() if n}
-
-
-def _mixed(units: Mapping[str, Sequence[PackUnit]]) -> list[PackUnit]:
-    """Return the units of all sources in a random order."""
-    flat = [unit for each in units.values() for unit in each]
-    order = np.random.default_rng(0).permutation(len(flat))
-    return [flat[i] for i in order]

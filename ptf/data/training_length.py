@@ -5,7 +5,7 @@ that have a length and no tokens. Tokenized sources have the lengths; rows of ot
 would cost too much, the lengths of the first rows stand for all, and the numbers are intervals.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,11 +16,11 @@ from ptf.data import tokenized
 from ptf.data.encode import Encoder
 from ptf.data.mixture import rows_of
 from ptf.data.order import Ordered
-from ptf.data.packing import pack_all
+from ptf.data.packing import pack_sample
 from ptf.data.partitions import Partitions
 from ptf.data.prompts import Prompts
 from ptf.data.sample import PackUnit, length
-from ptf.data.sources.rows import RawRow, blocks_once, rows_once
+from ptf.data.sources.rows import RawRow, blocks_once
 from ptf.data.token_file import placeholder_unit
 
 FEW_ROWS = 100_000  # up to so many rows that are not tokenized are encoded for an exact number
@@ -71,40 +71,26 @@ class RowsTaken:
 
 def partitions_of_lengths(partitions: Partitions) -> Partitions:
     """Return the same partitions with samples that have lengths and no tokens."""
-    sources = {name: partitions.opened(name) for name in partitions.sources}
-    opened = {}
-    for name, (ordered, spec) in sources.items():
+    opened = {name: partitions.opened(name) for name in partitions.sources}
+    for name, (ordered, spec) in opened.items():
         if spec.kind == "tokenized" and not partitions.share_prefixes:  # shared prefixes depend on the tokens
-            ordered = replaced(ordered, tokenized.lengths_reader(ordered.reader))
-        opened[name] = ordered, spec
-    cached = {name: _LengthCache() for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
+            reader = tokenized.lengths_reader(ordered.reader)
+            opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.limit, ordered.shuffled), spec
+    lengths: dict[str, Lengths] = {name: {} for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
 
-    def wrap(name, encoder):
-        return cached[name].of(encoder) if name in cached else encoder
+    def wrap(name: str, encoder: Encoder) -> Any:
+        return _CachedEncoder(encoder, lengths[name]) if name in lengths else encoder
 
     return replace(partitions, _opened=opened, reorder=False, wrap=wrap)
 
 
-def replaced(ordered: Ordered, reader: Any) -> Ordered:
-    """Return the same order of another reader of the same files."""
-    return Ordered(reader, ordered.key, ordered.partitions, ordered.limit, ordered.shuffled)
-
-
-class _LengthCache:
-    """Makes encoders that encode a row once and remember the lengths of its samples."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[tuple[int, int, int], tuple[int, ...]] = {}
-
-    def of(self, encoder: Encoder) -> Any:
-        """Return the encoder with this cache."""
-        return _CachedEncoder(encoder, self._lengths)
+Lengths = dict[tuple[int, int, int], tuple[int, ...]]  # file, block and row → the lengths of its samples
 
 
 class _CachedEncoder:
-    """An encoder that returns samples without tokens; their lengths are computed once per row."""
+    """An encoder that returns samples without tokens. It encodes a row once, and keeps the lengths in `lengths`."""
 
-    def __init__(self, encoder: Encoder, lengths: dict[tuple[int, int, int], tuple[int, ...]]):
+    def __init__(self, encoder: Encoder, lengths: Lengths):
         self._encoder, self._lengths = encoder, lengths
         self.counts = encoder.counts
 
@@ -225,14 +211,16 @@ def describe_order(ordered: Ordered) -> str:
 
 def estimated(partitions: Partitions, sequences: int, steps: int | None) -> DataPlan:
     """Estimate the plan from the first rows of each source."""
-    sampled = {name: list(_sampled_lengths(partitions, name)) for name in partitions.sources}
+    sampled = {
+        name: [list(map(length, encode(row))) for row in partitions.first_rows(name, SAMPLED)]
+        for name in partitions.sources
+        for encode in [partitions.uncounted_encoder(name)]
+    }
     # tokens in a row of the source, and the margin of error
     per_row = {name: _mean([sum(row) for row in counts]) for name, counts in sampled.items()}
     per_sample = {name: _mean([n for row in counts for n in row])[0] or 1.0 for name, counts in sampled.items()}
     flat = [placeholder_unit(n) for counts in sampled.values() for row in counts for n in row]
-    order = np.random.default_rng(0).permutation(len(flat))
-    packed = pack_all((flat[i] for i in order), partitions.seq_len, partitions.lookahead)
-    full = packed[: max(1, len(packed) - partitions.lookahead // 4)]
+    full = pack_sample(flat, partitions.seq_len, partitions.lookahead)
     mean = sum(length(unit) for sequence in full for unit in sequence) / max(1, len(full))
     room = sequences * max(1.0, mean)  # tokens in a step
     shares, mixture = partitions.shares, partitions.mixture
@@ -267,13 +255,6 @@ def estimated(partitions: Partitions, sequences: int, steps: int | None) -> Data
         there = known[name]
         passes[name] = (n / there * (1 - spread), n / there * (1 + spread)) if there else None
     return DataPlan((low, high), passes, False)
-
-
-def _sampled_lengths(partitions: Partitions, name: str) -> Iterator[list[int]]:
-    """Yield the lengths of the samples of each of the first rows."""
-    ordered, encoder = partitions.opened(name)[0], partitions.uncounted_encoder(name)
-    for row in islice(rows_once(ordered.reader, ordered.limit), SAMPLED):
-        yield [length(unit) for unit in encoder(row)]
 
 
 def _mean(values: list[int]) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,9 @@ from ptf.config import Job
 from ptf.config.error import Problems
 from ptf.data.added import tokenizer_of
 from ptf.data.encode import encode_prompt
-from ptf.data.order import Ordered
+from ptf.data.forms import Row
+from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
-from ptf.data.source_units import opened
-from ptf.data.sources.rows import SourceSpec
 from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import BLOCKS, DataPlan
@@ -29,10 +29,8 @@ from ptf.errors import UserError
 from ptf.model.bridge import locate
 from ptf.recipes import registry
 from ptf.run import resolved
-from ptf.train.data_plan import preview_data
-from ptf.train.dataloading import read_keys
+from ptf.train.dataloading import make_partitions, preview_data
 from ptf.train.job_tokenizer import rendered
-from ptf.train.source_specs import specs
 
 FEW_ROWS = 2000  # rows of each source that are read if all sources together have more than `ALL_ROWS`
 ALL_ROWS = 100_000
@@ -68,41 +66,28 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     job = settled(resolved(job))
     recipe = registry.build(job)
     path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
-    tokenizer, data = rendered(job, tokenizer_of(path, job.model.tokens), None), job.data
-
-    def encode(row: Mapping[str, Any], source: str) -> list[PackUnit]:
-        if not recipe.online:
-            return recipe.encode(row, tokenizer, source)
-        tokens = encode_prompt(row, tokenizer, source, 0).tokens
-        return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
-
-    room = data.seq_len - (job.rollout.max_new_tokens if job.rollout else 0)
-    sources = specs(data.sources)
-    if recipe.online:
-        sources = {name: replace(spec, kind="prompt") for name, spec in sources.items()}
-    surveyed = survey(
-        sources,
-        tokenizer,
-        encode,
-        seq_len=room,
-        too_long=data.too_long,
-        lookahead=data.packing_lookahead,
-        sequences=job.train.global_batch_sequences,
-        temperature=data.mix.temperature,
-        by_tokens=data.mix.by == "tokens",
-        limit=rows or few_or_all(sources, tokenizer),
-        examples=samples,
-        share_prefixes=data.share_prefixes,
-        read_keys=read_keys(job, recipe),
-    )
+    tokenizer = rendered(job, tokenizer_of(path, job.model.tokens), None)
+    partitions = make_partitions(job, recipe, tokenizer)
+    if job.rollout:
+        sources = {name: replace(spec, kind="prompt") for name, spec in partitions.sources.items()}
+        room = job.data.seq_len - job.rollout.max_new_tokens
+        partitions = replace(partitions, sources=sources, encode=partial(_prompt, tokenizer=tokenizer), seq_len=room)
+    limit, sequences = rows or few_or_all(partitions), job.train.global_batch_sequences
+    surveyed = survey(partitions, sequences=sequences, limit=limit, examples=samples)
     if not any(source.counts["samples"] for source in surveyed.sources):
         return Report(job, surveyed, tokenizer, None, {})
-    return Report(job, surveyed, tokenizer, *preview_data(job, recipe, tokenizer))
+    return Report(job, surveyed, tokenizer, *preview_data(job, partitions))
 
 
-def few_or_all(sources: Mapping[str, SourceSpec], tokenizer: Tokenizer) -> int:
+def _prompt(row: Row, source: str, tokenizer: Tokenizer) -> list[PackUnit]:
+    """Encode a prompt as a sample of which nothing is trained."""
+    tokens = encode_prompt(row, tokenizer, source, 0).tokens
+    return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
+
+
+def few_or_all(partitions: Partitions) -> int:
     """Return how many rows of each source are read by default."""
-    known = [Ordered(opened(spec, tokenizer)[0], "", 1, spec.limit).rows for spec in sources.values()]
+    known = [partitions.opened(name)[0].rows for name in partitions.sources]
     return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 

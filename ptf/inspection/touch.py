@@ -123,7 +123,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     from ptf.model.vocabulary import raise_if_larger_tokenizer
     from ptf.recipes import registry
     from ptf.rl.prompts import raise_if_too_long
-    from ptf.train.dataloading import read_keys
+    from ptf.train.dataloading import make_partitions
     from ptf.train.job_tokenizer import rendered
     from ptf.train.source_specs import specs
 
@@ -136,7 +136,9 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     longest = job.data.seq_len if recipe.online else 0
     for section, sources in source_sections(job).items():
         some = {name: source for name, source in sources.items() if f"{section}.{name}" in here}
-        for name, spec in specs(some, verify_up_to=0).items():
+        partitions = make_partitions(job, recipe, tokenizer, sources=specs(some, verify_up_to=0))
+        partitions = replace(partitions, share_prefixes=False)
+        for name, spec in partitions.sources.items():
             key = f"{section}.{name}"
             if section == "evaluate.sources" or recipe.online:
                 for prompt in prompts_once(replace(spec, limit=min(spec.limit or ROWS, ROWS)), name, tokenizer):
@@ -144,16 +146,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
                     if section == "data.sources" and job.rollout and job.data.too_long != "drop":
                         raise_if_too_long(prompt, job.data.seq_len - job.rollout.max_new_tokens)
                 continue
-            found, units = survey_source(
-                name,
-                spec,
-                tokenizer,
-                lambda row, source: recipe.encode(row, tokenizer, source),
-                job.data.seq_len,
-                job.data.too_long,
-                ROWS,
-                read_keys=read_keys(job, recipe),
-            )
+            found, units = survey_source(partitions, name, ROWS)
             if found.bad and job.data.on_bad_row != "skip":
                 raise UserError(f"{found.bad[0].where} (source {name}): {found.bad[0].reason}")
             if found.bad and not units:
@@ -217,9 +210,9 @@ def not_called(reward: Plugin) -> str | None:
 def length_of_run(job: Job, recipe: "Recipe", tokenizer: "Tokenizer") -> str:
     """Return the passes over each source and the steps. Raise UserError if warm-up and decay do not fit into them."""
     from ptf.data.sources.files import Location, resolve_files
-    from ptf.train.data_plan import preview_data
+    from ptf.train.dataloading import make_partitions, preview_data
     from ptf.train.source_specs import specs
 
     if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
-    return preview_data(job, recipe, tokenizer, FEW_ROWS)[0].describe()
+    return preview_data(job, make_partitions(job, recipe, tokenizer), FEW_ROWS)[0].describe()

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 
 from ptf.config import Job
 from ptf.config.sections.data import Source
-from ptf.data.prompts import prompts_once, prompts_stream
+from ptf.data.prompts import prompts_once
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import plan_prompts
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
+from ptf.train.dataloading import make_prompts
 from ptf.train.source_specs import specs
 
 CHECKED = 10_000  # prompts of each source whose length is checked before training starts
@@ -23,14 +24,7 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
     """
     assert job.rollout is not None
     assert job.train.steps is not None, "online jobs have no train.epochs"
-    sources = specs(job.data.sources)
-    stream = prompts_stream(
-        sources,
-        tokenizer=tokenizer,
-        seed=job.seed,
-        shuffle=job.data.shuffle_buffer,
-        temperature=job.data.mix.temperature,
-    )
+    stream = make_prompts(job, tokenizer)
     mixing = "in proportion to weights" if stream.mixture.weighted else "every prompt once before any is repeated"
     print(
         f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts_per_step, job.train.steps).describe()}",
@@ -38,7 +32,7 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
     )
     room, drop = job.data.seq_len - job.rollout.max_new_tokens, job.data.too_long == "drop"
     if not drop:  # before training starts, rather than hours later
-        for name, spec in sources.items():
+        for name, spec in stream.mixture.sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):
                 raise_if_too_long(prompt, room)
     return FittingPrompts(stream, room, drop)

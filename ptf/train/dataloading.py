@@ -1,32 +1,44 @@
-"""What a run reads: its sources as partitions of packed sequences, and its validation sets."""
+"""What a run reads: its sources as partitions of packed sequences, how long that takes, and its validation sets."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ptf.compute.peers import peers
 from ptf.compute.world import World
 from ptf.config import Job
+from ptf.config.rules import schedule_fault
 from ptf.data.chat import FIELD
 from ptf.data.forms import Row
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
+from ptf.data.prompts import Prompts
 from ptf.data.quarantine import Quarantine
 from ptf.data.rank_balancing import group_size
 from ptf.data.sample import PackUnit
 from ptf.data.source_units import pack_units_once
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.training_length import DataPlan, is_cheap, planned
+from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
 from ptf.errors import UserError
 from ptf.recipes.protocol import Recipe
 from ptf.train.source_specs import specs
 
 
-def make_partitions(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | None = None) -> Partitions:
-    """Build the partitions of the training data; `run` is the directory in which bad rows are collected."""
+def make_partitions(
+    job: Job,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    run: Path | None = None,
+    sources: Mapping[str, SourceSpec] | None = None,
+) -> Partitions:
+    """Build the partitions of `sources`, by default of the training data; `run` is the directory in which bad rows are
+    collected."""
     data = job.data
     return Partitions(
-        specs(data.sources, job.train.epochs, job.verify_bytes),
+        specs(data.sources, job.train.epochs, job.verify_bytes) if sources is None else sources,
         tokenizer,
         lambda row, source: recipe.encode(row, tokenizer, source),
         partitions=data.partitions,
@@ -43,6 +55,13 @@ def make_partitions(job: Job, recipe: Recipe, tokenizer: Tokenizer, run: Path | 
         quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
         max_bad_rows_share=data.max_bad_rows_share,
         read_keys=read_keys(job, recipe),
+    )
+
+
+def make_prompts(job: Job, tokenizer: Tokenizer) -> Prompts:
+    """Build the stream of the prompts of an online job."""
+    return Prompts(
+        specs(job.data.sources), tokenizer, job.seed, job.data.shuffle_buffer, temperature=job.data.mix.temperature
     )
 
 
@@ -71,7 +90,7 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
     """Return the passes and steps of the whole run, over all ranks.
 
     The number of steps of a run that ends with its data is always exact. Raises UserError if there is nothing to train
-    on.
+    on, or if warm-up and decay do not fit into the run.
     """
     few = is_cheap(partitions)
     if world.leads and (few or not partitions.endless):
@@ -91,7 +110,32 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
     )
     if not plan.steps[1]:
         raise UserError("data.sources: the data has no sample to train on")
+    _raise_if_schedule_is_longer(job, plan)
     return plan
+
+
+def preview_data(job: Job, partitions: Partitions, few: int | None = None) -> tuple[DataPlan, dict[str, str]]:
+    """Return the run's passes and steps, and the order in which each source is read, before training.
+
+    Bad rows are left out. `few`: up to this number of rows, all rows are encoded, for exact numbers. Raise UserError if
+    warm-up and decay do not fit into the run.
+    """
+    if job.rollout:
+        assert job.train.steps is not None, "online jobs have no train.epochs"
+        prompts = make_prompts(job, partitions.tokenizer)
+        plan = plan_prompts(prompts, job.rollout.prompts_per_step, job.train.steps)
+        return plan, {name: describe_order(ordered) for name, ordered in prompts.orders.items()}
+    with tempfile.TemporaryDirectory() as aside:
+        partitions = replace(partitions, quarantine=aside, max_bad_rows_share=1.0)
+        plan = planned(partitions, job.train.global_batch_sequences, job.train.steps, exact=is_cheap(partitions, few))
+    _raise_if_schedule_is_longer(job, plan)
+    return plan, {name: describe_order(partitions.opened(name)[0]) for name in partitions.sources}
+
+
+def _raise_if_schedule_is_longer(job: Job, plan: DataPlan) -> None:
+    """Raise UserError if warm-up and decay are longer than the longest run that the data may give."""
+    if fault := schedule_fault(job.train, plan.steps[1]):
+        raise UserError(f"{fault} (it has {plan.steps[1]:,})")
 
 
 def held_out_sequences(

@@ -31,7 +31,6 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
-from ptf.train.data_plan import raise_if_schedule_is_longer
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions, planned_steps
 from ptf.train.deterministic import trainer_of
 from ptf.train.early_stopping import EarlyStopping
@@ -145,8 +144,6 @@ class OfflineAttempt:
         restored = self.restore()
         plan = None if restored else planned_steps(job, partitions, self.loader, world)
         self.step, ends, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
-        if plan:
-            raise_if_schedule_is_longer(job, plan)
         announce(job, world, self.model, ends, plan)
         self.planned = ends
         self.track: Tracker | None = None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.prompts import Prompts, prompts_once, prompts_stream
+from ptf.data.prompts import Prompts, prompts_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -39,18 +39,18 @@ def take(stream: Prompts, n: int) -> list[tuple]:
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=3))
 def test_prompts_resume_anywhere(sources: dict[str, SourceSpec], characters: Tokenizer, cuts: list[int]) -> None:
-    whole = take(prompts_stream(sources, tokenizer=characters, seed=0, shuffle=7), sum(cuts) + 10)
-    stream, parts = prompts_stream(sources, tokenizer=characters, seed=0, shuffle=7), []
+    whole = take(Prompts(sources, tokenizer=characters, seed=0, shuffle=7), sum(cuts) + 10)
+    stream, parts = Prompts(sources, tokenizer=characters, seed=0, shuffle=7), []
     for cut in [*cuts, 10]:
         parts += take(stream, cut)
         state = pickle.loads(pickle.dumps(stream.state_dict()))
-        stream = prompts_stream(sources, tokenizer=characters, seed=0, shuffle=7)
+        stream = Prompts(sources, tokenizer=characters, seed=0, shuffle=7)
         stream.load_state_dict(state)
     assert parts == whole
 
 
 def test_a_state_of_another_order_is_refused(sources: dict[str, SourceSpec], characters: Tokenizer) -> None:
-    stream = prompts_stream(sources, tokenizer=characters, seed=0, shuffle=7)
+    stream = Prompts(sources, tokenizer=characters, seed=0, shuffle=7)
     state = stream.state_dict()
     stream.load_state_dict(state)
     with pytest.raises(UserError, match="read the data in another order"):
@@ -58,7 +58,7 @@ def test_a_state_of_another_order_is_refused(sources: dict[str, SourceSpec], cha
 
 
 def test_prompts_are_mixed_shuffled_numbered_and_whole(sources: dict[str, SourceSpec], characters: Tokenizer) -> None:
-    prompts = take(prompts_stream(sources, tokenizer=characters, seed=0, shuffle=1000), 40)
+    prompts = take(Prompts(sources, tokenizer=characters, seed=0, shuffle=1000), 40)
     assert Counter(source for _, _, source, _ in prompts) == {"a": 30, "b": 10}
     assert [index for *_, index in prompts] == list(range(40))
     order = [row["prompt"] for _, row, source, _ in prompts if source == "a"]
@@ -66,7 +66,7 @@ def test_prompts_are_mixed_shuffled_numbered_and_whole(sources: dict[str, Source
     assert order[:20] != sorted(order[:20])
     assert order != [
         row["prompt"]
-        for _, row, source, _ in take(prompts_stream(sources, tokenizer=characters, seed=1, shuffle=1000), 40)
+        for _, row, source, _ in take(Prompts(sources, tokenizer=characters, seed=1, shuffle=1000), 40)
         if source == "a"
     ]
     row = next(row for _, row, _, _ in prompts if row["prompt"] == "a7")
@@ -83,6 +83,6 @@ def test_a_bad_prompt_is_named(characters: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n{"prompt": 1}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source sums\): a prompt row needs"):
         list(prompts_once(SourceSpec(str(tmp_path / "a.jsonl")), "sums", characters))
-    stream = prompts_stream({"sums": SourceSpec(str(tmp_path / "a.jsonl"))}, tokenizer=characters, seed=0, shuffle=0)
+    stream = Prompts({"sums": SourceSpec(str(tmp_path / "a.jsonl"))}, tokenizer=characters, seed=0, shuffle=0)
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source sums\)"):
         take(stream, 2)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ptf.data.prompts import prompts_once, prompts_stream
+from ptf.data.prompts import Prompts, prompts_once
 from ptf.data.source_units import pack_units_once
 from ptf.data.sources.json_values import json_value
 from ptf.data.sources.reader import Reader
@@ -166,7 +166,7 @@ def test_rewards_get_the_same_values_from_a_stream_and_a_pass(printable: Tokeniz
     pq.write_table(table, tmp_path / "a.parquet")
     spec = SourceSpec(str(tmp_path / "a.parquet"))
     (once,) = prompts_once(spec, "set", printable)
-    drawn = next(prompts_stream({"set": spec}, tokenizer=printable, seed=0, shuffle=4))
+    drawn = next(Prompts({"set": spec}, tokenizer=printable, seed=0, shuffle=4))
     expected = {"prompt": "q", "meta": {"a": {"b": None}}, "price": "1.10", "day": "2020-01-02", "id": str(identity)}
     assert once.row == drawn.row == expected
 
@@ -191,7 +191,7 @@ def test_bytes_are_refused_where_they_would_be_printed(where: str, printable: To
     read_row = (
         partial(trained, tmp_path / "a.parquet", printable)
         if "messages" in row
-        else prompts_stream({"set": spec}, tokenizer=printable, seed=0, shuffle=0).__next__
+        else Prompts({"set": spec}, tokenizer=printable, seed=0, shuffle=0).__next__
     )
     with pytest.raises(UserError, match="bytes are not text"):
         read_row()
