@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metaflow import Config, FlowSpec, Parameter, Run, card, current, get_namespace, namespace, step
 from metaflow.exception import (
@@ -34,13 +34,12 @@ from metaflow.util import get_latest_run_id
 
 from flows import argv, cards, processes
 from flows.settings import FromConfig
+from ptf.artifact import Artifact
 from ptf.config import ConfigError, Job, loads
 from ptf.errors import Retryable, UserError
 from ptf.workspace import disk
 from ptf.workspace.credentials import from_environment, redacted
-
-if TYPE_CHECKING:
-    from steps.artifact import Artifact
+from steps import stages
 
 
 class BadConfig(MetaflowException):
@@ -91,8 +90,6 @@ class PostTrainFlow(FlowSpec):
     def start(self):
         """Name the training run; a resume keeps the name, so it continues from this run's checkpoints.
         `run --continue RUN_NAME` uses the name of an earlier run."""
-        from steps.artifact import Artifact
-
         self.run_name = self._run_name()
         self.artifact = Artifact(run_name=self.run_name)
         self.next(self.prepare)
@@ -100,36 +97,28 @@ class PostTrainFlow(FlowSpec):
     @step
     def prepare(self):
         """Make the data of `data.prepare`."""
-        from steps.prepare import prepare
-
-        self._stage(prepare)
+        self._stage(stages.prepare)
         self.next(self.tokenize)
 
     @step
     def tokenize(self):
         """Tokenize the data, to parquet."""
-        from steps.tokenize import tokenize
-
-        self._stage(tokenize)
+        self._stage(stages.tokenize)
         self.next(self.train)
 
     @card(type="blank", id="train", refresh_interval=0)
     @step
     def train(self):
         """Train, from the run's newest checkpoint if there is one."""
-        from steps.train import train
-
         with cards.live(current.card["train"], self._job(), self._artifact().run_name):
-            self._stage(train)
+            self._stage(stages.train)
         self.next(self.evaluate)
 
     @card(type="blank", id="evaluate")
     @step
     def evaluate(self):
         """Evaluate the trained model on held-out data."""
-        from steps.evaluate import evaluate
-
-        self._stage(evaluate)
+        self._stage(stages.evaluate)
         cards.metrics_page(current.card["evaluate"], self.artifact, self._job())
         self.next(self.publish)
 
@@ -137,10 +126,8 @@ class PostTrainFlow(FlowSpec):
     @step
     def publish(self):
         """Publish the model if it passes the publish checks."""
-        from steps.publish import page, publish
-
-        with cards.publishing(current.card["publish"], self._artifact, page):
-            self._stage(publish)
+        with cards.publishing(current.card["publish"], self._artifact, stages.page):
+            self._stage(stages.publish)
         self.next(self.end)
 
     @step
@@ -154,17 +141,15 @@ class PostTrainFlow(FlowSpec):
         ).lower()
         if self.continued is None:
             return f"{flow}-{current.run_id}"
-        from steps.prepare import raise_if_unknown_run
-
         with self._reporting_errors():
-            raise_if_unknown_run(str(self.continued), self._run_directories(str(self.continued)))
+            stages.raise_if_unknown_run(str(self.continued), self._run_directories(str(self.continued)))
         return str(self.continued)
 
     def _run_directories(self, run_name: str) -> list[Path]:
         """Return the directories of the training runs of a flow that continues under this name; one of them exists."""
         return [Path(self._job().output) / run_name]
 
-    def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
+    def _stage(self, work: Callable[[Job, Artifact], Artifact]) -> None:
         """Do a step's work on the artifact."""
         with self._reporting_errors():
             self.artifact = work(self._job(), self._artifact())
@@ -203,7 +188,7 @@ class PostTrainFlow(FlowSpec):
     def _job(self) -> Job:
         return loads(json.dumps(self.config))
 
-    def _artifact(self) -> "Artifact":
+    def _artifact(self) -> Artifact:
         """Return the artifact of the previous steps.
 
         `spin` repeats a step of a finished run and must not change its checkpoints, so it gets a different name.

@@ -13,17 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
+from metaflow.cards import Markdown, ProgressBar, Table, VegaChart, YAMLViewer
 
 from flows.charts import Row, charts, json_lines, read, timeline
+from ptf.artifact import Artifact, evaluated, figure
 from ptf.config import shown
 from ptf.config.schema import Job
 from ptf.workspace.credentials import redacted
-
-if TYPE_CHECKING:
-    from steps.artifact import Artifact
 
 # shortest pause between updates; the pause is at least a hundred times as long as the last update took, because a card
 # is rendered by a separate process, for which Metaflow waits in a busy loop
@@ -83,10 +81,7 @@ class TrainingPage:
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
         self.begun, self.resumed = time.time(), 0
-        self.config = Table(
-            [[key, str(value)] for key, value in flatten(shown(job).model_dump(mode="json"))],
-            headers=["config", run_name],
-        )
+        self.config = YAMLViewer(shown(job).model_dump(mode="json"), title="config")
         try:
             self.resumed = max(self._finished(), default=0)
         except Exception as error:
@@ -116,7 +111,8 @@ class TrainingPage:
         if total:  # with train.epochs, the number of steps is not in the config
             parts.append(ProgressBar(max=total, label="steps", value=self._step()))
         if self.charts:
-            parts.append(Table(pairs(list(self.charts.values()))))
+            each: list[Any] = list(self.charts.values())
+            parts.append(Table([each[i : i + 2] for i in range(0, len(each), 2)]))
         if spans := json_lines(self.run / "timeline.jsonl", TIMELINE_BYTES)[-TIMELINE_STEPS:]:
             parts.append(VegaChart(timeline(spans)))
         if responses := read_last(self.run / "samples.jsonl"):
@@ -235,24 +231,19 @@ def read_last(path: Path) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("step") == rows[-1].get("step")]
 
 
-def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") -> None:
+def metrics_page(card: Any, artifact: Artifact, job: Job, failed: str = "") -> None:
     """Fill the card of the evaluate step: every metric at the start and now, and the responses side by side.
 
     For a trial of a sweep that failed, it shows the error, `failed`.
     """
     metrics = artifact.metrics
-    names = sorted(name for name in metrics if not name.startswith(("starting_model/", "train/")))
-
-    def shown(name):
-        return f"{metrics[name]:.4g}" if name in metrics else ""
-
     card.append(Markdown(f"# {plain(artifact.run_name)}"))
     if failed:
         card.append(Table([[failed]], headers=["failed"]))
         return
     card.append(
         Table(
-            [[name, shown(f"starting_model/{name}"), shown(name)] for name in names],
+            [[name, *map(figure, values)] for name, values in evaluated(metrics).items()],
             headers=["metric", "starting model", "trained model"],
         )
     )
@@ -262,14 +253,14 @@ def metrics_page(card: Any, artifact: "Artifact", job: Job, failed: str = "") ->
         print(f"card: {type(error).__name__}: {error}", flush=True)
     card.append(
         Table(
-            [[name, shown(name)] for name in sorted(metrics) if name.startswith("train/")],
+            [[name, figure(metrics[name])] for name in sorted(metrics) if name.startswith("train/")],
             headers=["of the last step", ""],
         )
     )
 
 
 @contextmanager
-def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callable[[Artifact], str]") -> Iterator[None]:
+def publishing(card: Any, artifact: Callable[[], Artifact], describe: Callable[[Artifact], str]) -> Iterator[None]:
     """Fill the card of the publish step after the block: with the text that `describe` returns for the artifact, or, if
     the block fails, with the error."""
     try:
@@ -290,17 +281,3 @@ def publishing(card: Any, artifact: "Callable[[], Artifact]", describe: "Callabl
     except Exception as error:  # the card is optional
         text = plain(f"card: {type(error).__name__}: {error}")
     card.append(Markdown(text))
-
-
-def pairs(items: list[Any]) -> list[list[Any]]:
-    """Return the items in pairs; the last list has one item if their number is odd."""
-    return [items[i : i + 2] for i in range(0, len(items), 2)]
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every leaf."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

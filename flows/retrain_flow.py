@@ -8,6 +8,7 @@ from metaflow import card, current, step
 from flows import cards
 from flows.base import PostTrainFlow
 from ptf.config import Job
+from steps import retrain, stages
 
 
 class RetrainFlow(PostTrainFlow):
@@ -19,8 +20,6 @@ class RetrainFlow(PostTrainFlow):
     @step
     def prepare(self):
         """Make the data, and find out whether there are new data."""
-        from steps import retrain
-
         self._stage(retrain.prepare)
         with self._reporting_errors():
             self.found = "news" if retrain.has_new_data(self._job(), self.artifact) else "nothing"
@@ -33,10 +32,7 @@ class RetrainFlow(PostTrainFlow):
     @step
     def publish(self):
         """Publish the model unless it is worse than the published version by more than `publish.max_regression`."""
-        from steps import retrain
-        from steps.publish import page
-
-        with cards.publishing(current.card["publish"], self._artifact, page):
+        with cards.publishing(current.card["publish"], self._artifact, stages.page):
             self._stage(retrain.publish)
         self.next(self.end)
 
@@ -46,18 +42,10 @@ class RetrainFlow(PostTrainFlow):
         if self.artifact.published:
             print(f"run name   {self.run_name}\npublished  {self.artifact.published}")
         else:
-            from steps import retrain
-
-            why = (
-                "there are no new data"
-                if self.found == "nothing"
-                else f"the new model {retrain.refusal(self._job(), self.artifact)}"
-            )
-            print(f"nothing published: {why}")
+            refused = f"the new model {retrain.refusal(self._job(), self.artifact)}" if self.found == "news" else ""
+            print(f"nothing published: {refused or 'there are no new data'}")
 
     def _job(self) -> Job:
-        from steps import retrain
-
         return retrain.starting_from_published(super()._job(), self.artifact)
 
 

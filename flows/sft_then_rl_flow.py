@@ -15,9 +15,11 @@ from metaflow import card, current, step
 
 from flows import cards
 from flows.base import PostTrainFlow
+from ptf.artifact import Artifact
 from ptf.config import Job, dump, load, loads
 from ptf.config.schema import online_recipes
 from ptf.errors import UserError
+from steps import stages
 
 
 class SFTThenRLFlow(PostTrainFlow):
@@ -30,8 +32,6 @@ class SFTThenRLFlow(PostTrainFlow):
     @step
     def start(self):
         """Name both training runs, and store the config of the first one, so that a resume does not read its file."""
-        from steps.artifact import Artifact
-
         path = super()._job().model.path
         with self._reporting_errors():
             if not path.startswith("job:"):
@@ -48,36 +48,28 @@ class SFTThenRLFlow(PostTrainFlow):
     @step
     def prepare_first(self):
         """Make the data of the first training."""
-        from steps.prepare import prepare
-
-        self._stage(prepare)
+        self._stage(stages.prepare)
         self.next(self.tokenize_first)
 
     @step
     def tokenize_first(self):
         """Tokenize the data of the first training."""
-        from steps.tokenize import tokenize
-
-        self._stage(tokenize)
+        self._stage(stages.tokenize)
         self.next(self.train_first)
 
     @card(type="blank", id="train", refresh_interval=0)
     @step
     def train_first(self):
         """Train the first model."""
-        from steps.train import train
-
         with cards.live(current.card["train"], self._job(), self._artifact().run_name):
-            self._stage(train)
+            self._stage(stages.train)
         self.next(self.evaluate_first)
 
     @card(type="blank", id="evaluate")
     @step
     def evaluate_first(self):
         """Evaluate the first model."""
-        from steps.evaluate import evaluate
-
-        self._stage(evaluate)
+        self._stage(stages.evaluate)
         cards.metrics_page(current.card["evaluate"], self.artifact, self._job())
         self.next(self.publish_first)
 
@@ -85,11 +77,8 @@ class SFTThenRLFlow(PostTrainFlow):
     @step
     def publish_first(self):
         """Publish the first model if it passes the publish checks."""
-        from steps.artifact import Artifact
-        from steps.publish import page, publish
-
-        with cards.publishing(current.card["publish"], self._artifact, page):
-            self._stage(publish)
+        with cards.publishing(current.card["publish"], self._artifact, stages.page):
+            self._stage(stages.publish)
         self.published_first = self.artifact.published
         self.artifact = Artifact(run_name=self.run_name)
         self.next(self.prepare)
@@ -98,9 +87,7 @@ class SFTThenRLFlow(PostTrainFlow):
     def prepare(self):
         """Make the data of the second training. It starts from the version that the first training published, even if a
         newer version has been published since."""
-        from steps.prepare import prepare
-
-        self._stage(prepare)
+        self._stage(stages.prepare)
         self.artifact = self.artifact.with_changes(
             models={**self.artifact.models, self._job().model.path: str(self.published_first)}
         )

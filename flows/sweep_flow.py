@@ -7,17 +7,15 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from metaflow import card, current, step
 
 from flows import cards
 from flows.base import PostTrainFlow
+from ptf.artifact import Artifact
 from ptf.config import Job, loads
 from ptf.errors import Retryable, UserError
-
-if TYPE_CHECKING:
-    from steps.artifact import Artifact
+from steps import stages, sweep
 
 
 class SweepFlow(PostTrainFlow):
@@ -32,29 +30,22 @@ class SweepFlow(PostTrainFlow):
     @step
     def start(self):
         """Check every trial before the first one runs."""
-        from steps.artifact import Artifact
-        from steps.prepare import prepare
-        from steps.sweep import trials
-
         self.run_name, self.trial, self.failed = self._run_name(), "", ""
         with self._reporting_errors():
-            self.trials = trials(self._job())
+            self.trials = sweep.trials(self._job())
             # models of other jobs: trained once, and the same for all trials
-            self.models = dict(prepare(self._job(), Artifact(run_name=self.run_name)).models)
+            self.models = dict(stages.prepare(self._job(), Artifact(run_name=self.run_name)).models)
         self.next(self.prepare, foreach="trials")
 
     @step
     def prepare(self):
         """Make the data of `data.prepare`."""
-        from steps.artifact import Artifact
-        from steps.prepare import prepare
-
         self.number, self.trial, self.artifact = (
             self.index,
             self.input,
             Artifact(run_name=f"{self.run_name}-{self.index}"),
         )
-        self._stage(prepare)
+        self._stage(stages.prepare)
         self.artifact = self.artifact.with_changes(models={**self.artifact.models, **self.models})
         self.next(self.tokenize)
 
@@ -62,24 +53,20 @@ class SweepFlow(PostTrainFlow):
     @step
     def evaluate(self):
         """Evaluate the trained model on held-out data."""
-        from steps.evaluate import evaluate
-
-        self._stage(evaluate)
+        self._stage(stages.evaluate)
         cards.metrics_page(current.card["evaluate"], self.artifact, self._job(), self.failed)
         self.next(self.choose)
 
     @step
     def choose(self, inputs):
         """Choose the best trial, and continue with it alone."""
-        from steps.sweep import best
-
         self.trial, trials = "", sorted(inputs, key=lambda trial: trial.number)
         with self._reporting_errors():
-            chosen = trials[best(self._job(), [trial.artifact.metrics for trial in trials])]
+            chosen = trials[sweep.best(self._job(), [trial.artifact.metrics for trial in trials])]
         self.run_name, self.trial, self.artifact, self.failed = chosen.run_name, chosen.trial, chosen.artifact, ""
         self.next(self.publish)
 
-    def _stage(self, work: "Callable[[Job, Artifact], Artifact]") -> None:
+    def _stage(self, work: Callable[[Job, Artifact], Artifact]) -> None:
         """Do a step's work on a trial. If a trial fails because of its values (it diverged, or ran out of memory), the
         other trials continue; a resume would not help."""
         if current.step_name == "publish":

@@ -7,6 +7,20 @@ from typing import Any
 
 from ptf.config import Job, resolve
 
+START = "starting_model/"  # begins the names of the metrics of the model that training started from
+
+
+def evaluated(metrics: Mapping[str, float]) -> dict[str, tuple[float | None, float]]:
+    """Return the metrics of the evaluate stage by name: of the model that training started from, and of the trained
+    one."""
+    names = sorted(name for name in metrics if not name.startswith((START, "train/")))
+    return {name: (metrics.get(START + name), metrics[name]) for name in names}
+
+
+def figure(value: float | None) -> str:
+    """Return the value of a metric as text; nothing where it was not measured."""
+    return "" if value is None else f"{value:.4g}"
+
 
 @dataclass(frozen=True)
 class Artifact:

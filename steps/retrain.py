@@ -8,9 +8,10 @@ from that version has already used them, there is nothing to do.
 from pathlib import Path
 from typing import Any
 
+from ptf.artifact import START, Artifact
 from ptf.config import Job, fingerprint, loads
 from ptf.errors import UserError
-from steps.artifact import Artifact
+from steps import stages
 
 LAST = "retrained.json"  # beside the pointer: data, start, config and outcome of the last retraining
 
@@ -28,7 +29,6 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     """
     from ptf.run import read_job_file
     from ptf.storage import published_versions
-    from steps.prepare import prepare as prepared
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
         raise UserError(
@@ -56,7 +56,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         if begun
         else published_versions.pointer(job.versions) is not None
     )
-    return prepared(_on_published(job) if from_version else job, artifact)
+    return stages.prepare(_on_published(job) if from_version else job, artifact)
 
 
 def has_new_data(job: Job, artifact: Artifact) -> bool:
@@ -94,15 +94,14 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or,
     where that is 0, the same; record the outcome beside the pointer."""
     from ptf import storage
-    from ptf.evaluate.measurement import Worse
-    from steps.publish import publish as published
+    from ptf.evaluate.gate import Worse
 
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
     before, now = _before_and_now(job, artifact)
     try:
         if begun and now is not None and now == before and not job.publish.max_regression:
             raise Worse(f"not published: {job.publish.metric} is {now:.4g} as before")
-        artifact = published(job, artifact)
+        artifact = stages.publish(job, artifact)
         outcome = f"was published: {_change(job, before, now)}"
     except Worse as worse:
         print(f"retrain: {worse}", flush=True)
@@ -133,8 +132,7 @@ def refusal(job: Job, artifact: Artifact) -> str:
 
 def _before_and_now(job: Job, artifact: Artifact) -> tuple[float | None, float | None]:
     """Return `publish.metric` of the model that training started from, and of the trained one."""
-    metrics = artifact.metrics
-    return metrics.get(f"starting_model/{job.publish.metric}"), metrics.get(str(job.publish.metric))
+    return artifact.metrics.get(f"{START}{job.publish.metric}"), artifact.metrics.get(str(job.publish.metric))
 
 
 def _change(job: Job, before: float | None, now: float | None) -> str:

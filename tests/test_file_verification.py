@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from ptf import storage
+from ptf.artifact import Artifact
 from ptf.config import loads
 from ptf.data import prepare as preparing
 from ptf.data import tokenized
@@ -21,7 +22,6 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.run import run
 from ptf.storage import Corrupt, file_verification, published_versions
-from steps.artifact import Artifact
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.tiny import arithmetic, checkpoint
 

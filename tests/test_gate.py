@@ -12,17 +12,13 @@ import yaml
 from scipy import stats
 
 from ptf import storage
+from ptf.artifact import Artifact
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.evaluate import gate
 from ptf.evaluate.gate import Comparison, Worse, interval, quantile
 from ptf.storage import published_versions
-from steps.artifact import Artifact
-from steps.evaluate import evaluate
-from steps.prepare import prepare
-from steps.publish import page, publish
-from steps.tokenize import tokenize
-from steps.train import train
+from steps.stages import evaluate, page, prepare, publish, tokenize, train
 from tests.rl.test_controller import raw as rl_raw  # noqa: F401  a fixture
 from tests.tiny import arithmetic, write_jsonl
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ptf import cli, storage
+from ptf.artifact import Artifact
 from ptf.compute.checkpoint import Checkpoints
 from ptf.config import loads
 from ptf.config.error import ConfigError
@@ -18,8 +19,7 @@ from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from ptf.run import run
 from ptf.storage import published_versions
-from steps.artifact import Artifact
-from steps.prepare import prepare
+from steps.stages import prepare
 from tests.tiny import arithmetic, checkpoint
 
 OUTSIDE = ["", ".", "..", "../x", "a/b", "/tmp/x", "a\0b", "-x", "published", "x" * 201]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ptf import cli, storage
+from ptf.artifact import Artifact
 from ptf.config import Plugin, loads
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
@@ -17,7 +18,6 @@ from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.run import run
 from ptf.storage import published_versions
 from ptf.workspace import disk
-from steps.artifact import Artifact
 from steps.retrain import has_new_data
 from tests.tiny import arithmetic
 

@@ -7,6 +7,7 @@ in a run, retries, prints a table, and records the metrics in the run's director
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ptf.artifact import START
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import hold_lease
 from ptf.config import Job
@@ -36,15 +37,9 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():
             record_evaluation(run, metrics)
-    start = {
-        name.removeprefix("starting_model/"): value
-        for name, value in metrics.items()
-        if name.startswith("starting_model/")
-    }
-    columns = {"start": start, "trained": metrics}
-    if there:
-        columns["published"] = there["metrics"]
-    print_table(columns, [name for name in metrics if not name.startswith("starting_model/")])
+    start = {name.removeprefix(START): value for name, value in metrics.items() if name.startswith(START)}
+    columns = {"start": start, "trained": metrics} | ({"published": there["metrics"]} if there else {})
+    print_table(columns, [name for name in metrics if not name.startswith(START)])
     print(f"gate: {gate.describe(job, gate.comparisons(job, run, metrics))}", flush=True)
     return metrics
 

@@ -4,8 +4,8 @@ Both models are measured on the same held-out rows, and their values are compare
 if the trained model is better. The trained model is refused if the whole 95 % interval of the mean improvement is below
 the limit, which is zero or, for `publish.metric`, −`publish.max_regression`; an interval that contains the limit does
 not prevent publishing. `publish.max_regression` is in the unit of `publish.metric`, so the limit of default metrics is
-zero. The comparison with the published version (`ptf.evaluate.measurement.raise_if_regression`) is another one: of two
-numbers, without an interval, and with the same limit.
+zero. The comparison with the published version (`raise_if_regression`) is another one: of two numbers, without an
+interval, and with the same limit.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ptf import storage
+from ptf.artifact import START
 from ptf.config import Job
 from ptf.config.inherited import algo_config
 from ptf.errors import UserError
@@ -82,17 +83,12 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     rows of the two models are not the same rows.
     """
     named = job.publish.metric
-    if named is not None and f"starting_model/{named}" in metrics:
-        named_values = [(named, job.publish.metric_direction == "max", _paired_values(job, run, named))]
-    else:
-        wanted = [names for names in defaults(job) if any(f"starting_model/{name}" in metrics for name in names)]
-        named_values = [
-            (name, not _is_loss(name), _paired_values(job, run, name))
-            for names in wanted[:1]
-            for name in names
-            if f"starting_model/{name}" in metrics
-        ]
-    return [_compared(name, more, values, metrics) for name, more, values in named_values]
+    if f"{START}{named}" in metrics:
+        more = job.publish.metric_direction == "max"
+        return [_compared(str(named), more, _paired_values(job, run, str(named)), metrics)]
+    measured = ([name for name in names if START + name in metrics] for names in defaults(job))
+    names = next(filter(None, measured), [])
+    return [_compared(name, not _is_loss(name), _paired_values(job, run, name), metrics) for name in names]
 
 
 def commit_rows(run: Path) -> None:
@@ -117,7 +113,7 @@ def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
     names = [name for group in defaults(job) for name in group]
     # random weights are not ranked
     both = [n for n in names if job.model.init == "pretrained" or not n.startswith("all/")]
-    wanted = [*names, *(f"starting_model/{name}" for name in both if job.evaluate.measure_starting_model)]
+    wanted = [*names, *(START + name for name in both if job.evaluate.measure_starting_model)]
     return [name for name in wanted if name not in metrics]
 
 
@@ -191,7 +187,7 @@ def _paired(rows: Sequence[tuple[float, float, float]]) -> PairedValues:
 
 
 def _compared(metric: str, more: bool, values: PairedValues | None, metrics: Mapping[str, float]) -> Comparison:
-    start, now, sign = metrics[f"starting_model/{metric}"], metrics[metric], 1.0 if more else -1.0
+    start, now, sign = metrics[START + metric], metrics[metric], 1.0 if more else -1.0
     if values is None:  # the metric is one number of all rows together
         return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
     then, after, denominators = values
@@ -256,4 +252,21 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
             f"not published: worse than what training started from: {said}{limit}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
+        )
+
+
+def raise_if_regression(
+    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
+) -> None:
+    """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
+    `max_regression`. `mode` is `max` if a higher value is better, otherwise `min`."""
+    if metric not in metrics:
+        raise UserError(
+            f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
+        )
+    before = published.get(metric)
+    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
+        raise Worse(
+            f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}; allowed "
+            f"regression: {max_regression:g} (publish.max_regression)"
         )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ptf import storage
+from ptf.artifact import START
 from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, dump, loads
@@ -26,7 +27,6 @@ from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.evaluate import gate
-from ptf.evaluate.gate import Worse
 from ptf.events.model_ranking import rank
 from ptf.model.decoder import Decoder
 from ptf.recipes import registry
@@ -49,7 +49,7 @@ from ptf.train.validate import held_out_metrics, held_out_sequence_losses
 from ptf.workspace import progress
 
 COMPARED = "compared.json"  # in the run's directory
-METRICS_OF = {"": "", "start/": "starting_model/"}  # directory of a model's responses → prefix of its metrics
+METRICS_OF = {"": "", "start/": START}  # directory of a model's responses → prefix of its metrics
 
 
 def measure_run(job: Job, run: Path) -> dict[str, float]:
@@ -120,7 +120,6 @@ def measure_on_rank(text: str, directory: str) -> None:
     sets = held_out_sequences(
         job, recipe, starting.load_tokenizer(), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None
     )
-    metrics: dict[str, float] = {}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor_parallel_size)
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
@@ -148,19 +147,13 @@ def measure_on_rank(text: str, directory: str) -> None:
             run,
             tokenizer_path,
         )
-        metrics |= measure_sequences(model, recipe, sets, job, world, beside)
-        with_losses = gate.needs_losses(job)
-        if with_losses:
-            write_sequence_losses(model, recipe, sets, job, world, beside, run / gate.LOSSES)
+        losses = run / gate.LOSSES if gate.needs_losses(job) else None
+        metrics = measure_sequences(model, recipe, sets, job, world, beside, losses)
         if job.evaluate.measure_starting_model:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
-            before = load(Path(str(place)))
-            metrics |= {
-                f"starting_model/{name}": value
-                for name, value in measure_sequences(before, recipe, sets, job, world, beside).items()
-            }
-            if with_losses:
-                write_sequence_losses(before, recipe, sets, job, world, beside, run / gate.LOSSES / "start")
+            before, losses = load(Path(str(place))), losses and losses / "start"
+            of_start = measure_sequences(before, recipe, sets, job, world, beside, losses)
+            metrics |= {START + name: value for name, value in of_start.items()}
         metrics |= _length_baselines(sets)
         if world.leads:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
@@ -184,8 +177,10 @@ def measure_sequences(
     job: Job,
     world: World,
     beside: Mapping[str, Decoder],
+    losses: Path | None,
 ) -> dict[str, float]:
-    """Return the recipe's held-out metrics of one model on each set of sequences.
+    """Return the recipe's held-out metrics of one model on each set of sequences. Each sequence's loss and denominator
+    are written into the directory `losses`, for the gate; None: they are not.
 
     With a `binary` reward model it adds the calibration error and the AUC of the scores, and as a baseline the AUC of
     the responses' lengths. A response counts as true if its label is above 0.5; there is no AUC if all or none are
@@ -193,6 +188,11 @@ def measure_sequences(
     """
     micro_batch_sequences, seq_len = job.train.micro_batch_sequences, job.data.seq_len
     metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_sequences, seq_len, beside))
+    for name, sequences in sets.items() if losses else ():
+        rows = held_out_sequence_losses(model, recipe, sequences, world, seq_len, beside)
+        lines = [json.dumps({"value": value, "denominator": n}) + "\n" for value, n in rows.tolist()]
+        if world.leads:
+            storage.write_text(f"{losses}/{name}.jsonl", "".join(lines))
     if not getattr(recipe, "scores_are_logits", False):
         return metrics
     recipe = cast(ScoringRecipe, recipe)
@@ -205,26 +205,6 @@ def measure_sequences(
                 f"length_baseline_auc/{name}": auc(lengths, truth > 0.5),
             }
     return metrics
-
-
-def write_sequence_losses(
-    model: Decoder,
-    recipe: Recipe,
-    sets: Mapping[str, Sequence[Sequence[PackUnit]]],
-    job: Job,
-    world: World,
-    beside: Mapping[str, Decoder],
-    place: Path,
-) -> None:
-    """Write each held-out sequence's loss and denominator into the directory `place`, for the gate."""
-    for name, sequences in sets.items():
-        losses = held_out_sequence_losses(model, recipe, sequences, world, job.data.seq_len, beside)
-        if world.leads:
-            lines = [
-                json.dumps({"value": value, "denominator": denominator}) + "\n"
-                for value, denominator in losses.tolist()
-            ]
-            storage.write_text(str(place / f"{name}.jsonl"), "".join(lines))
 
 
 def answer_length(sample: Sample) -> int:
@@ -410,20 +390,3 @@ def compute_own_metric(name: str, plugin: Plugin, responses: Sequence[Mapping[st
     if not math.isfinite(value):
         raise UserError(f"evaluate.metrics.{name}: {plugin.use} returned {value}")
     return value
-
-
-def raise_if_regression(
-    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
-) -> None:
-    """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
-    `max_regression`. `mode` is `max` if a higher value is better, otherwise `min`."""
-    if metric not in metrics:
-        raise UserError(
-            f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
-        )
-    before = published.get(metric)
-    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
-        raise Worse(
-            f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}; allowed "
-            f"regression: {max_regression:g} (publish.max_regression)"
-        )

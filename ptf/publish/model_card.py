@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ptf import storage
-from ptf.artifact import Artifact
+from ptf.artifact import Artifact, evaluated, figure
 from ptf.config import Job, dump, shown
 from ptf.config.sections.data import Source
 from ptf.data.sources.files import Location, repo_of
@@ -110,8 +110,8 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
     for name, source in {**job.data.validation, **job.evaluate.sources, **ranking}.items():
         values = {
             key.removesuffix(f"/{name}"): value
-            for key, value in sorted(metrics.items())
-            if not key.startswith(("starting_model/", "train/")) and key.endswith(f"/{name}")
+            for key, (_, value) in evaluated(metrics).items()
+            if key.endswith(f"/{name}")
         }
         if values:
             results.append(
@@ -191,32 +191,21 @@ def _strings(value: Any) -> Iterator[str]:
 def _source(name: str, source: Source, artifact: Artifact) -> str:
     """Return a row of the table of sources."""
     weight = "by rows" if source.sampling_weight is None else f"{source.sampling_weight:g}"
-    where = _where(source, artifact.commits.get(f"data.sources.{name}"))
-    return f"| {name} | {where} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
-
-
-def _where(source: Source, commit: str | None) -> str:
-    """Return the name of a source and what was chosen of it."""
+    commit = artifact.commits.get(f"data.sources.{name}")
     at = f", commit {commit}" if commit else f", revision {source.revision}" if source.revision else ""
-    return f"`{_name(source.path)}`{at}"
+    return f"| {name} | `{_name(source.path)}`{at} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
 
 
 def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:
     """Return a table with a line for each metric: at the start, of this version and of the one before."""
-    names = sorted(name for name in metrics if not name.startswith(("starting_model/", "train/")))
-    if not names:
+    if not (rows := evaluated(metrics)):
         return ["Not evaluated."]
-    then = before["metrics"] if before else {}
     columns = ["starting model", "this version", *([f"published before ({before['version']})"] if before else [])]
     lines = ["| metric | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name in names:
-        values = [metrics.get(f"starting_model/{name}"), metrics[name], *([then.get(name)] if before else [])]
-        lines.append(f"| {name} | " + " | ".join(map(_cell, values)) + " |")
+    for name, values in rows.items():
+        cells = map(figure, (*values, *([before["metrics"].get(name)] if before else [])))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def page(artifact: Artifact) -> str:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ptf import storage
-from ptf.artifact import Artifact
+from ptf.artifact import START, Artifact
 from ptf.compute import provenance
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
 from ptf.evaluate import gate
-from ptf.evaluate.measurement import raise_if_regression
 from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.publish.model_card import card
 from ptf.run import settled_as_begun
@@ -199,13 +198,10 @@ def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | 
     If training started from the published version, its metric is the `starting_model/` one of this evaluation, which
     was measured on the same held-out data as the new model's.
     """
-    metric = job.publish.metric
+    metric, metrics, section = job.publish.metric, artifact.metrics, job.publish
     if metric:
         before = manifest["metrics"] if manifest else {}
-        if (
-            manifest
-            and f"starting_model/{metric}" in artifact.metrics
-            and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}"
-        ):
-            before = {metric: artifact.metrics[f"starting_model/{metric}"]}
-        raise_if_regression(artifact.metrics, before, metric, job.publish.max_regression, job.publish.metric_direction)
+        start = artifact.models.get(job.model.path, job.model.path)
+        if manifest and START + metric in metrics and start == f"{job.versions}/{manifest['version']}":
+            before = {metric: metrics[START + metric]}
+        gate.raise_if_regression(metrics, before, metric, section.max_regression, section.metric_direction)

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows import cards, charts
+from ptf.artifact import Artifact
 from ptf.config import load, loads
 from ptf.errors import UserError
 from ptf.run import run as train
-from steps.artifact import Artifact
 from tests.flows.toy import FLOW, wait_for
 from tests.tiny import arithmetic
 
@@ -127,11 +128,11 @@ def test_a_chart_stays_small_and_ends_at_the_last_step(count):
 
 def test_a_page_keeps_its_charts_until_there_is_a_new_column(job):
     page = cards.TrainingPage(card := Page(), job, "run")
-    assert [type(part).__name__ for part in card] == ["Markdown", "ProgressBar", "Markdown", "Table"]
+    assert [type(part).__name__ for part in card] == ["Markdown", "ProgressBar", "Markdown", "YAMLViewer"]
     log(job, {"step": 1, "loss": 3})
     assert page.update()
     chart, parts = page.charts["loss"], list(card)
-    assert [type(part).__name__ for part in parts] == ["Markdown", "ProgressBar", "Table", "Markdown", "Table"]
+    assert [type(part).__name__ for part in parts] == ["Markdown", "ProgressBar", "Table", "Markdown", "YAMLViewer"]
     assert not page.update()
     log(job, {"step": 1, "loss": 3}, {"step": 2, "loss": 2})
     assert page.update()
@@ -239,10 +240,11 @@ def test_the_card_of_a_failed_step_shows_how_far_it_came(job, error):
 
 
 def test_the_config_is_on_the_page(job):
-    leaves = dict(cards.flatten(job.model_dump(mode="json")))
-    assert leaves["train.lr"] == 1e-4
-    assert leaves["flow.stages.train.retries"] == 2
-    assert leaves["data.validation"] == {}
+    cards.TrainingPage(card := Page(), job, "run")
+    shown = yaml.safe_load(card[-1].render()["yaml_string"])
+    assert float(shown["train"]["lr"]) == 1e-4
+    assert shown["flow"]["stages"]["train"]["retries"] == 2
+    assert shown["data"]["validation"] == {}
 
 
 def test_a_damaged_line_is_an_error_and_never_the_end_of_the_file(tmp_path):

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from flows.base import PostTrainFlow
+from ptf.artifact import Artifact
 from ptf.config import Job
 from ptf.errors import Stopped, UserError
-from steps.artifact import Artifact
 
 
 def nothing(job: Job, artifact: Artifact) -> Artifact:

@@ -17,8 +17,8 @@ from ptf.config.section import Plugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluate.evaluation_check import check_evaluation
-from ptf.evaluate.gate import Worse
-from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run, raise_if_regression
+from ptf.evaluate.gate import Worse, raise_if_regression
+from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run
 from ptf.publish.publishing import _raise_if_worse
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train

@@ -24,6 +24,7 @@ from huggingface_hub import constants
 
 from ptf import run as running
 from ptf import storage
+from ptf.artifact import Artifact
 from ptf.compute import lease as leases
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
@@ -45,7 +46,6 @@ from ptf.train import job_tokenizer, starting_model
 from ptf.train.export import probe_of, raise_if_damaged
 from ptf.train.tokenize import tokenize
 from steps import retrain
-from steps.artifact import Artifact
 from tests.data import hub_stub
 from tests.reliability.damage import HARMS, Scene, held
 from tests.tiny import arithmetic, checkpoint, write_jsonl

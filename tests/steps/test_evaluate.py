@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
+from ptf.artifact import Artifact
 from ptf.config import loads
 from ptf.errors import Lost, Retryable, Stopped, UserError, is_transient
 from ptf.evaluate.evaluation import TRIES
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
-from steps.artifact import Artifact
-from steps.evaluate import evaluate
+from steps.stages import evaluate
 from tests.tiny import arithmetic
 
 TAKEN: list[socket.socket] = []  # by others; each goes once somebody has run into it

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from ptf import storage
+from ptf.artifact import Artifact
 from ptf.config import Job, load, loads
 from ptf.run import write_job_file
-from steps import prepare as module
-from steps.artifact import Artifact
+from steps import stages as module
 from tests.tiny import arithmetic
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ptf.artifact import Artifact
 from ptf.config import ConfigError, loads
 from ptf.data.sources.rows import SourceSpec, stamps
 from ptf.errors import UserError
 from ptf.storage import published_versions
 from steps import retrain
-from steps.artifact import Artifact
-from steps.evaluate import evaluate
-from steps.prepare import prepare
-from steps.publish import publish
-from steps.tokenize import tokenize
-from steps.train import train
+from steps.stages import evaluate, prepare, publish, tokenize, train
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic, write_jsonl
 

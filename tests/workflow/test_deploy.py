@@ -75,13 +75,13 @@ def test_an_argo_template_has_what_the_config_says(toy):
 def test_our_packages_go_along_and_are_those_that_are_imported(toy):
     listed = toy("package", "list", flow=SFT)
     names = {line.removeprefix(f"{ROOT}/") for line in (listed.stdout + listed.stderr).splitlines()}
-    assert {"ptf/recipes/grpo/recipe.py", "steps/publish.py", "flows/base.py", "configs/tiny/sft.yaml"} - names == set()
+    assert {"ptf/recipes/grpo/recipe.py", "steps/stages.py", "flows/base.py", "configs/tiny/sft.yaml"} - names == set()
     saved = toy("package", "save", "package.tgz", flow=SFT)
     assert saved.returncode == 0, saved.stderr
     there = toy.directory / "pod"
     with tarfile.open(toy.directory / "package.tgz") as package:
         package.extractall(there, filter="data")
-    modules = "flows.base", "ptf.recipes", "steps.publish"
+    modules = "flows.base", "ptf.recipes", "steps.stages"
     code = f"import sys, {', '.join(modules)}; print(*(sys.modules[name].__file__ for name in {modules}))"
     env = toy.env | {"PYTHONPATH": ".:.mf_code"}
     done = subprocess.run([sys.executable, "-c", code], cwd=there, env=env, capture_output=True, text=True, timeout=120)
