@@ -1,17 +1,15 @@
-"""Model families by `model_type`: how a config.json becomes a DecoderConfig, what its tensors are called, and small
-random members for the verifier."""
+"""Model families by `model_type`: how a config.json becomes a DecoderConfig (settings.py has what many share), what its
+tensors are called (names.py), and small random members for the verifier (members.py)."""
 
 import importlib
-import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
-from ptf.model.config import Layer, Rope
+from ptf.model.checkpoint_mapping import Concatenate, TensorMapping
 
 MODULES = {  # model_type → the file of its family
     "llama": "llama",
@@ -97,171 +95,3 @@ def family_of(config: Mapping[str, Any]) -> Family:
             + "; model.backend: hf trains what transformers has, and docs/add_a_model.md explains how to add a family"
         )
     return importlib.import_module(f"ptf.model.families.{MODULES[model_type]}").FAMILIES[model_type]
-
-
-def raise_if_unsupported(model_type: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError naming all settings that are truthy: each is one that ptf does not implement."""
-    if unsupported := [f"{k}: {v}" for k, v in settings.items() if v]:
-        raise UserError(f"{model_type}: not supported: {', '.join(unsupported)}")
-
-
-def rope(
-    c: Mapping[str, Any],
-    parameters: Mapping[str, Any] | None = None,
-    theta: float = 10_000.0,
-    partial: float | None = None,
-) -> Rope:
-    """Return the rotary settings of a config.json, in the form of transformers 5 (`rope_parameters`) or before
-    (`rope_theta`, `rope_scaling`).
-
-    `partial` is the default share of a head's dimensions that is rotated, in families that read
-    `partial_rotary_factor`; the others refuse it.
-    """
-    if parameters is None:
-        parameters = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    base = float(parameters.get("rope_theta") or c.get("rope_theta") or theta)
-    raise_if_unsupported(
-        str(c["model_type"]), {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind}
-    )
-    share = parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial or 1.0
-    if partial is None:
-        raise_if_unsupported(str(c["model_type"]), {"partial_rotary_factor": share != 1.0 and share})
-    original = parameters.get("original_max_position_embeddings") or c.get("max_position_embeddings", 0)
-    if kind == "llama3":
-        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-        return Rope(base, kind, parameters["factor"], original, low, high, partial=share)
-    if kind == "yarn":
-        factor = parameters.get("factor") or c["max_position_embeddings"] / original
-        low, high = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
-        scale = _yarn_scale(factor, parameters)
-        return Rope(base, kind, factor, original, low, high, parameters.get("truncate", True), scale, share)
-    return Rope(base, kind, parameters.get("factor", 1.0), partial=share)
-
-
-def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
-    """Return the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another."""
-
-    def at(m):
-        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if (factor_in_config := parameters.get("attention_factor")) is not None:
-        return float(factor_in_config)
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return at(parameters["mscale"]) / at(parameters["mscale_all_dim"])
-    return at(1.0)
-
-
-def layers_by_type(c: Mapping[str, Any], types: Sequence[str], ropes: Mapping[str, Rope]) -> tuple[Layer, ...]:
-    """Return the layers by their `layer_types`."""
-    window = {"full_attention": None, "sliding_attention": c.get("sliding_window")}
-    raise_if_unsupported(str(c["model_type"]), {"layer_types": sorted(set(types) - set(window))})
-    if len(types) != c["num_hidden_layers"]:
-        raise UserError(
-            f"{c['model_type']}: config.json has num_hidden_layers {c['num_hidden_layers']} and {len(types)} "
-            "layer_types"
-        )
-    return tuple(Layer(ropes[t], window[t]) for t in types)
-
-
-def common(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of DecoderConfig that every family's config.json holds under the same keys."""
-    return {
-        "vocab": c["vocab_size"],
-        "dim": c["hidden_size"],
-        "heads": c["num_attention_heads"],
-        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
-        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        "intermediate_size": c["intermediate_size"],
-        "norm_eps": c.get("rms_norm_eps", 1e-6),
-        "max_positions": c.get("max_position_embeddings", 32_768),
-        "init_std": c.get("initializer_range", 0.02),
-    }
-
-
-LAYER = "model.layers.{i}."
-# other prefixes of the tensors of a multimodal checkpoint whose language model is in `language_model.`
-WRAPPER_ALIASES = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "lm_head.": "language_model.lm_head.",
-}
-OUTER: tuple[TensorMapping, ...] = (
-    Rename("embed.weight", "model.embed_tokens.weight"),
-    Rename("norm.weight", "model.norm.weight"),
-    Rename("head.weight", "lm_head.weight"),
-)
-ATTENTION: tuple[TensorMapping, ...] = (
-    *(
-        Rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}")
-        for p in "qkvo"
-        for w in ("weight", "bias")
-    ),
-    *(Rename(f"layers.{{i}}.attn.{p}_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
-)
-NORMS: tuple[TensorMapping, ...] = (
-    Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
-    Rename("layers.{i}.mlp_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
-)
-MLP: tuple[TensorMapping, ...] = tuple(
-    Rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}")
-    for p in ("gate", "up", "down")
-    for w in ("weight", "bias")
-)
-DENSE: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
-
-
-def inside(mappings: Iterable[Any], part: str) -> tuple[TensorMapping, ...]:
-    """Return the mappings of a wrapper whose language model lies in `part` of `model.`: `model.layers.0.…` is there
-    `model.language_model.layers.0.…`."""
-    return tuple(replace(mapping, other=mapping.other.replace("model.", f"model.{part}.", 1)) for mapping in mappings)
-
-
-def random_dense_config(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
-    """Return a random config.json of a dense decoder, small enough to verify in a second."""
-    kv, group, size = r.choice([1, 2, 3]), r.choice([1, 2, 4]), r.choice([8, 16, 32])
-    heads = kv * group
-    return {
-        "model_type": model_type,
-        "vocab_size": r.choice([61, 96, 131]),
-        # a multiple of any number of heads here; below 32 rounding alone reaches 1e-5
-        "hidden_size": r.choice([48, 96]),
-        "intermediate_size": r.choice([40, 64, 88]),
-        "num_hidden_layers": r.choice([2, 3, 4]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": size,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": r.choice([1e-6, 1e-5]),
-        "tie_word_embeddings": r.random() < 0.4,
-        "rope_parameters": random_rope(r, r.choice(["default", "linear", "llama3", "yarn"])),
-        "initializer_range": 0.1,
-        **more,
-    }
-
-
-def random_types(r: random.Random, layers: int) -> dict[str, Any]:
-    """Return `layer_types` for a small config.json, or none in it."""
-    types = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    return r.choice([{}, {"layer_types": types}])
-
-
-def random_rope(r: random.Random, kind: str) -> dict[str, Any]:
-    """Return random rotary settings of a kind for a small config.json."""
-    theta = {"rope_type": kind, "rope_theta": r.choice([1000.0, 10_000.0, 1_000_000.0])}
-    original = {"factor": r.choice([2.0, 8.0]), "original_max_position_embeddings": r.choice([24, 32])}
-    scale = r.choice([{}, {}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": r.choice([0.5, 1.0])}])
-    truncate = r.choice([{}, {"truncate": False}])
-    return {
-        "default": theta,
-        "linear": theta | {"factor": r.choice([2.0, 4.0])},
-        "llama3": theta
-        | original
-        | {"low_freq_factor": r.choice([0.5, 1.5]), "high_freq_factor": r.choice([2.0, 4.0])},
-        "yarn": theta
-        | original
-        | {"beta_fast": r.choice([8.0, 32.0]), "beta_slow": r.choice([0.5, 1.0])}
-        | scale
-        | truncate,
-    }[kind]

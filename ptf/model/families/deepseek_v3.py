@@ -10,22 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import Bits, Rename, Stack, TensorMapping
+from ptf.model.checkpoint_mapping import Bits, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
-from ptf.model.families import (
-    LAYER,
-    MLP,
-    NORMS,
-    OUTER,
-    Family,
-    common,
-    raise_if_unsupported,
-    random_dense_config,
-    random_rope,
-    rope,
-)
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_rope
+from ptf.model.families.names import EXPERTS, LAYER, MLP, NORMS, OUTER
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
-EXPERTS: tuple[TensorMapping, ...] = (
+MIXTURES: tuple[TensorMapping, ...] = (
     *MLP,
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
     Bits("layers.{i}.moe.correction_bias", f"{LAYER}mlp.gate.e_score_correction_bias"),
@@ -33,10 +25,7 @@ EXPERTS: tuple[TensorMapping, ...] = (
         Rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_experts.{p}_proj.weight")
         for p in ("gate", "up", "down")
     ),
-    *(
-        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
-        for p in ("gate", "up", "down")
-    ),
+    *EXPERTS,
 )
 NAMES = {
     "q_proj": "q_proj",
@@ -51,7 +40,7 @@ NAMES = {
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *NORMS,
-    *EXPERTS,
+    *MIXTURES,
     *(
         Rename(f"layers.{{i}}.attn.{ours}.{w}", f"{LAYER}self_attn.{theirs}.{w}")
         for ours, theirs in NAMES.items()
@@ -96,15 +85,7 @@ def mixture(c: Mapping[str, Any]) -> MoE:
 
     The reference has no load-balancing loss: its weight is 0, unless `router_aux_loss_coef` is set.
     """
-    raise_if_unsupported(
-        str(c["model_type"]),
-        {
-            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
-            "scoring_func": (scores := c.get("scoring_func") or "sigmoid") != "sigmoid" and scores,
-            "topk_method": (method := c.get("topk_method") or "noaux_tc") != "noaux_tc" and method,
-            "moe_layer_freq": (each := c.get("moe_layer_freq") or 1) != 1 and each,
-        },
-    )
+    raise_if_unsupported(c, hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return MoE(
         experts=c["n_routed_experts"],
         top_k=c["num_experts_per_tok"],
@@ -132,20 +113,12 @@ def _scale(c: Mapping[str, Any], dim: int) -> float:
 def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
     """Map a config.json whose layers are mixtures of experts where `sparse` says so."""
     heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
-    kv_heads = c.get("num_key_value_heads") or heads
-    rotated = c.get("head_dim") or c["qk_rope_head_dim"]  # transformers rotates so many dimensions
-    raise_if_unsupported(
-        str(c["model_type"]),
-        {
-            "num_key_value_heads": kv_heads != heads and kv_heads,
-            "head_dim": rotated != c["qk_rope_head_dim"] and rotated,
-        },
-    )
+    # transformers rotates `head_dim` dimensions, if that is set
+    raise_if_unsupported(c, num_key_value_heads=heads, head_dim=c["qk_rope_head_dim"])
     dim, table = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], rope(c)
     return replace(
         DecoderConfig(
             **common(c),
-            tied=c.get("tie_word_embeddings", False),
             layers=tuple(Layer(table, moe=moe) for moe in sparse),
             qkv_bias=bias,
             out_bias=bias,
@@ -169,7 +142,7 @@ def lite_config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json of GLM-4.7-Flash."""
     c = {**LITE_DEFAULTS, **c}
     types = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
-    raise_if_unsupported("glm4_moe_lite", {"mlp_layer_types": sorted(set(types) - {"dense", "sparse"})})
+    raise_if_unsupported(c, {"mlp_layer_types": sorted(set(types) - {"dense", "sparse"})})
     return latent_config(c, [kind == "sparse" for kind in types])
 
 

@@ -7,29 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
-from ptf.model.config import DecoderConfig
-from ptf.model.families import (
-    ATTENTION,
-    LAYER,
-    MLP,
-    OUTER,
-    Family,
-    common,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    random_types,
-    rope,
-)
+from ptf.model.checkpoint_mapping import TensorMapping
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_types
+from ptf.model.families.names import ATTENTION, MLP, OUTER, POST_NORMS
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, types_of_layers
 
-MAPPINGS: tuple[TensorMapping, ...] = (
-    *OUTER,
-    *ATTENTION,
-    *MLP,
-    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
-    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
-)
+MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *MLP, *POST_NORMS)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "num_key_value_heads": 32,
     "max_position_embeddings": 2048,
@@ -45,25 +30,26 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     window, pattern, types = c["sliding_window"], c["sliding_window_pattern"], c.get("layer_types")
     counted = isinstance(pattern, int) and pattern > 0
     raise_if_unsupported(
-        "exaone4",
+        c,
         {
-            "hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act,
-            "attention_dropout": c.get("attention_dropout"),
             # the reference fails with these too; published models with "LLLG" or without a window list their layers
             "sliding_window_pattern": types is None and not counted and f"{pattern!r} without layer_types",
             "sliding_window": window is None
             and (types is None or "sliding_attention" in types)
             and "null without layer_types that are all full_attention",
         },
+        hidden_act="silu",
+        attention_dropout=0,
     )
-    if types is None:
-        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])]
     table = rope(c)
     whole = table if window is None else replace(table, partial=0.0)
     return DecoderConfig(
         **common(c),
-        tied=c.get("tie_word_embeddings", False),
-        layers=layers_by_type(c, types, {"full_attention": whole, "sliding_attention": table}),
+        layers=layers_by_type(
+            c,
+            types_of_layers(c, pattern),
+            {"full_attention": Layer(whole), "sliding_attention": Layer(table, window)},
+        ),
         qk_norm=True,
         pre_norm=False,
         post_norm=True,

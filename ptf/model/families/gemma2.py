@@ -5,17 +5,10 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from ptf.model.config import DecoderConfig
-from ptf.model.families import (
-    Family,
-    common,
-    gemma3,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    random_types,
-    rope,
-)
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import Family, gemma3
+from ptf.model.families.members import random_dense_config, random_types
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, types_of_layers
 
 DEFAULTS = {  # the reference's, where a config.json has none
     "vocab_size": 256_000,
@@ -38,21 +31,12 @@ DEFAULTS = {  # the reference's, where a config.json has none
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
-    raise_if_unsupported(
-        "gemma2",
-        {
-            "hidden_activation": (act := c["hidden_activation"]) != "gelu_pytorch_tanh" and act,
-            "use_bidirectional_attention": c.get("use_bidirectional_attention"),
-        },
-    )
-    types = c.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
-    ]
+    raise_if_unsupported(c, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     table, bias = rope(c), c.get("attention_bias", False)
+    kinds = {"full_attention": Layer(table), "sliding_attention": Layer(table, c["sliding_window"])}
     return DecoderConfig(
         **common(c),
-        tied=c["tie_word_embeddings"],
-        layers=layers_by_type(c, types, {"full_attention": table, "sliding_attention": table}),
+        layers=layers_by_type(c, types_of_layers(c, 2), kinds),
         qkv_bias=bias,
         out_bias=bias,
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,

@@ -11,31 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
-from ptf.model.config import DecoderConfig
-from ptf.model.families import (
-    ATTENTION,
-    LAYER,
-    MLP,
-    OUTER,
-    WRAPPER_ALIASES,
-    Family,
-    common,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    random_rope,
-    random_types,
-    rope,
-)
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_rope, random_types, random_wrapper
+from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS, WRAPPER
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, text_part, types_of_layers
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *MLP,
     Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
-    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
     Rename("layers.{i}.mlp_norm.weight", f"{LAYER}pre_feedforward_layernorm.weight"),
-    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+    *POST_NORMS,
 )
 DEFAULTS = {  # the reference's defaults where a config.json has none, as the published multimodal ones
     "vocab_size": 262_208,
@@ -56,30 +44,17 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
     raise_if_unsupported(
-        "gemma3",
-        {
-            "hidden_activation": (act := c.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh"
-            and act,
-            "attn_logit_softcapping": c.get("attn_logit_softcapping"),
-            "use_bidirectional_attention": c.get("use_bidirectional_attention"),
-        },
+        c, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=0, use_bidirectional_attention=False
     )
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    types = c.get("layer_types") or [
-        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(c["num_hidden_layers"])
-    ]
     by_type = c.get("rope_parameters") or {}
-    ropes = {
-        "full_attention": rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0),
-        "sliding_attention": rope(
-            {**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0
-        ),
-    }
+    table = rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0)
+    local = rope({**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0)
+    kinds = {"full_attention": Layer(table), "sliding_attention": Layer(local, c["sliding_window"])}
     bias = c.get("attention_bias", False)
     return DecoderConfig(
         **common(c),
-        tied=c["tie_word_embeddings"],
-        layers=layers_by_type(c, types, ropes),
+        layers=layers_by_type(c, types_of_layers(c, pattern), kinds),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
@@ -94,10 +69,10 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map the text part of a multimodal config.json."""
-    text = {**c["text_config"], "model_type": "gemma3"}
+    text = {**text_part(c, tied=True), "model_type": "gemma3"}
     # the reference ignores this setting in multimodal models
-    raise_if_unsupported("gemma3", {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
-    return config({**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", True))})
+    raise_if_unsupported(c, {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
+    return config(text)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
@@ -118,34 +93,15 @@ def random_config(r: random.Random) -> dict[str, Any]:
 
 def random_multimodal_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json of a multimodal model for the verifier."""
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
+    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
     text = random_config(r) | {"final_logit_softcapping": None}
-    return {
-        "model_type": "gemma3",
-        "text_config": text,
-        "vision_config": {"model_type": "siglip_vision_model", **vision},
-        "mm_tokens_per_image": 4,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-    }
+    return random_wrapper("gemma3", text, vision) | {"mm_tokens_per_image": 4}
 
 
 TEXT = Family("gemma3_text", config, MAPPINGS, random_config)
 FAMILIES = {
     "gemma3_text": TEXT,
     "gemma3": replace(
-        TEXT,
-        model_type="gemma3",
-        config=multimodal_config,
-        random_config=random_multimodal_config,
-        prefix="language_model.",
-        aliases=WRAPPER_ALIASES,
-        carried=("vision_tower.", "multi_modal_projector."),
+        TEXT, model_type="gemma3", config=multimodal_config, random_config=random_multimodal_config, **WRAPPER
     ),
 }

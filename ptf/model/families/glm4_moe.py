@@ -10,10 +10,13 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import ATTENTION, NORMS, OUTER, Family, common, random_dense_config, rope
-from ptf.model.families.deepseek_v3 import CARRIED, EXPERTS, mixture, random_experts
+from ptf.model.families import Family
+from ptf.model.families.deepseek_v3 import CARRIED, MIXTURES, mixture, random_experts
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import ATTENTION, NORMS, OUTER
+from ptf.model.families.settings import common, rope
 
-MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *EXPERTS)
+MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MIXTURES)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
@@ -35,7 +38,6 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     table = rope(c, partial=0.5)
     return DecoderConfig(
         **common(c),
-        tied=c.get("tie_word_embeddings", False),
         layers=tuple(Layer(table, moe=i >= c["first_k_dense_replace"]) for i in range(c["num_hidden_layers"])),
         qk_norm=c.get("use_qk_norm", False),
         qkv_bias=c.get("attention_bias", False),

@@ -6,24 +6,14 @@ Published checkpoints hold the experts in MXFP4; they are dequantised as they ar
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping, Transpose
-from ptf.model.config import DecoderConfig, MoE
-from ptf.model.families import (
-    ATTENTION,
-    LAYER,
-    NORMS,
-    OUTER,
-    Family,
-    common,
-    layers_by_type,
-    random_dense_config,
-    random_rope,
-    random_types,
-    rope,
-)
+from ptf.model.config import DecoderConfig, Layer, MoE
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_rope, random_types
+from ptf.model.families.names import ATTENTION, LAYER, NORMS, OUTER
+from ptf.model.families.settings import common, layers_by_type, rope, types_of_layers
 
 OURS = "layers.{i}.moe.experts."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -57,13 +47,11 @@ YARN = {
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
-    types = c.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
-    ]
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
-    layers = tuple(
-        replace(k, moe=True) for k in layers_by_type(c, types, {"full_attention": table, "sliding_attention": table})
-    )
+    kinds = {
+        "full_attention": Layer(table, moe=True),
+        "sliding_attention": Layer(table, c["sliding_window"], moe=True),
+    }
     bias = c.get("attention_bias", True)
     moe = MoE(
         experts=c.get("num_local_experts", c.get("num_experts", 128)),
@@ -75,8 +63,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
     return DecoderConfig(
         **common(c),
-        tied=c.get("tie_word_embeddings", False),
-        layers=layers,
+        layers=layers_by_type(c, types_of_layers(c, 2), kinds),
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,

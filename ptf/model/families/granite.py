@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, llama, random_dense_config
+from ptf.model.families import Family, llama
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:

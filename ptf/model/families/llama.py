@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, rope
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {"max_position_embeddings": 2048, **c}  # the reference's default where a config.json has none
-    raise_if_unsupported("llama", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported(c, hidden_act="silu")
     bias = c.get("attention_bias", False)
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
-    tied = c.get("tie_word_embeddings", False)
-    return DecoderConfig(
-        **common(c), tied=tied, layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False)
-    )
+    return DecoderConfig(**common(c), layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

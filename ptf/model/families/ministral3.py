@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, random_rope, rope
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_rope
+from ptf.model.families.names import DENSE
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
 DEFAULTS = {  # the reference's where a config.json has none
     "head_dim": 128,
@@ -30,21 +33,15 @@ YARN = {  # the reference's default
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported(
-        "ministral3",
-        {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},
-    )
     parameters = c.get("rope_parameters") or c.get("rope_scaling") or YARN
     beta, original = (parameters.get(k) or 0 for k in ("llama_4_scaling_beta", "original_max_position_embeddings"))
-    raise_if_unsupported(
-        "ministral3", {"llama_4_scaling_beta without original_max_position_embeddings": beta and not original}
-    )
+    without = {"llama_4_scaling_beta without original_max_position_embeddings": beta and not original}
+    raise_if_unsupported(c, without, hidden_act="silu", layer_types=[])
     table = rope(c, parameters)
     if beta:
         table = replace(table, query_growth=beta, original_positions=original)
     return DecoderConfig(
         **common({**DEFAULTS, **c}),
-        tied=c.get("tie_word_embeddings", False),
         layers=(Layer(table, c.get("sliding_window")),) * c["num_hidden_layers"],
     )
 

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config, rope
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, **c}  # the reference's defaults
-    raise_if_unsupported(
-        "mistral",
-        {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "layer_types": c.get("layer_types")},
-    )
+    raise_if_unsupported(c, hidden_act="silu", layer_types=[])
     layers = (Layer(rope(c), c.get("sliding_window", 4096)),) * c["num_hidden_layers"]
-    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers)
+    return DecoderConfig(**common(c), layers=layers)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

@@ -7,35 +7,26 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import (
-    ATTENTION,
-    LAYER,
-    MLP,
-    OUTER,
-    Family,
-    common,
-    raise_if_unsupported,
-    random_dense_config,
-    rope,
-)
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *MLP,
     *(Rename(f"layers.{{i}}.attn.{p}_width_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
-    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
-    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+    *POST_NORMS,
 )
 
 
 def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
     """Return what OLMo 2 and OLMo 3 share, with these layers."""
-    raise_if_unsupported(str(c["model_type"]), {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported(c, hidden_act="silu")
     bias = c.get("attention_bias", False)
     return DecoderConfig(
         **common({"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, **c}),
-        tied=c.get("tie_word_embeddings", False),
         layers=layers,
         qk_width_norm=True,
         qkv_bias=bias,

@@ -10,18 +10,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.config import DecoderConfig, Rope
-from ptf.model.families import layers_by_type, olmo2, random_dense_config, random_types, rope
+from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.families import olmo2
+from ptf.model.families.members import random_dense_config, random_types
+from ptf.model.families.settings import layers_by_type, rope, types_of_layers
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {"sliding_window": 4096, **c}
-    types = c.get("layer_types") or [
-        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(c["num_hidden_layers"])
-    ]
     table = rope(c)
-    return olmo2.decoder(c, layers_by_type(c, types, {"full_attention": table, "sliding_attention": Rope(table.theta)}))
+    plain = Layer(Rope(table.theta), c["sliding_window"])
+    kinds = {"full_attention": Layer(table), "sliding_attention": plain}
+    return olmo2.decoder(c, layers_by_type(c, types_of_layers(c, 4), kinds))
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

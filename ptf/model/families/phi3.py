@@ -11,17 +11,10 @@ from typing import Any
 
 from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import (
-    LAYER,
-    NORMS,
-    OUTER,
-    Family,
-    common,
-    raise_if_unsupported,
-    random_dense_config,
-    random_rope,
-    rope,
-)
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_rope
+from ptf.model.families.names import LAYER, NORMS, OUTER
+from ptf.model.families.settings import common, raise_if_unsupported, rope
 
 ATTN, MLP = "layers.{i}.attn.", "layers.{i}.mlp."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -38,14 +31,10 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     parameters = c.get("rope_parameters") or c.get("rope_scaling") or {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"  # Phi-3 calls longrope su and yarn, too
-    raise_if_unsupported(
-        "phi3",
-        {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act, "rope_type": kind != "default" and kind},
-    )
+    raise_if_unsupported(c, {"rope_type": kind != "default" and kind}, hidden_act="silu")
     layer = Layer(rope(c, parameters, partial=1.0), c.get("sliding_window"))
-    tied = c.get("tie_word_embeddings", False)
     c = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **c}
-    return DecoderConfig(**common(c), tied=tied, layers=(layer,) * c["num_hidden_layers"])
+    return DecoderConfig(**common(c), layers=(layer,) * c["num_hidden_layers"])
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig, Layer
-from ptf.model.families import (
-    DENSE,
-    Family,
-    common,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    random_types,
-    rope,
-)
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_types
+from ptf.model.families.names import DENSE
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -27,13 +21,13 @@ def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    return layers_by_type({**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table})
+    return layers_by_type(c, types, {"full_attention": Layer(table), "sliding_attention": Layer(table, window)})
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported("qwen2", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
-    return DecoderConfig(**common(c), tied=c.get("tie_word_embeddings", False), layers=layers(c), qkv_bias=True)
+    raise_if_unsupported(c, hidden_act="silu")
+    return DecoderConfig(**common(c), layers=layers(c), qkv_bias=True)
 
 
 def with_window(r: random.Random, c: dict[str, Any]) -> dict[str, Any]:

@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
-from ptf.model.config import DecoderConfig, MoE
-from ptf.model.families import (
-    DENSE,
-    LAYER,
-    Family,
-    common,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    rope,
-)
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.config import DecoderConfig, Layer, MoE
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE, EXPERTS, LAYER
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, sparse_layers
 
 SHARED: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
@@ -27,33 +21,22 @@ SHARED: tuple[TensorMapping, ...] = (
         for p in ("gate", "up", "down")
     ),
 )
-MAPPINGS: tuple[TensorMapping, ...] = (
-    *DENSE,
-    *SHARED,
-    *(
-        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
-        for p in ("gate", "up", "down")
-    ),
-)
+MAPPINGS: tuple[TensorMapping, ...] = (*DENSE, *SHARED, *EXPERTS)
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported("qwen2_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
-    slides, count = c.get("use_sliding_window", False), c["num_hidden_layers"]
+    raise_if_unsupported(c, hidden_act="silu")
+    slides = c.get("use_sliding_window", False)
     types = c.get("layer_types") or [
         "sliding_attention" if slides and not i % 2 and i < c.get("max_window_layers", 28) else "full_attention"
-        for i in range(count)
+        for i in range(c["num_hidden_layers"])
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    plain = layers_by_type(
-        {**c, "sliding_window": window}, types, {"full_attention": table, "sliding_attention": table}
-    )
-    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    experts = c.get("num_experts", 60)
+    kinds = layers_by_type(c, types, {"full_attention": Layer(table), "sliding_attention": Layer(table, window)})
     moe = MoE(
-        experts=experts,
+        experts=c.get("num_experts", 60),
         top_k=c.get("num_experts_per_tok", 4),
         intermediate_size=c["moe_intermediate_size"],
         normalise=c.get("norm_topk_prob", False),
@@ -63,10 +46,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
     return DecoderConfig(
         **common(c),
-        tied=c.get("tie_word_embeddings", False),
-        layers=tuple(
-            replace(kind, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i, kind in enumerate(plain)
-        ),
+        layers=tuple(replace(kind, moe=k) for kind, k in zip(kinds, sparse_layers(c, moe.experts), strict=True)),
         qkv_bias=c.get("qkv_bias", True),
         moe=moe,
     )

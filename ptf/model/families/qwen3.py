@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptf.model.config import DecoderConfig
-from ptf.model.families import DENSE, Family, common, raise_if_unsupported, random_dense_config
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE
 from ptf.model.families.qwen2 import layers, with_window
+from ptf.model.families.settings import common, raise_if_unsupported
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported("qwen3", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    raise_if_unsupported(c, hidden_act="silu")
     bias = c.get("attention_bias", False)
     shape = common({"head_dim": 128, **c})  # the reference's default where a config.json has none
-    return DecoderConfig(
-        **shape, tied=c.get("tie_word_embeddings", False), layers=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias
-    )
+    return DecoderConfig(**shape, layers=layers(c), qk_norm=True, qkv_bias=bias, out_bias=bias)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

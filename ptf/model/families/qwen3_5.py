@@ -8,16 +8,18 @@ are copied to the export unchanged.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, Rename, Stack, TensorMapping
-from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE, Rope
-from ptf.model.families import DENSE, LAYER, Family, common, inside, raise_if_unsupported, random_dense_config, rope
+from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
+from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_wrapper
+from ptf.model.families.names import DENSE, EXPERTS, LAYER, inside
 from ptf.model.families.qwen2_moe import SHARED
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, text_part, types_of_layers
 
 PARTIAL = 0.25  # of a head's dimensions are rotated, where a config.json does not say
 LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
@@ -48,19 +50,6 @@ DEFAULTS = {  # the reference's defaults where a config.json has none
 }
 
 
-def hybrid_layers(c: Mapping[str, Any], turn: Rope) -> tuple[Layer, ...]:
-    """Return the layers by their `layer_types`; without them, every fourth has softmax attention."""
-    count, step = c["num_hidden_layers"], c.get("full_attention_interval") or 4
-    types: Sequence[str] = c.get("layer_types") or [
-        "linear_attention" if (i + 1) % step else "full_attention" for i in range(count)
-    ]
-    unknown = sorted(set(types) - {"linear_attention", "full_attention"})
-    raise_if_unsupported(str(c["model_type"]), {"layer_types": unknown})
-    if len(types) != count:
-        raise UserError(f"{c['model_type']}: config.json has num_hidden_layers {count} and {len(types)} layer_types")
-    return tuple(Layer(turn, delta=kind == "linear_attention") for kind in types)
-
-
 def gated_delta(c: Mapping[str, Any], *, fused: bool) -> GatedDelta:
     """Return the sizes of linear attention. Raise UserError for heads of values that are no multiple of the keys'."""
     keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
@@ -70,23 +59,16 @@ def gated_delta(c: Mapping[str, Any], *, fused: bool) -> GatedDelta:
     return GatedDelta(keys, values, *sizes, fused=fused)
 
 
-def refuse_unsupported(c: Mapping[str, Any]) -> None:
-    """Raise UserError naming the settings of a config.json that are not implemented."""
-    act, gate = c.get("hidden_act", "silu"), c.get("attn_output_gate", True)
-    raise_if_unsupported(
-        str(c["model_type"]), {"hidden_act": act != "silu" and act, "attn_output_gate: false": not gate}
-    )
-
-
 def hybrid_config(c: Mapping[str, Any], *, fused: bool, moe: MoE | None = None) -> DecoderConfig:
     """Map a config.json with linear attention; experts, if there are any, are in every layer."""
     c = {**DEFAULTS, **c}
-    refuse_unsupported(c)
-    bias, layers = c.get("attention_bias", False), hybrid_layers(c, rope(c, partial=PARTIAL))
+    raise_if_unsupported(c, hidden_act="silu", attn_output_gate=True)
+    bias, table, sparse = c.get("attention_bias", False), rope(c, partial=PARTIAL), moe is not None
+    kinds = {"linear_attention": Layer(table, moe=sparse, delta=True), "full_attention": Layer(table, moe=sparse)}
+    types = types_of_layers(c, c.get("full_attention_interval") or 4, "linear_attention")
     return DecoderConfig(
         **common(c),
-        tied=c.get("tie_word_embeddings", False),
-        layers=tuple(replace(kind, moe=moe is not None) for kind in layers),
+        layers=layers_by_type(c, types, kinds),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
@@ -117,13 +99,7 @@ def moe_config(c: Mapping[str, Any]) -> DecoderConfig:
 
 def multimodal(of_text: Callable[[Mapping[str, Any]], DecoderConfig]) -> Callable[[Mapping[str, Any]], DecoderConfig]:
     """Return the mapping of a multimodal config.json, whose text part `of_text` maps."""
-
-    def of_whole(c: Mapping[str, Any]) -> DecoderConfig:
-        text = c["text_config"]
-        tied = c.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        return of_text({**text, "tie_word_embeddings": tied})
-
-    return of_whole
+    return lambda c: of_text(text_part(c))
 
 
 def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
@@ -177,30 +153,13 @@ def random_multimodal_config(
     """Return a small random config.json of a multimodal model for the verifier."""
     text = text_config(r)
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 16,
-    }
-    return {
-        "model_type": model_type,
-        "text_config": text,
-        "vision_config": {"model_type": f"{model_type}_vision", **vision},
-        "tie_word_embeddings": text["tie_word_embeddings"],
-    }
+    sizes = {"depth": 1, "num_heads": 2, "patch_size": 4, "num_position_embeddings": 16}
+    vision = {"model_type": f"{model_type}_vision", "out_hidden_size": text["hidden_size"], **sizes}
+    return random_wrapper(model_type, text, vision)
 
 
-EXPERTS = ("gate", "up", "down")
 # the experts are tensors of their own as transformers saves them, and stacked in published multimodal checkpoints
-MOE_MAPPINGS = (
-    *MAPPINGS,
-    *SHARED,
-    *(Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight") for p in EXPERTS),
-)
+MOE_MAPPINGS = (*MAPPINGS, *SHARED, *EXPERTS)
 STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
     *MAPPINGS,
     *SHARED,

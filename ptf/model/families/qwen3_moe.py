@@ -2,34 +2,28 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
+from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
-from ptf.model.families import DENSE, LAYER, Family, common, raise_if_unsupported, random_dense_config, rope
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config
+from ptf.model.families.names import DENSE, EXPERTS, LAYER
+from ptf.model.families.settings import common, raise_if_unsupported, rope, sparse_layers
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
-    *(
-        Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
-        for p in ("gate", "up", "down")
-    ),
+    *EXPERTS,
 )
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported("qwen3_moe", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
-    window = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
-    plain = Layer(rope(c), window)
-    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    raise_if_unsupported(c, hidden_act="silu")
+    table, window = rope(c), c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     experts = c.get("num_experts", c.get("num_local_experts", 128))
-    layers = tuple(
-        replace(plain, moe=i not in dense and experts > 0 and (i + 1) % step == 0)
-        for i in range(c["num_hidden_layers"])
-    )
+    layers = tuple(Layer(table, window, moe) for moe in sparse_layers(c, experts))
     bias = c.get("attention_bias", False)
     moe = MoE(
         experts=experts,
@@ -38,9 +32,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         normalise=c.get("norm_topk_prob", False),
         router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
-    tied = c.get("tie_word_embeddings", False)
     c = {"num_key_value_heads": 4, **c}
-    return DecoderConfig(**common(c), tied=tied, layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
+    return DecoderConfig(**common(c), layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

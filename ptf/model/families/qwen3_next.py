@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import TensorMapping
 from ptf.model.config import DecoderConfig, MoE
 from ptf.model.families import Family
 from ptf.model.families.qwen3_5 import MOE_MAPPINGS, hybrid_config, small_experts, small_hybrid
-
-MAPPINGS: tuple[TensorMapping, ...] = MOE_MAPPINGS
+from ptf.model.families.settings import sparse_layers
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    dense, step, experts = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1), c.get("num_experts", 512)
     moe = MoE(
-        experts=experts,
+        experts=c.get("num_experts", 512),
         top_k=c.get("num_experts_per_tok", 10),
         intermediate_size=c.get("moe_intermediate_size", 512),
         normalise=c.get("norm_topk_prob", True),
@@ -31,10 +28,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         shared_gate=True,
     )
     found = hybrid_config({"intermediate_size": 5632, "num_key_value_heads": 2, **c}, fused=True, moe=moe)
-    layers = tuple(
-        replace(kind, moe=i not in dense and experts > 0 and (i + 1) % step == 0) for i, kind in enumerate(found.layers)
-    )
-    return replace(found, layers=layers)
+    sparse = sparse_layers(c, moe.experts)
+    return replace(found, layers=tuple(replace(k, moe=m) for k, m in zip(found.layers, sparse, strict=True)))
 
 
 def random_config(r: random.Random) -> dict[str, Any]:
@@ -43,4 +38,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return small_hybrid(r, "qwen3_next", norm_topk_prob=r.random() < 0.6, **small_experts(r), **sparse)
 
 
-FAMILIES = {"qwen3_next": Family("qwen3_next", config, MAPPINGS, random_config, carried=("mtp.",))}
+FAMILIES = {"qwen3_next": Family("qwen3_next", config, MOE_MAPPINGS, random_config, carried=("mtp.",))}

@@ -7,22 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.config import DecoderConfig
-from ptf.model.families import (
-    DENSE,
-    Family,
-    common,
-    layers_by_type,
-    raise_if_unsupported,
-    random_dense_config,
-    random_types,
-    rope,
-)
+from ptf.model.config import DecoderConfig, Layer
+from ptf.model.families import Family
+from ptf.model.families.members import random_dense_config, random_types
+from ptf.model.families.names import DENSE
+from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope
 
 
 def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported("smollm3", {"hidden_act": (act := c.get("hidden_act", "silu")) != "silu" and act})
+    c = {"num_key_value_heads": 4, "tie_word_embeddings": True, **c}  # the reference's defaults
+    raise_if_unsupported(c, hidden_act="silu")
     count, every = c["num_hidden_layers"], c.get("no_rope_layer_interval", 4)
     rotates = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 1: it has positions
     if len(rotates) < count:
@@ -32,15 +27,11 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         "sliding_attention" if slides and not rotates[i] else "full_attention" for i in range(count)
     ]
     table = rope(c, theta=2_000_000.0)
-    layers = layers_by_type(
-        {**c, "sliding_window": c.get("sliding_window") if slides else None},
-        types,
-        {"full_attention": table, "sliding_attention": table},
-    )
+    window = c.get("sliding_window") if slides else None
+    layers = layers_by_type(c, types, {"full_attention": Layer(table), "sliding_attention": Layer(table, window)})
     bias = c.get("attention_bias", False)
     return DecoderConfig(
-        **common({"num_key_value_heads": 4, **c}),
-        tied=c.get("tie_word_embeddings", True),
+        **common(c),
         layers=tuple(
             kind if rotated else replace(kind, rope=replace(table, partial=0.0))
             for kind, rotated in zip(layers, rotates, strict=False)

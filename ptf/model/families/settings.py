@@ -1,0 +1,112 @@
+"""The settings of a config.json that many families have under the same keys, as they become fields of DecoderConfig."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptf.errors import UserError
+from ptf.model.config import Layer, Rope
+
+
+def raise_if_unsupported(c: Mapping[str, Any], found: Mapping[str, Any] | None = None, **only: Any) -> None:
+    """Raise UserError naming every setting of a config.json that ptf does not implement.
+
+    These are the settings of `only` that have another value than the one given here, and those of `found` that are
+    truthy.
+    """
+    unsupported = {key: c[key] for key, value in only.items() if c.get(key) not in (None, value)}
+    unsupported |= {key: value for key, value in (found or {}).items() if value}
+    if unsupported:
+        listed = ", ".join(f"{key}: {value}" for key, value in unsupported.items())
+        raise UserError(f"{c['model_type']}: not supported: {listed}")
+
+
+def rope(
+    c: Mapping[str, Any],
+    parameters: Mapping[str, Any] | None = None,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+) -> Rope:
+    """Return the rotary settings of a config.json, in the form of transformers 5 (`rope_parameters`) or before
+    (`rope_theta`, `rope_scaling`).
+
+    `partial` is the default share of a head's dimensions that is rotated, in families that read
+    `partial_rotary_factor`; the others refuse it.
+    """
+    if parameters is None:
+        parameters = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    base = float(parameters.get("rope_theta") or c.get("rope_theta") or theta)
+    raise_if_unsupported(c, {"rope_type": kind not in ("default", "linear", "llama3", "yarn") and kind})
+    share = parameters.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial or 1.0
+    if partial is None:
+        raise_if_unsupported(c, {"partial_rotary_factor": share != 1.0 and share})
+    original = parameters.get("original_max_position_embeddings") or c.get("max_position_embeddings", 0)
+    if kind == "llama3":
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        return Rope(base, kind, parameters["factor"], original, low, high, partial=share)
+    if kind == "yarn":
+        factor = parameters.get("factor") or c["max_position_embeddings"] / original
+        low, high = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
+        scale = _yarn_scale(factor, parameters)
+        return Rope(base, kind, factor, original, low, high, parameters.get("truncate", True), scale, share)
+    return Rope(base, kind, parameters.get("factor", 1.0), partial=share)
+
+
+def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
+    """Return the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another."""
+
+    def at(m):
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if (factor_in_config := parameters.get("attention_factor")) is not None:
+        return float(factor_in_config)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return at(parameters["mscale"]) / at(parameters["mscale_all_dim"])
+    return at(1.0)
+
+
+def types_of_layers(c: Mapping[str, Any], every: int, others: str = "sliding_attention") -> Sequence[str]:
+    """Return the `layer_types` of a config.json; without them, full attention in every so many-th layer."""
+    return c.get("layer_types") or [
+        others if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])
+    ]
+
+
+def layers_by_type(c: Mapping[str, Any], types: Sequence[str], kinds: Mapping[str, Layer]) -> tuple[Layer, ...]:
+    """Return the layers by their `layer_types`; `kinds` has what each type is."""
+    raise_if_unsupported(c, {"layer_types": sorted(set(types) - set(kinds))})
+    if len(types) != c["num_hidden_layers"]:
+        raise UserError(
+            f"{c['model_type']}: config.json has num_hidden_layers {c['num_hidden_layers']} and {len(types)} "
+            "layer_types"
+        )
+    return tuple(kinds[t] for t in types)
+
+
+def sparse_layers(c: Mapping[str, Any], experts: int) -> list[bool]:
+    """Return which layers are mixtures of experts, by Qwen's `mlp_only_layers` and `decoder_sparse_step`."""
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    return [i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
+
+
+def text_part(c: Mapping[str, Any], tied: bool = False) -> dict[str, Any]:
+    """Return the config of a multimodal model's language model, whose head is `tied` where neither part says."""
+    text = c["text_config"]
+    return {**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))}
+
+
+def common(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of DecoderConfig that every family's config.json holds under the same keys."""
+    return {
+        "vocab": c["vocab_size"],
+        "dim": c["hidden_size"],
+        "heads": c["num_attention_heads"],
+        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
+        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+        "intermediate_size": c["intermediate_size"],
+        "norm_eps": c.get("rms_norm_eps", 1e-6),
+        "max_positions": c.get("max_position_embeddings", 32_768),
+        "tied": c.get("tie_word_embeddings", False),
+        "init_std": c.get("initializer_range", 0.02),
+    }
