@@ -7,7 +7,7 @@ only what it owns. In a name, `{i}` runs over the layers and `{e}` over the expe
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,37 +16,43 @@ Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
 
 
-class TensorMapping(Protocol):
-    """The correspondence of some of our tensors (`ours`) to some of Hugging Face's (`theirs`)."""
+class TensorMapping:
+    """The correspondence of some of our tensors (`ours`) to one or some of Hugging Face's (`theirs`)."""
+
+    other: str  # their name
 
     @property
     def ours(self) -> tuple[str, ...]:
         """Our names."""
-        ...
+        raise NotImplementedError
 
     def theirs(self, experts: int) -> tuple[str, ...]:
         """Return their names, for a model of so many experts."""
-        ...
+        return (self.other,)
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        ...
+        raise NotImplementedError
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
-        ...
+        return tuple(ours)
 
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
         """Return the slice `part` of `ours[which]`, read from their tensors."""
-        ...
+        return read(self.other, part)
 
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return their tensors, computed from whole tensors of ours."""
-        ...
+        return tensors
+
+
+def _in_layer(name: str, layer: int) -> str:
+    return name.replace("{i}", str(layer))
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(TensorMapping):
     """One tensor under two names."""
 
     name: str
@@ -54,28 +60,12 @@ class Rename:
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Our names."""
+        """Our name."""
         return (self.name,)
-
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names."""
-        return (self.other,)
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
-
-    def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
-        return tuple(ours)
-
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
-        return read(self.other, part)
-
-    def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
-        return tensors
+        return replace(self, name=_in_layer(self.name, layer), other=_in_layer(self.other, layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,27 +148,29 @@ class Stack(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Concatenate:
-    """Their tensor has the rows of several of ours, one after the other; with `dim` 1, in each expert."""
+class Joined(TensorMapping):
+    """One tensor of theirs is made of several of ours."""
 
     names: tuple[str, ...]
     other: str
-    dim: int = 0  # that of the rows
-    rows: tuple[int, ...] = ()  # of each of ours; `sized` says how many
 
     @property
     def ours(self) -> tuple[str, ...]:
         """Our names."""
         return self.names
 
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names."""
-        return (self.other,)
-
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        names = tuple(n.replace("{i}", str(layer)) for n in self.names)
-        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
+        names = tuple(_in_layer(name, layer) for name in self.names)
+        return replace(self, names=names, other=_in_layer(self.other, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenate(Joined):
+    """Their tensor has the rows of several of ours, one after the other; with `dim` 1, in each expert."""
+
+    dim: int = 0  # that of the rows
+    rows: tuple[int, ...] = ()  # of each of ours; `sized` says how many
 
     def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
         """Return the mapping of a model in which our tensors have these shapes."""
@@ -200,29 +192,13 @@ class Concatenate:
 
 
 @dataclass(frozen=True, slots=True)
-class Interleave:
+class Interleave(Joined):
     """Two tensors of ours alternate along the last dimension of one of theirs.
 
     The last two dimensions of theirs are swapped in ours if it is `transposed`.
     """
 
-    names: tuple[str, str]
-    other: str
     transposed: bool
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        """Our names."""
-        return self.names
-
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names."""
-        return (self.other,)
-
-    def at(self, layer: int) -> Self:
-        """Return the mapping of one layer."""
-        first, second = (n.replace("{i}", str(layer)) for n in self.names)
-        return replace(self, names=(first, second), other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors."""
