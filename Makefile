@@ -79,9 +79,8 @@ bench-masks: setup                       ## loss masks of all chat data and of f
 bench-resume: setup                      ## 500 random trials of stopping and resuming the data, goes on where it was stopped; writes benchmarks/results/resume_trials.md
 	$(PY) benchmarks/resume_trials.py
 
-bench-loader: setup                      ## what reading costs: first row, documents per second, memory, state, decoding by ranks; writes benchmarks/results/loader_{cost,ranks}.md
+bench-loader: setup                      ## what reading costs: first row, documents per second, memory, state; writes benchmarks/results/loader_cost.md
 	$(PY) benchmarks/loader_cost.py
-	$(PY) benchmarks/loader_ranks.py
 
 bench-growth: setup                      ## exponents of costs: tokens, documents, vocabulary, lanes, ranks, episodes, checkpoints, metrics; writes benchmarks/results/growth.md
 	$(PY) benchmarks/growth.py
@@ -124,9 +123,6 @@ bench-rehearsal: setup                   ## a step on a pretend GPU: waits of th
 
 bench-resident: setup                    ## memory of `ptf train` on a CPU beside its plan; writes benchmarks/results/resident_memory.md
 	$(PY) benchmarks/resident_memory.py
-
-bench-in-flight-engine: setup            ## asynchronous rollouts of a real engine on two cores, beside the model of them; writes benchmarks/results/in_flight_engine.md
-	$(PY) benchmarks/in_flight_engine.py
 
 bench-concurrency: setup                 ## calls of rewards and environments in one process; writes benchmarks/results/concurrency.md
 	$(PY) benchmarks/concurrency.py
@@ -211,9 +207,6 @@ bench-recipes: setup                     ## the steps of DPO, reward models and 
 
 bench-grpo: setup                         ## the GRPO step beside TRL's (make peers first); writes benchmarks/results/grpo_step.md
 	$(PY) benchmarks/grpo_step.py
-
-bench-main-job-profile: setup            ## where a GRPO step of the main job goes, by py-spy (make peers run first); writes benchmarks/results/main_job_profile.md
-	$(PY) benchmarks/main_job_profile.py
 
 bench-async-peer: setup                  ## asynchronous GRPO beside TRL's (make peers first); writes benchmarks/results/async_peer.md
 	$(PY) benchmarks/async_peer.py

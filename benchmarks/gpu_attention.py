@@ -27,7 +27,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.vocabulary_padding import seconds  # noqa: E402
 from ptf.model.attention import Flex  # noqa: E402
 from ptf.model.fused import Flash, Flash4, installed, varlen_of  # noqa: E402
 from ptf.varlen import Varlen  # noqa: E402
@@ -109,7 +108,13 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor, int]:
 
 def timed(compute: Callable[[], object]) -> float:
     """Return the milliseconds of a call on the GPU, the mean of CALLS."""
-    return 1e3 * seconds(compute, torch.device("cuda"), CALLS)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(CALLS):
+        compute()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / CALLS
 
 
 def measure(case: Case, rounds: int) -> list[dict[str, Any]]:

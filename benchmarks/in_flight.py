@@ -59,13 +59,11 @@ class Work:
     group: int = 8
     mean: float = 1000
     most: int = 8000
-    geometric: bool = False  # of a model that ends each response with the same probability; otherwise log-normal
 
     @functools.cache  # noqa: B019 - a few works, which live as long as the process
     def length(self, seed: int) -> int:
         """Return the length of a response, in tokens."""
-        rng = np.random.default_rng(seed)
-        drawn = rng.geometric(1 / self.mean) if self.geometric else rng.lognormal(np.log(self.mean) - 0.5, 1.0)
+        drawn = np.random.default_rng(seed).lognormal(np.log(self.mean) - 0.5, 1.0)
         return int(np.clip(drawn, 1, self.most))
 
 
@@ -123,10 +121,9 @@ def measured(
     update_slices: int,
     share: float = 0.5,
     spans: Spans | None = None,
-    work: Work = USUAL,
 ) -> dict[str, float]:
     """Return seconds a step, and what happened in the steps after the first `steps // 4`, which `spans` is given."""
-    engine = Engine(costs, work)
+    engine, work = Engine(costs), USUAL
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
     in_flight = work.prompts + int(work.prompts * k * share)
     clock = FlightSettings(work.prompts, work.group, k, slice_tokens, in_flight, 1, update_slices if k else 0)

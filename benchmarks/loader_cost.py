@@ -7,7 +7,7 @@ and measures, with the defaults of `data.shuffle_buffer` and `data.packing_looka
 sequence at 8, 64 and 512 partitions that one rank serves; documents per CPU-second from the files to batches (reading,
 decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is
 compared once before, is not in it), and by stage; memory and the size of a partition's state; and how a set that is
-sorted by a binary label is mixed. What a rank spends on a step at 1, 8 and 128 ranks is in benchmarks/loader_ranks.py.
+sorted by a binary label is mixed. How the cost grows with ranks is in benchmarks/growth.py.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def main() -> None:
             for partitions, (reads, each, spent) in firsts.items()
         ),
         "",
-        "CPU-seconds a rank and step at 1, 8 and 128 ranks: [loader_ranks.md](loader_ranks.md).",
+        "How the cost grows with ranks: [growth.md](growth.md).",
         "",
         "| what | found |",
         "|---|---|",
