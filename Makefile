@@ -106,9 +106,6 @@ parity: setup                            ## a million texts: ids that ptf trains
 leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
 	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes $(MINUTES))
 
-bench-families: setup                    ## SFT, LoRA, DPO and GRPO of tiny models with linear or latent attention, to a published model; writes benchmarks/results/family_runs.md
-	$(PY) benchmarks/family_runs.py
-
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
@@ -198,9 +195,6 @@ peers:                                   ## .venv-peers: what benchmarks/train_s
 
 bench-train: setup                       ## the SFT step beside TRL and transformers at their best (make peers first); writes benchmarks/results/train_step.md
 	$(PY) benchmarks/train_step.py
-
-bench-step-profile: setup                ## where an SFT step goes on a CPU, and the bound of its matrix products; writes benchmarks/results/step_profile.md
-	$(PY) benchmarks/step_profile.py
 
 bench-recipes: setup                     ## the steps of DPO, reward models and distillation beside TRL's (make peers first); writes benchmarks/results/{dpo,rm,kd}_step.md
 	$(PY) benchmarks/recipe_step.py

@@ -27,7 +27,6 @@ BESIDE = {
     "kd_step.md",
     "packing.md",
     "rm_step.md",
-    "tokenize.md",
     "train_step.md",
 }
 SCRIPT = re.compile(r"`(?:python (?:benchmarks/|-m tests\.)|make )[^`]*`|^ {4}python benchmarks/.*", re.MULTILINE)

@@ -2,7 +2,7 @@
 
 glibc maps every large tensor anew and gives it back to the kernel when it is freed, so each step touches all of its
 memory for the first time. A process that keeps what it has freed takes less CPU time for a step
-(benchmarks/step_profile.py; with an empty GLIBC_TUNABLES it leaves the heap as glibc has it).
+(benchmarks/train_step.py runs the peers both ways); with an empty GLIBC_TUNABLES it leaves the heap as glibc has it.
 """
 
 import ctypes
