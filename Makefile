@@ -118,9 +118,6 @@ bench-plans: setup                       ## memory of whole published models: th
 bench-rehearsal: setup                   ## a step on a pretend GPU: waits of the host, variants of attention; writes benchmarks/results/rehearsal.md
 	$(PY) benchmarks/rehearsal.py
 
-bench-resident: setup                    ## memory of `ptf train` on a CPU beside its plan; writes benchmarks/results/resident_memory.md
-	$(PY) benchmarks/resident_memory.py
-
 bench-concurrency: setup                 ## calls of rewards and environments in one process; writes benchmarks/results/concurrency.md
 	$(PY) benchmarks/concurrency.py
 

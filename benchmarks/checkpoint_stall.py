@@ -7,48 +7,35 @@ A Qwen3 shape with its AdamW state is saved to a temporary directory again and a
 before it is written. Prints a JSON line a save.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from commands import options
+from flow_runs import results_page
+from pages import head, spread, table, write_page
+from published_shapes import qwen3
 
-import torch  # noqa: E402
+from ptf.compute.checkpoint import Checkpoints, copied, tensors_of
+from ptf.compute.saver import Saver
+from ptf.compute.world import joined
+from ptf.config.sections.train import TrainConfig
+from ptf.model import bridge
+from ptf.train.optim import adamw, groups
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-from ptf.compute.checkpoint import Checkpoints, copied, tensors_of  # noqa: E402
-from ptf.compute.saver import Saver  # noqa: E402
-from ptf.compute.world import joined  # noqa: E402
-from ptf.config.sections.train import TrainConfig  # noqa: E402
-from ptf.model import bridge  # noqa: E402
-from ptf.train.optim import adamw, groups  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "checkpoint_stall.md"
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "vocab_size": 32_000,
+SHAPE = qwen3(512, 8, 8, 1536, tied=True) | {"num_key_value_heads": 4, "head_dim": 64}
+SHAPE |= {"vocab_size": 32_000, "torch_dtype": "float32"}
+COLUMNS = {
+    "copy_s": "a copy of the state on the host",
+    "stall_s": "training waits",
+    "written_s": "until it is written, SHA-256 and fsync included",
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--saves", type=int, default=10)
-    asked = parser.parse_args()
+    asked = options(__doc__, saves=10)
     rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as scratch, joined("cpu", 600) as world:
         source = Path(scratch) / "model"
@@ -77,28 +64,16 @@ def main() -> None:
         size = sum(f.stat().st_size for f in Path(saves.path(asked.saves)).rglob("*") if f.is_file())
     ratios = [r["stall_s"] / r["copy_s"] for r in rounds]
     over = sum(r["stall_s"] > max(0.1, 2 * r["copy_s"]) for r in rounds)
-
-    def cell(key):
-        return (
-            f"{median(r[key] for r in rounds):.3f} ({min(r[key] for r in rounds):.3f} – "
-            f"{max(r[key] for r in rounds):.3f})"
-        )
-
-    RESULTS.write_text(
-        "# What a checkpoint makes training wait\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/checkpoint_stall.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
-        "local disk  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}\n\n"
+    about = head("What a checkpoint makes training wait", ", local disk") + (
         f"{size / 2**20:,.0f} MiB a checkpoint (fp32 weights and AdamW's two averages), {len(rounds)} saves; seconds, "
         "median (range).\n\n"
-        "| a copy of the state on the host | training waits | until it is written, SHA-256 and fsync included |\n"
-        "|---|---|---|\n"
-        f"| {cell('copy_s')} | {cell('stall_s')} | {cell('written_s')} |\n\n"
-        f"Training waits {median(ratios):.2f} times the copy ({min(ratios):.2f} – {max(ratios):.2f}); "
-        f"{over} of {len(rounds)} waits were longer than\n"
-        "0.1 s and than twice the copy. A save that begins before the one before it is written waits for that too.\n"
     )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+    cells = [spread([r[key] for r in rounds], ".3f") for key in COLUMNS]
+    words = (
+        f"Training waits {spread(ratios, '.2f')} times the copy; {over} of {len(rounds)} waits were longer than\n"
+        "0.1 s and than twice the copy. A save that begins before the one before it is written waits for that too."
+    )
+    write_page(results_page("checkpoint_stall.md"), about, [table(list(COLUMNS.values()), [cells]), "", words])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ costs the others. The judge is asked over HTTP: a server of its own process on t
 others by more than 0.1 s (medians).
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,15 +22,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
+from benchmarks.commands import options  # noqa: E402
+from benchmarks.flow_runs import results_page  # noqa: E402
+from benchmarks.pages import head, table, write_page  # noqa: E402
 from ptf.config import Plugin  # noqa: E402
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
 from ptf.rl.rewards.calls import Response  # noqa: E402
 from ptf.rl.rewards.scoring import RewardWorkers  # noqa: E402
 from ptf.rl.worker_process import Call  # noqa: E402
 
-RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "concurrency.md"
 CALLS, CALL_S, LIMIT_S = 32, 0.25, 3.0
 AIM_S, DELAY_S = 0.6, 0.1
 ENDLESS = {"hang": "waits without end", "spin": "computes without end"}
@@ -193,11 +191,7 @@ def measured(rounds: int) -> list[tuple[str, float, float, str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
-    parser.add_argument("--serve", action="store_true", help="be the server of the judge")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=5, load=0, serve=(False, "be the server of the judge"))
     if args.serve:
         asyncio.run(serve())
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
@@ -207,24 +201,20 @@ def main() -> int:
         for process in load:
             process.kill()
             process.wait()
-    lines = [
-        "| calls | median of 32, s | longest round, s | one that | delays the others by, s |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {name} | {alone:.3f} | {most:.3f} | {ENDLESS[fault]} | {delay:+.3f} |"
+    lines = table(
+        "calls | median of 32, s | longest round, s | one that | delays the others by, s",
+        (
+            (name, f"{alone:.3f}", f"{most:.3f}", ENDLESS[fault], f"{delay:+.3f}")
             for name, alone, most, fault, delay in rows
         ),
-    ]
-    about = (
-        "# Calls of rewards and environments in one process\n\n"
-        f"Command: `python benchmarks/concurrency.py --rounds {args.rounds} --load {args.load}`  \n"
-        f"Hardware: {cpu()}, {args.load} other processes that compute  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
+    )
+    hardware = f", {args.load} other processes that compute"
+    about = head("Calls of rewards and environments in one process", hardware) + (
         f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.reward_processes: 1`). Aims: at most "
         f"{AIM_S} s together; one\nthat never returns delays no other by more than {DELAY_S} s.\n\n"
     )
     missed = [f"{name}, {fault}" for name, alone, _, fault, delay in rows if alone > AIM_S or delay > DELAY_S]
-    return write_page(RESULTS, about, lines, missed)
+    return write_page(results_page("concurrency.md"), about, [lines], missed)
 
 
 if __name__ == "__main__":

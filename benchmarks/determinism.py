@@ -7,27 +7,23 @@ Writes results/determinism.md.
 Prints a JSON line a run. The reference of each mode is one worker with all sequences in one pass.
 """
 
-import argparse
 import json
-import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import yaml
+from commands import options
+from flow_runs import results_page
+from pages import head, table, write_page
+from safetensors.torch import load_file
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from ptf.compute.tracking import read_metrics
+from ptf.config import loads
+from ptf.run import run
+from tests.tiny import arithmetic
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-from ptf.compute.tracking import read_metrics  # noqa: E402
-from ptf.config import loads  # noqa: E402
-from ptf.run import run  # noqa: E402
-from tests.tiny import arithmetic  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "determinism.md"
 SEQUENCES = 8
 CASES: dict[str, list[tuple[int, int]]] = {  # workers and sequences a pass, one attempt after the other
     "1 worker, 8 sequences a pass": [(1, 8)],
@@ -40,23 +36,13 @@ CASES: dict[str, list[tuple[int, int]]] = {  # workers and sequences a pass, one
 }
 
 
-def trained(raw: dict, name: str, attempts: list[tuple[int, int]], steps: int) -> Path:
+def trained(raw: dict[str, Any], name: str, attempts: list[tuple[int, int]], steps: int) -> Path:
     """A run whose attempts each make an equal part of the steps."""
     directory = Path()
     for number, (workers, micro_batch_sequences) in enumerate(attempts, 1):
         compute = {**raw["compute"], "workers": workers, "launcher": "torchrun" if workers > 1 else "local"}
-        directory = run(
-            loads(
-                yaml.safe_dump(
-                    {
-                        **raw,
-                        "train": {**raw["train"], "micro_batch_sequences": micro_batch_sequences},
-                        "compute": compute,
-                    }
-                )
-            ),
-            name,
-        )
+        train = {**raw["train"], "micro_batch_sequences": micro_batch_sequences}
+        directory = run(loads(yaml.safe_dump({**raw, "train": train, "compute": compute})), name)
         for saved in (directory / "checkpoints").iterdir():  # what a run would have that was stopped here
             if int(saved.name.removeprefix("step_")) > steps * number // len(attempts) and number < len(attempts):
                 (saved / "manifest.json").unlink()
@@ -75,10 +61,7 @@ def deviations(one: Path, other: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    asked = parser.parse_args()
-    lines = ""
+    asked, rows = options(__doc__, steps=40), []
     with tempfile.TemporaryDirectory() as scratch:
         raw = arithmetic(Path(scratch), rows=2000)
         raw["data"] |= {"validation": {}}
@@ -94,25 +77,18 @@ def main() -> None:
                 if directory != reference:
                     found = deviations(reference, directory)
                     print(json.dumps({"mode": mode, "case": case, **found}), flush=True)
-                    lines += (
-                        f"| {mode} | {case} | "
-                        + " | ".join(f"{value:.1e}" if value else "0" for value in found.values())
-                        + " |\n"
-                    )
-    RESULTS.write_text(
-        "# How far equal runs end from each other\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/determinism.py', *sys.argv[1:]])}`  \n"
-        f"Hardware: {cpu()}, torch {torch.__version__}, fp32, ranks of one thread, gloo  \nDate: "
-        f"{time.strftime('%Y-%m-%d')}\n\n"
-        f"The tests' tiny arithmetic model, {SEQUENCES} sequences a step, {asked.steps} steps, everything else equal; "
-        "against one worker with all sequences in one\n"
-        "pass, in the same mode. Loss and gradient norm: the largest relative difference of any step. Weights: "
-        "the norm of the difference of all final\n"
-        "weights, relative to their norm. 0 is bit for bit. More than one worker shard the model in the fast mode "
-        "(FSDP2).\n\n"
-        f"| mode | run | loss | gradient norm | weights |\n|---|---|---|---|---|\n{lines}"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+                    rows.append([mode, case, *(f"{value:.1e}" if value else "0" for value in found.values())])
+    hardware = f", torch {torch.__version__}, fp32, ranks of one thread, gloo"
+    about = f"""\
+The tests' tiny arithmetic model, {SEQUENCES} sequences a step, {asked.steps} steps, everything else equal; against one
+worker with all sequences in one pass, in the same mode. Loss and gradient norm: the largest relative difference of any
+step. Weights: the norm of the difference of all final weights, relative to their norm. 0 is bit for bit. More than one
+worker shard the model in the fast mode (FSDP2).
+
+"""
+    about = head("How far equal runs end from each other", hardware) + about
+    lines = table("mode | run | loss | gradient norm | weights", rows)
+    write_page(results_page("determinism.md"), about, [lines])
 
 
 if __name__ == "__main__":

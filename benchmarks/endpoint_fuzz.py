@@ -1,25 +1,21 @@
 """Random agents before the endpoint, with a scripted engine: what their clients received beside what is trained."""
 
-import argparse
 import itertools
-import json
 import os
-import sys
 import time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from commands import ROOT, options
+from flow_runs import commit, cpu, results_page
+from pages import keep, kept, table, write_page
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from tests.data.templates import templated  # noqa: E402
-from tests.rl.endpoint.fuzz import fuzz  # noqa: E402
+from tests.data.templates import templated
+from tests.rl.endpoint.fuzz import fuzz
 
-RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results"))
+RESULTS = results_page("endpoint_fuzz.md")
 OURS = ("plain", "drops_thinking", "thinking_switch", "next_role_stop", "two_stops")
 REAL = ("qwen3", "qwen2.5", "smollm3", "own/minimind", "own/phi3-mini")  # PTF_DATA
 EPISODES, CALLS = 8, 30  # at once, and in each
@@ -47,29 +43,27 @@ one that was not read. It is trained if a later request continues it, and never 
 
 def main() -> int:
     """Play episodes until so many calls are made; write the page."""
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--calls", type=int, default=100_000)
-    arguments.add_argument("--anew", action="store_true", help="begin a new ledger; otherwise it is continued")
-    arguments.add_argument("--jobs", type=int, default=2, help="processes")
-    arguments.add_argument("--minutes", type=float, default=1e9, help="limit; the page has the calls until then")
-    given = arguments.parse_args()
+    given = options(
+        __doc__,
+        calls=100_000,
+        anew=(False, "begin a new ledger; otherwise it is continued"),
+        jobs=(2, "processes"),
+        minutes=(1e9, "limit; the page has the calls until then"),
+    )
     shared = Path(os.environ.get("PTF_DATA", ROOT / "data"))
     names = [*OURS, *(REAL if (shared / "tokenizers").is_dir() else ())]
-    ledger, ends = RESULTS / "endpoint_fuzz.jsonl", time.monotonic() + 60 * given.minutes
+    ledger, ends = RESULTS.with_suffix(".jsonl"), time.monotonic() + 60 * given.minutes
     if given.anew:
         ledger.unlink(missing_ok=True)
-    lines = ledger.read_text().splitlines() if ledger.exists() else []
-    parts = [json.loads(line) for line in lines]
-    first = len(parts)
-    waiting = ((names[i % len(names)], i * EPISODES) for i in itertools.count(first))
+    parts = kept(ledger)
+    waiting = ((names[i % len(names)], i * EPISODES) for i in itertools.count(len(parts)))
     with ProcessPoolExecutor(given.jobs) as pool:
         running = {pool.submit(part, *next(waiting), shared) for _ in range(given.jobs)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for made in (future.result() for future in done):
                 parts.append(made)
-                with ledger.open("a") as file:
-                    file.write(json.dumps(made) + "\n")
+                keep(ledger, made)
                 for violation in made["violations"]:
                     print(f"{made['template']}: {violation}", flush=True)
             calls = sum(made["calls"] for made in parts)
@@ -93,21 +87,21 @@ def write(parts: list[dict[str, Any]]) -> int:
     columns = ("retries", "undelivered", "doubtful", "history_restored", "history_reencoded")
     counted = {name for made in parts for name in made["counts"]}
     assert counted.issuperset(columns), f"nothing counts {sorted({*columns} - counted)}"
-    lines = [f"| template | calls | {' | '.join(columns)} | calls/s | violations |", "|---" * 9 + "|"]
+    rows = []
     for name in [*dict.fromkeys(made["template"] for made in parts), "**all**"]:
         own = [made for made in parts if name in (made["template"], "**all**")]
-        counts = " | ".join(f"{sum(made['counts'].get(column, 0) for made in own):,}" for column in columns)
+        counts = [f"{sum(made['counts'].get(column, 0) for made in own):,}" for column in columns]
         calls, wrong = sum(made["calls"] for made in own), sum(len(made["violations"]) for made in own)
         rate = calls / sum(made["seconds"] for made in own)
-        lines.append(f"| {name} | {calls:,} | {counts} | {rate:.0f} | {wrong} |")
+        rows.append([name, f"{calls:,}", *counts, f"{rate:.0f}", wrong])
+    lines = [table(["template", "calls", *columns, "calls/s", "violations"], rows)]
     lines += ["", "`calls/s`: per second of one core's time, with the agents, the engine and the oracle.", ""]
     wrong, seconds = any(made["violations"] for made in parts), sum(made["seconds"] for made in parts)
     kinds = sum((Counter(made["kinds"]) for made in parts), Counter[str]())
-    lines += ["| what the agents did | times |", "|---|---|"]
-    lines += [f"| {kind} | {count:,} |" for kind, count in sorted(kinds.items())]
+    lines.append(table("what the agents did | times", [(kind, f"{n:,}") for kind, n in sorted(kinds.items())]))
     date, commits = time.strftime("%Y-%m-%d", time.gmtime()), ", ".join(dict.fromkeys(made["commit"] for made in parts))
     about = ABOUT.format(cpu=cpu(), seconds=seconds, date=date, commit=commits)
-    return write_page(RESULTS / "endpoint_fuzz.md", about, lines, ["violations"] if wrong else [])
+    return write_page(RESULTS, about, lines, ["violations"] if wrong else [])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ a SASRec-style transformer, on the same split, user by user. Writes results/even
 The business reward is of slates of ten items (ptf.tasks.slates), drawn as in training and said greedily.
 """
 
-import argparse
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -21,25 +19,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from commands import ROOT, options
+from flow_runs import results_page
+from pages import head, kept, table, today
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from ptf.config import load
+from ptf.config.sections.rollout import ConstrainedDecodingConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.events.catalogue import Catalogue
+from ptf.events.histories import Split, read, split
+from ptf.events.histories import table as events_table
+from ptf.events.prepare import catalogue_rows
+from ptf.events.ranking_metrics import coverage, diversity, interval, measures
+from ptf.rl.engines.native import NativeEngine
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.tasks.online_retail import files, prepare
+from ptf.tasks.slates import worth
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-from ptf.config import load  # noqa: E402
-from ptf.config.sections.rollout import ConstrainedDecodingConfig  # noqa: E402
-from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.events.catalogue import Catalogue  # noqa: E402
-from ptf.events.histories import Split, read, split, table  # noqa: E402
-from ptf.events.prepare import catalogue_rows  # noqa: E402
-from ptf.events.ranking_metrics import coverage, diversity, interval, measures  # noqa: E402
-from ptf.rl.engines.native import NativeEngine  # noqa: E402
-from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
-from ptf.tasks.online_retail import files, prepare  # noqa: E402
-from ptf.tasks.slates import worth  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "events.md"
+RESULTS = results_page("events.md")
 K = 10
 MEASURES = ("NDCG", "HR", "recall", "MRR", "revenue recall", "diversity", "coverage")
 DRAWN = 4  # slates of each user
@@ -189,10 +187,6 @@ def sasrec(splits: Mapping[str, Split], items: Sequence[str], minutes: float, se
     return scores, f"{passes} passes, {time.process_time() - began:.0f} CPU-seconds"
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def mean(users: Users, name: str) -> float:
     return float(np.mean([row[name] for row in users.values() if name in row]))
 
@@ -217,7 +211,7 @@ def losing(cells: Mapping[str, Sequence[str]]) -> list[str]:
     of the figures of the page's table."""
     ours = [name for name in cells if name.startswith("ptf ")]
     places = {f"{task} {measure}": i for i, (task, measure) in enumerate(itertools.product(("all", "new"), MEASURES))}
-    table, beaten = [], dict[str, list[str]]()
+    worse, beaten = [], dict[str, list[str]]()
     for place, i in places.items():
         best = max(ours, key=lambda name: float(cells[name][i]))
         better = sorted(
@@ -226,10 +220,8 @@ def losing(cells: Mapping[str, Sequence[str]]) -> list[str]:
         )
         beaten[place] = better
         if better:
-            table.append(
-                f"| {place} | {', '.join(f'{name} ({cells[name][i]})' for name in better)} | {best} "
-                f"({cells[best][i]}) |"
-            )
+            names = ", ".join(f"{name} ({cells[name][i]})" for name in better)
+            worse.append([place, names, f"{best} ({cells[best][i]})"])
     said = []
     for task, what in (
         ("all", "the next basket, items bought before included"),
@@ -250,43 +242,27 @@ def losing(cells: Mapping[str, Sequence[str]]) -> list[str]:
             f"* GRPO on slates lowers NDCG of the next basket from {before:.4f} to {after:.4f}: "
             "its reward is another (below)."
         )
-    rows = [
-        "",
-        "By every measure, the baselines that are better than the best of ptf's models:",
-        "",
-        "| | better | ptf's best |",
-        "|---|---|---|",
-        *table,
-    ]
-    return ["## What loses", "", *said, *(rows if table else [])]
+    rows = ["", "By every measure, the baselines that are better than the best of ptf's models:", ""]
+    return ["## What loses", "", *said, *([*rows, table(" | better | ptf's best", worse)] if worse else [])]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sft", type=Path, help="a run's directory; default: the newest in runs/events/sft")
-    for name in ("head", "grpo"):
-        parser.add_argument(
-            f"--{name}",
-            type=Path,
-            help=f"a run's directory; default: the newest in runs/events/{name}, if there is one",
-        )
-    parser.add_argument("--hold-out", default="last")
-    parser.add_argument("--sasrec-minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    given.sft, given.head, given.grpo = (getattr(given, name) or newest(name) for name in ("sft", "head", "grpo"))
+    told = "a run's directory; default: the newest in runs/events/"
+    runs = {name: ("", f"{told}{name}") for name in ("sft", "head", "grpo")}
+    given = options(__doc__, **runs, hold_out="last", sasrec_minutes=10.0, seed=0)
+    given.sft, given.head, given.grpo = (
+        Path(getattr(given, name)) if getattr(given, name) else newest(name) for name in runs
+    )
     if given.sft is None:
-        parser.error(
+        sys.exit(
             "there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config "
             "configs/events/sft.yaml makes one"
         )
     events, listed = files(None)
     facts = catalogue_rows(str(listed), {"value": "median_price"})
     items, value = list(facts), {name: item.value for name, item in facts.items()}
-    every = {
-        user: split(history, given.hold_out)
-        for user, history in read(table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user.items()
-    }
+    histories = read(events_table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user
+    every = {user: split(history, given.hold_out) for user, history in histories.items()}
     trained = {user: s for user, s in every.items() if s.before}
     held = {user: s for user, s in trained.items() if s.future}
     found: dict[str, Users] = {}
@@ -304,7 +280,7 @@ def main() -> int:
     found["SASRec-style"], coverages["SASRec-style"] = judged(scores, held, items, value, vectors)
     runs = {"ptf SFT": given.sft, "ptf SFT, set-wise head": given.head, "ptf GRPO": given.grpo}
     for name, run in ((name, run) for name, run in runs.items() if run):
-        rows = lines_of(run / "ranked" / "next.jsonl")
+        rows = kept(run / "ranked" / "next.jsonl")
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
         assert found[name].keys() == held.keys(), (
             f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
@@ -314,16 +290,11 @@ def main() -> int:
             for task in ("all", "new")
         }
     cells = {name: cells_of(found[name], coverages[name]) for name in found}
-    head = "| | " + " | ".join(f"{task} {name}" for task in ("all", "new") for name in MEASURES) + " |"
+    names = ["", *(f"{task} {name}" for task in ("all", "new") for name in MEASURES)]
+    command = f"`python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes {given.sasrec_minutes:g}`"
+    date = f"{today()}; seed {given.seed}; SASRec-style: {cost}"
     text = [
-        "# Next baskets of Online Retail II",
-        "",
-        (
-            f"Command: `python benchmarks/events.py --hold-out {given.hold_out} --sasrec-minutes "
-            f"{given.sasrec_minutes:g}`, after the flows  "
-        ),
-        f"Hardware: {cpu()}, no GPU  ",
-        f"Date: {time.strftime('%Y-%m-%d')}; seed {given.seed}; SASRec-style: {cost}",
+        head("Next baskets of Online Retail II", date=date, command=f"{command}, after the flows").rstrip(),
         "",
         f"{len(held)} users have a basket held out, of whom "
         f"{sum(f'new/ndcg@{K}' in row for row in found['popularity'].values())} have an item in it that is "
@@ -334,9 +305,7 @@ def main() -> int:
         "",
         "## All models",
         "",
-        head,
-        "|---" * 15 + "|",
-        *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items()),
+        table(names, [[name, *row] for name, row in cells.items()]),
         "",
         "![NDCG of all models](events.svg)",
         "",
@@ -344,28 +313,15 @@ def main() -> int:
         "",
         f"Differences of NDCG@{K}, with 95 % bootstrap intervals over users (10,000 draws).",
         "",
-        "| | all | new |",
-        "|---|---|---|",
     ]
-
-    def told(x):
-        return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
-
-    for name in found:
-        if name != "ptf SFT" and name != "ptf GRPO":
-            text.append(
-                f"| ptf SFT − {name} | "
-                + " | ".join(told(apart(found["ptf SFT"], found[name], f"{task}/ndcg@{K}")) for task in ("all", "new"))
-                + " |"
-            )
+    pairs = [("ptf SFT", name) for name in found if name not in ("ptf SFT", "ptf GRPO")]
+    pairs += [("ptf GRPO", "ptf SFT")] if given.grpo else []
+    differences = [
+        [f"{a} − {b}", *(shown(apart(found[a], found[b], f"{task}/ndcg@{K}")) for task in ("all", "new"))]
+        for a, b in pairs
+    ]
+    text.append(table(" | all | new", differences))
     if given.grpo:
-        text.append(
-            "| ptf GRPO − ptf SFT | "
-            + " | ".join(
-                told(apart(found["ptf GRPO"], found["ptf SFT"], f"{task}/ndcg@{K}")) for task in ("all", "new")
-            )
-            + " |"
-        )
         fell = mean(found["ptf GRPO"], f"all/ndcg@{K}") / mean(found["ptf SFT"], f"all/ndcg@{K}") - 1
         text += [
             "",
@@ -374,7 +330,7 @@ def main() -> int:
             *business(given.sft, given.grpo, made),
         ]
         text += ["", "![The reward of slates by step](events_reward.svg)"]
-        curve(lines_of(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
+        curve(kept(given.grpo / "metrics.jsonl"), RESULTS.with_name("events_reward.svg"))
     RESULTS.write_text("\n".join(text) + "\n")
     plot(
         {name: tuple(mean(users, f"{task}/ndcg@{K}") for task in ("all", "new")) for name, users in found.items()},
@@ -382,6 +338,11 @@ def main() -> int:
     )
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
     return 0
+
+
+def shown(x: tuple[float, float, float]) -> str:
+    """A difference and its interval."""
+    return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
 
 
 def newest(kind: str) -> Path | None:
@@ -404,13 +365,11 @@ def business(sft: Path, grpo: Path, made: Path) -> list[str]:
             who: slates(run / "model", made, job.rollout.constrained_decoding, temperature)
             for who, run in (("SFT", sft), ("GRPO", grpo))
         }
-        rows += ["", f"Slates of ten, {how}:", "", "| | SFT | GRPO | difference, 95 % interval |", "|---|---|---|---|"]
+        rows, lines = [*rows, "", f"Slates of ten, {how}:", ""], []
         for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
             before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
-            x = interval(after - before)
-            rows.append(
-                f"| {name} | {before.mean():.4f} | {after.mean():.4f} | {x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f}) |"
-            )
+            lines.append([name, f"{before.mean():.4f}", f"{after.mean():.4f}", shown(interval(after - before))])
+        rows.append(table(" | SFT | GRPO | difference, 95 % interval", lines))
     return [
         "## The business reward",
         "",
@@ -427,7 +386,7 @@ def slates(model: Path, made: Path, allowed: ConstrainedDecodingConfig, temperat
     items = Catalogue.load(catalogue)
     trie = items.trie(tokenizer, allowed.lines_per_response, allowed.distinct)
     sampling = Sampling(trie.longest, temperature, tokenizer.stop_ids, trie=trie)
-    rows = lines_of(made / "held_out.jsonl")
+    rows = kept(made / "held_out.jsonl")
     contexts = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]
     order, times = sorted(range(len(rows)), key=lambda i: len(contexts[i])), DRAWN if temperature else 1
     found: dict[int, dict[str, float]] = {}

@@ -4,23 +4,20 @@ results/flow_times.md; exits 1 where a bar is missed.
     python benchmarks/flow_times.py [--times 5]
 """
 
-import argparse
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from commands import ROOT, options
+from flow_runs import results_page
+from pages import head, table, write_page
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "flow_times.md"
 SHOW_S, RESUME_S = 1.5, 15.0
 TINY = [
     "train.steps=4",
@@ -46,45 +43,37 @@ def seconds(line: Sequence[str], directory: Path) -> tuple[float, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=5)
-    times = parser.parse_args().times
-    rows, missed = [], 0
+    times = options(__doc__, times=5).times
+    rows = list[tuple[str, float | None, list[float]]]()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for flow in sorted((ROOT / "flows").glob("*_flow.py")):
-            rows.append(
-                (f"`{flow.name} show`", SHOW_S, [seconds([str(flow), "show"], directory)[0] for _ in range(times)])
-            )
+            taken = [seconds([str(flow), "show"], directory)[0] for _ in range(times)]
+            rows.append((f"`{flow.name} show`", SHOW_S, taken))
         flow, config = str(ROOT / "flows" / "sft_flow.py"), str(ROOT / "configs" / "tiny" / "sft.yaml")
-        taken, said = seconds(
-            [flow, "run", "--config", config, *(word for change in TINY for word in ("--set", change))], directory
-        )
-        rows.append(("`sft_flow.py run`, 4 steps, for comparison", None, [taken]))
+        changes = [word for change in TINY for word in ("--set", change)]
+        once, said = seconds([flow, "run", "--config", config, *changes], directory)
+        rows.append(("`sft_flow.py run`, 4 steps, for comparison", None, [once]))
         (run,) = re.findall(r"run-id (\d+)", said)
-        rows.append(
+        taken = [seconds([flow, "resume", "--origin-run-id", run], directory)[0] for _ in range(times)]
+        rows.append(("`sft_flow.py resume` of it", RESUME_S, taken))
+    missed = [what for what, bar, taken in rows if bar and median(taken) >= bar]
+    lines = table(
+        "command | bar, s | median s | from – to | ",
+        (
             (
-                "`sft_flow.py resume` of it",
-                RESUME_S,
-                [seconds([flow, "resume", "--origin-run-id", run], directory)[0] for _ in range(times)],
+                what,
+                bar or "",
+                f"{median(taken):.2f}",
+                f"{min(taken):.2f} – {max(taken):.2f}",
+                "" if bar is None else "missed" if what in missed else "met",
             )
-        )
-    lines = ["| command | bar, s | median s | from – to | |", "|---|---|---|---|---|"]
-    for what, bar, taken in rows:
-        middle = statistics.median(taken)
-        met = bar is None or middle < bar
-        missed += not met
-        lines.append(
-            f"| {what} | {bar or ''} | {middle:.2f} | {min(taken):.2f} – {max(taken):.2f} | "
-            f"{'' if bar is None else 'met' if met else 'missed'} |"
-        )
-    RESULTS.write_text(
-        "# What one waits for who does nothing new\n\n"
-        f"Command: `python benchmarks/flow_times.py`  \nHardware: {cpu()}, no GPU  \nDate: "
-        f"{time.strftime('%Y-%m-%d')}, each {times} times\n\n" + "\n".join(lines) + "\n"
+            for what, bar, taken in rows
+        ),
     )
-    print("\n".join(lines), f"\nwrote {RESULTS.relative_to(ROOT)}; {missed} missed")
-    return 1 if missed else 0
+    print(lines)
+    about = head("What one waits for who does nothing new") + f"Each {times} times.\n\n"
+    return write_page(results_page("flow_times.md"), about, [lines], missed)
 
 
 if __name__ == "__main__":

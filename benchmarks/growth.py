@@ -1,16 +1,15 @@
 """How the cost of ptf's work grows with its size, with its page.
 
-    python benchmarks/growth.py [--only WORDS ...] [--rounds 3]
+    python benchmarks/growth.py [--only WORDS] [--rounds 3]
 
 Each kind of work (`WORKS`) is done at six sizes or more that span at least 30 times:
 CPU-seconds of this process with one thread, rounds interleaved over the sizes, medians. The exponent is the slope of
 log cost on log size, by least squares over the medians. Ends with status 1 if an exponent and two standard errors
 exceed 1.15. The exponent between the two largest sizes is beside it: a part of the cost that is constant hides a bad
 exponent at small sizes. Prints a JSON line a row, keeps the last one of each in results/growth.jsonl, and writes
-results/growth.md from them. `--only`: the rows whose size and name contain one of the words are measured anew.
+results/growth.md from them. `--only`: the rows whose size and name contain the words are measured anew.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -21,19 +20,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import growth_data as data  # noqa: E402
-from benchmarks import growth_training as training  # noqa: E402
-from benchmarks.exponents import BOUND, Fit, fit  # noqa: E402
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
+from benchmarks import growth_data as data
+from benchmarks import growth_training as training
+from benchmarks.commands import options
+from benchmarks.exponents import BOUND, Fit, fit
+from benchmarks.flow_runs import results_page
+from benchmarks.pages import Row, here, kept, table, told, write_page
 
 PAGE = results_page("growth.md")
 KEPT = PAGE.with_suffix(".jsonl")
@@ -128,7 +126,7 @@ def measured(work: Work, rounds: int) -> list[float]:
     return [median(costs) for costs in zip(*found, strict=True)]
 
 
-def result(work: Work, rounds: int) -> dict[str, Any]:
+def result(work: Work, rounds: int) -> Row:
     """Return what was measured of a work."""
     costs = measured(work, rounds)
     found = fit(work.sizes, costs)
@@ -140,24 +138,20 @@ def result(work: Work, rounds: int) -> dict[str, Any]:
         "holds": found.within(work.bound),
         "rounds": rounds,
         "load": round(os.getloadavg()[0], 1),
-        "hardware": cpu(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **here(),
     }
 
 
-def line(work: Work, row: dict[str, Any]) -> str:
+def line(work: Work, row: Row) -> list[str]:
     """Return the row of the page."""
     costs, found = row["cpu_s"], Fit(row["exponent"], row["standard_error"], row["local"])
     verdict = "no bound" if work.bound is None else "yes" if row["holds"] else "**no**"
-    return (
-        f"| {work.quantity} | {work.name} | {work.sizes[0]:,} – {work.sizes[-1]:,} "
-        f"| {costs[0] * 1e3:,.1f} – {costs[-1] * 1e3:,.0f} | {found.exponent:.3f} ± {found.standard_error:.3f} "
-        f"| {found.at_most:.3f} | {found.local:.2f} | {verdict} |"
-    )
+    ends = [f"{work.sizes[0]:,} – {work.sizes[-1]:,}", f"{costs[0] * 1e3:,.1f} – {costs[-1] * 1e3:,.0f}"]
+    exponent = f"{found.exponent:.3f} ± {found.standard_error:.3f}"
+    return [work.quantity, work.name, *ends, exponent, f"{found.at_most:.3f}", f"{found.local:.2f}", verdict]
 
 
-def steep(rows: Sequence[tuple[Work, dict[str, Any]]]) -> str:
+def steep(rows: Sequence[tuple[Work, Row]]) -> str:
     """Return a paragraph of the rows that may grow faster beyond these sizes, and of those that are mostly constant."""
     above = [f"{work.quantity}, {work.name} ({row['local']:.2f})" for work, row in rows if row["local"] > BOUND]
     flat = [f"{work.quantity}, {work.name} ({row['local']:.2f})" for work, row in rows if row["local"] < FLAT]
@@ -169,48 +163,41 @@ def steep(rows: Sequence[tuple[Work, dict[str, Any]]]) -> str:
     return f"{said}\n" if said else ""
 
 
-def page(rows: Sequence[tuple[Work, dict[str, Any]]]) -> int:
+def page(rows: Sequence[tuple[Work, Row]]) -> int:
     """Write the page of the rows that are kept; return the exit status."""
-
-    def every(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for _, row in rows}))
-
-    loads = [row["load"] for _, row in rows]
+    every = [row for _, row in rows]
+    loads = [row["load"] for row in every]
     left = len(WORKS) - len(rows)
     about = (
         "# How costs grow\n\n"
         "Command: `python benchmarks/growth.py` (`make bench-growth`)  \n"
-        f"Hardware: {every('hardware')}, one thread; load averages of {min(loads)} to {max(loads)} beside it  \n"
-        f"Date: {every('date')}; commit {every('commit')}\n\n"
-        f"{ABOUT.format(bound=BOUND, rounds=every('rounds'))}\n\n"
+        f"Hardware: {told(every, 'hardware')}, one thread; load averages of {min(loads)} to {max(loads)} beside it  \n"
+        f"Date: {told(every, 'date')}; commit {told(every, 'commit')}\n\n"
+        f"{ABOUT.format(bound=BOUND, rounds=told(every, 'rounds'))}\n\n"
         + steep([(work, row) for work, row in rows if work.bound is not None])
         + (f"Not measured yet: {left} rows of {len(WORKS)}.\n\n" if left else "")
     )
-    header = [
-        "| size | work | sizes | CPU-ms at both ends | exponent ± standard error | + 2 of them "
-        f"| between the two largest | ≤ {BOUND} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names = (
+        "size | work | sizes | CPU-ms at both ends | exponent ± standard error | + 2 of them | between the largest two"
+    )
     missed = [f"{work.quantity}, {work.name}" for work, row in rows if not row["holds"]]
-    return write_page(PAGE, about, [*header, *(line(work, row) for work, row in rows)], missed)
+    return write_page(PAGE, about, [table(names, [line(work, row) for work, row in rows])], missed)
 
 
 def main() -> int:
     """Measure works, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="words in the size or the name of a row")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--page", action="store_true", help="write the page alone")
-    given = parser.parse_args()
+    given = options(
+        __doc__, only=("", "a word in the size or the name of a row"), rounds=3, page=(False, "write the page alone")
+    )
     torch.set_num_threads(1)
-    stored = [json.loads(text) for text in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    stored = kept(KEPT)
     for work in WORKS:
-        if not given.page and any(words in f"{work.quantity}: {work.name}" for words in given.only):
+        if not given.page and given.only in f"{work.quantity}: {work.name}":
             stored = [row for row in stored if not row.items() >= work.key.items()] + [result(work, given.rounds)]
             print(json.dumps(stored[-1]), flush=True)
             KEPT.write_text("".join(json.dumps(row) + "\n" for row in stored))
-    kept = [(work, row) for work in WORKS for row in stored if row.items() >= work.key.items()]
-    return page([(work, row) for work, row in kept if tuple(row["sizes"]) == work.sizes])
+    of = [(work, row) for work in WORKS for row in stored if row.items() >= work.key.items()]
+    return page([(work, row) for work, row in of if tuple(row["sizes"]) == work.sizes])
 
 
 if __name__ == "__main__":

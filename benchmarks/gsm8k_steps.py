@@ -3,16 +3,16 @@
 python benchmarks/gsm8k_steps.py [--seeds 0 1]      # writes benchmarks/results/gsm8k_steps.md
 """
 
-import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
-from flow_runs import ROOT, cpu, flow, published
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-RESULTS = ROOT / "benchmarks" / "results" / "gsm8k_steps.md"
+from benchmarks.commands import options
+from benchmarks.flow_runs import ROOT, flow, published, results_page
+from benchmarks.pages import head, table, write_page
 
 
 def passes(run: Path, name: str) -> list[int]:
@@ -45,11 +45,8 @@ def once(recipe: str, output: str, more: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    seeds = parser.parse_args().seeds
-    lines = []
-    for seed in seeds:
+    rows = []
+    for seed in options(__doc__, seeds=[0]).seeds:
         base = f"runs/gsm8k_steps/{seed}"
         at = [f"seed={seed}", "track.tensorboard=false"]
         minutes = [
@@ -73,25 +70,21 @@ def main() -> None:
                 f"{run['metrics']['pass@8/test']:.3f}",
                 more,
             )
-            lines.append("| " + " | ".join(map(str, row)) + " |")
-            print(lines[-1], flush=True)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(
-        "# The calculator steps of GSM8K\n\n"
-        f"Command: `python {' '.join(['benchmarks/gsm8k_steps.py', *sys.argv[1:]])}`, "
-        "which runs `flows/sft_flow.py` and `flows/grpo_flow.py` with\n"
-        f"`configs/gsm8k/{{sft,grpo}}.yaml`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "The 11,021 distinct steps (`<<48/2=24>>`) of the training problems, "
-        "500 of their expressions kept for development, and 50,000 generated\n"
-        "expressions of the same shapes to imitate; GRPO answers the real ones. "
-        "Tested greedily on every expression of the test problems that no\n"
-        "training problem has. Answers are compared as numbers. Brackets: 95 % Wilson intervals; the last column: "
-        "difference on the same questions\n"
-        "with its 95 % interval.\n\n"
-        "| seed | run | steps | minutes | questions | greedy accuracy | pass@8 | GRPO over SFT, points |\n"
-        "|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+            rows.append(row)
+            print(*row, flush=True)
+    about = head("The calculator steps of GSM8K") + ABOUT
+    names = "seed | run | steps | minutes | questions | greedy accuracy | pass@8 | GRPO over SFT, points"
+    write_page(results_page("gsm8k_steps.md"), about, [table(names, rows)])
+
+
+ABOUT = """\
+`flows/sft_flow.py` and `flows/grpo_flow.py` with `configs/gsm8k/{sft,grpo}.yaml`. The 11,021 distinct steps
+(`<<48/2=24>>`) of the training problems, 500 of their expressions kept for development, and 50,000 generated
+expressions of the same shapes to imitate; GRPO answers the real ones. Tested greedily on every expression of the test
+problems that no training problem has. Answers are compared as numbers. Brackets: 95 % Wilson intervals; the last
+column: difference on the same questions with its 95 % interval.
+
+"""
 
 
 if __name__ == "__main__":

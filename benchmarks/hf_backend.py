@@ -8,7 +8,6 @@ a few steps of SFT, LoRA, DPO and GRPO (native engine). A loss that does not fal
 first line. An architecture that hf_backend.jsonl has is not made again.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,190 +21,70 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from ptf.compute.tracking import read_metrics  # noqa: E402
-from ptf.compute.world import World  # noqa: E402
-from ptf.config import loads  # noqa: E402
-from ptf.config.sections.model import ModelConfig  # noqa: E402
-from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.errors import UserError  # noqa: E402
-from ptf.model import hf_backend  # noqa: E402
-from ptf.model.head import Head  # noqa: E402
-from ptf.run import run  # noqa: E402
-from ptf.train.trainer import load_model  # noqa: E402
-from tests.model.wrappers import wrapper  # noqa: E402
-from tests.tiny import arithmetic, packed, write_jsonl  # noqa: E402
+from benchmarks.commands import options
+from benchmarks.flow_runs import results_page
+from benchmarks.pages import Row, head, keep, kept, table, write_page
+from ptf.compute.tracking import read_metrics
+from ptf.compute.world import World
+from ptf.config import loads
+from ptf.config.sections.model import ModelConfig
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model import hf_backend
+from ptf.model.head import Head
+from ptf.run import run
+from ptf.train.trainer import load_model
+from tests.model.wrappers import wrapper
+from tests.tiny import arithmetic, packed, write_jsonl
 
 RESULTS = results_page("hf_backend.md")
 STEPS, DPO_STEPS = 12, 20
 TYPES = [
-    "gemma",
-    "gemma2",
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "phi",
-    "phi3",
-    "phimoe",
-    "stablelm",
-    "starcoder2",
-    "codegen",
-    "cohere",
-    "cohere2",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "granitemoehybrid",
-    "smollm3",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "exaone4",
-    "nemotron",
-    "persimmon",
-    "mpt",
-    "bloom",
-    "falcon",
-    "falcon_h1",
-    "mamba",
-    "mamba2",
-    "falcon_mamba",
-    "jamba",
-    "bamba",
-    "zamba",
-    "zamba2",
-    "recurrent_gemma",
-    "qwen2_moe",
-    "qwen3_next",
-    "deepseek_v2",
-    "deepseek_v3",
-    "minimax",
-    "mixtral",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "seed_oss",
-    "arcee",
-    "helium",
-    "apertus",
-    "lfm2",
-    "ministral",
-    "llama4_text",
-    "gpt_bigcode",
-    "biogpt",
-    "xglm",
-    "dbrx",
-    "jetmoe",
-    "diffllama",
-    "bitnet",
-    "vaultgemma",
-    "nemotron_h",
-    "rwkv",
-    "xlstm",
+    *("gemma", "gemma2", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "phi3", "phimoe", "stablelm"),
+    *("starcoder2", "codegen", "cohere", "cohere2", "olmo", "olmo2", "olmo3", "olmoe", "granite", "granitemoe"),
+    *("granitemoeshared", "granitemoehybrid", "smollm3", "glm", "glm4", "glm4_moe", "exaone4", "nemotron"),
+    *("persimmon", "mpt", "bloom", "falcon", "falcon_h1", "mamba", "mamba2", "falcon_mamba", "jamba", "bamba"),
+    *("zamba", "zamba2", "recurrent_gemma", "qwen2_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "minimax"),
+    *("mixtral", "dots1", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "seed_oss"),
+    *("arcee", "helium", "apertus", "lfm2", "ministral", "llama4_text", "gpt_bigcode", "biogpt", "xglm"),
+    *("dbrx", "jetmoe", "diffllama", "bitnet", "vaultgemma", "nemotron_h", "rwkv", "xlstm"),
 ]
 MULTIMODAL = [
-    "llama4",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "glm4v",
-    "glm4v_moe",
-    "glm46v",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "internvl",
-    "paligemma",
-    "idefics2",
-    "idefics3",
-    "smolvlm",
-    "mistral3",
-    "aya_vision",
-    "cohere2_vision",
-    "ovis2",
-    "aria",
-    "deepseek_vl",
-    "exaone4_5",
-    "lfm2_vl",
-    "got_ocr2",
-    "mllama",
+    *("llama4", "gemma3", "gemma3n", "gemma4", "glm4v", "glm4v_moe", "glm46v", "qwen2_vl", "qwen2_5_vl"),
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "llava", "llava_next", "llava_onevision", "internvl", "paligemma"),
+    *("idefics2", "idefics3", "smolvlm", "mistral3", "aya_vision", "cohere2_vision", "ovis2", "aria"),
+    *("deepseek_vl", "exaone4_5", "lfm2_vl", "got_ocr2", "mllama"),
 ]
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "intermediate_size_mlp": 48,
-    "max_position_embeddings": 256,
-    "rotary_dim": 4,
-    "word_embed_proj_dim": 32,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "moe_num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "state_size": 4,
-    "mamba_d_state": 4,
-    "mamba_dt_rank": 4,
-    "mamba_d_head": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_ssm": 64,
-    "mamba_ngroups": 1,
-    "mamba_n_groups": 1,
-    "mamba_headdim": 16,
-    "n_mamba_heads": 2,
-    "mamba_expand": 2,
-    "sliding_window": 64,
-    "attention_window_size": 64,
-    "lru_width": 32,
-    "n_groups": 1,
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
+# size → the settings that get it
+OF_SIZE = {
+    32: "hidden_size word_embed_proj_dim lru_width",
+    2: (
+        "num_hidden_layers num_key_value_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads n_mamba_heads "
+        "mamba_expand"
+    ),
+    4: (
+        "num_attention_heads rotary_dim num_experts num_local_experts n_routed_experts moe_num_experts "
+        "linear_num_value_heads state_size mamba_d_state mamba_dt_rank mamba_n_heads"
+    ),
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim",
+    48: "intermediate_size ffn_dim ffn_hidden_size intermediate_size_mlp",
+    256: "max_position_embeddings",
+    24: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
+    1: (
+        "moe_num_shared_experts n_shared_experts n_group topk_group first_k_dense_replace mamba_ngroups "
+        "mamba_n_groups n_groups"
+    ),
+    16: "q_lora_rank kv_lora_rank mamba_d_head mamba_headdim chunk_size mamba_chunk_size",
+    64: "mamba_d_ssm sliding_window attention_window_size",
 }
+SIZES = {name: size for size, names in OF_SIZE.items() for name in names.split()}
 EXTRAS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -432,93 +311,88 @@ def measured(model_type: str) -> dict[str, Any]:
     return {**row, "cpu_s": time.process_time() - began}
 
 
-def page(found: list[dict[str, Any]], command: str) -> str:
-    """Return the results as a page."""
-    ran = [row for row in found if "sft" in row]
-    words = {
-        row["model_type"]: {n: judged(row[n], row["control"]) for n in ("sft", "lora")}
-        | {"dpo": judged(row["dpo"], math.log(2))}
-        for row in ran
-    }
-    falls = {name: sum(of[name].startswith("falls") for of in words.values()) for name in ("sft", "lora", "dpo")}
-    grpo = sum(isinstance(row["grpo"], float) for row in ran)
-    close = sum(isinstance(row["grpo"], float) and row["grpo"] <= 1e-5 for row in ran)
-    head = f"""# Architectures of transformers
-
-Command: `{command}` (`make bench-hf-backend`)  
-Hardware: {cpu()}; {sum(row.get("cpu_s", 0) for row in found):.0f} s of one core  
-Date: {time.strftime("%Y-%m-%d")}; commit {commit()}, of the last rows  
-Each row: [hf_backend.jsonl](hf_backend.jsonl)
-
+ABOUT = """\
 Tiny random checkpoints of architectures that ptf does not define, with `model.backend: hf` in fp32 on a CPU.
 *Logits*: the largest difference of the loaded model from transformers' own forward pass over each document alone, of
 the largest logit. *Leak*: the largest change of one document's logits when the tokens of the others in its batch
 change, likewise (rounding where experts sum over all tokens of a batch). SFT and LoRA (rank 4, default targets) are
-{STEPS} steps of learning rate 1e-2 and 3e-2, DPO is {DPO_STEPS} of 2e-3 (eight of 1e-2 did not lower the loss of six
+{steps} steps of learning rate 1e-2 and 3e-2, DPO is {dpo_steps} of 2e-3 (eight of 1e-2 did not lower the loss of six
 architectures). Each cell has the mean loss of the last four steps without learning (the same job with a learning rate
 of 1e-12; for DPO it is ln 2) and with it; it falls if it is lower by more than 2 %. GRPO is three steps with
-`rollout.engine: native`: the largest difference between the engine's log-probs and the trainer's. Of {len(ran)}
-architectures that train, the loss falls in {falls["sft"]} with SFT, {falls["lora"]} with LoRA and {falls["dpo"]} with
+`rollout.engine: native`: the largest difference between the engine's log-probs and the trainer's. Of {ran}
+architectures that train, the loss falls in {sft} with SFT, {lora} with LoRA and {dpo} with
 DPO, and {grpo} run GRPO, {close} of them within 1e-5.
 
-| architecture | logits | leak | SFT | LoRA | DPO | GRPO | generates |
-|---|---|---|---|---|---|---|---|
 """
-    lines = []
-    multimodal = """
+OF_MULTIMODAL = """
 Multimodal models, of which the language model trains on text. *Carried*: the tensors of the checkpoint outside it,
 which are bit-equal in the export of SFT; then how many of the others that run has changed (tensors that text does not
 use, such as keys of layers that share those of others, stay).
+"""
+NAMES = "architecture | logits | leak | SFT | LoRA | DPO | GRPO | generates"
 
-| architecture | logits | leak | SFT | LoRA | DPO | GRPO | generates | carried |
-|---|---|---|---|---|---|---|---|---|"""
-    for row in sorted(ran, key=lambda row: "carried" in row):
-        if "carried" in row and multimodal not in lines:
-            lines.append(multimodal)
-        of = words[row["model_type"]]
-        lora = of["lora"] + (" (experts are stacked: no adapter)" if row["stacked"] else "")
-        rollouts = row["grpo"] if isinstance(row["grpo"], str) else f"{row['grpo']:.1g}"
-        cells = [f"{row['apart']:.1g}", f"{row['leak']:.1g}", of["sft"], lora, of["dpo"], rollouts]
-        cells.append(f"without a cache: {row['uncached']}" if row["uncached"] else "with its cache")
-        cells += [row["carried"]] if "carried" in row else []
-        lines.append(f"| {row['model_type']} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+
+def words_of(row: Row) -> dict[str, str]:
+    """Return the outcomes of the offline jobs of a row in words."""
+    return {n: judged(row[n], row["control"]) for n in ("sft", "lora")} | {"dpo": judged(row["dpo"], math.log(2))}
+
+
+def cells_of(row: Row) -> list[str]:
+    """Return a row of the table."""
+    of = words_of(row)
+    lora = of["lora"] + (" (experts are stacked: no adapter)" if row["stacked"] else "")
+    rollouts = row["grpo"] if isinstance(row["grpo"], str) else f"{row['grpo']:.1g}"
+    cells = [row["model_type"], f"{row['apart']:.1g}", f"{row['leak']:.1g}", of["sft"], lora, of["dpo"], rollouts]
+    cells.append(f"without a cache: {row['uncached']}" if row["uncached"] else "with its cache")
+    cells += [row["carried"]] if "carried" in row else []
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def page(found: list[Row], place: Path) -> int:
+    """Write the results; return 1 if a job failed."""
+    ran = [row for row in found if "sft" in row]
+    words = [words_of(row) for row in ran]
+    falls = {name: sum(of[name].startswith("falls") for of in words) for name in ("sft", "lora", "dpo")}
+    grpo = [row["grpo"] for row in ran if isinstance(row["grpo"], float)]
+    spent = f"; {sum(row.get('cpu_s', 0) for row in found):.0f} s of one core"
+    about = head(
+        "Architectures of transformers", spent, command="`python benchmarks/hf_backend.py` (`make bench-hf-backend`)"
+    )
+    about = f"{about.rstrip()}, of the last rows  \nEach row: [hf_backend.jsonl](hf_backend.jsonl)\n\n" + ABOUT.format(
+        steps=STEPS, dpo_steps=DPO_STEPS, ran=len(ran), **falls, grpo=len(grpo), close=sum(x <= 1e-5 for x in grpo)
+    )
+    multimodal = [cells_of(row) for row in ran if "carried" in row]
+    lines = [table(NAMES, [cells_of(row) for row in ran if "carried" not in row])]
+    lines += [OF_MULTIMODAL, table(f"{NAMES} | carried", multimodal)] if multimodal else []
     rest = [row for row in found if "sft" not in row]
-    if rest:
-        lines += ["", "Not trained:", ""]
-        lines += [
-            f"- {row['model_type']}: {row.get('refused') or 'no tiny model: ' + row.get('made', '')}" for row in rest
-        ]
-    return head + "\n".join(lines) + "\n"
+    lines += ["", "Not trained:", ""] if rest else []
+    lines += [f"- {row['model_type']}: {row.get('refused') or 'no tiny model: ' + row.get('made', '')}" for row in rest]
+    failed = [
+        row["model_type"]
+        for row in found
+        if any(str(row.get(k, "")).startswith("fails") for k in ("sft", "lora", "dpo", "grpo"))
+    ]
+    return write_page(place, about, lines, failed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="*", default=[*TYPES, *MULTIMODAL])
-    parser.add_argument("--minutes", type=float, default=55.0)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+def main() -> int:
+    asked = options(__doc__, types=[*TYPES, *MULTIMODAL], minutes=55.0, results=RESULTS)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
-    found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    found = kept(ledger)
     for model_type in asked.types:
         if time.monotonic() > ends:
             break
         if any(row["model_type"] == model_type for row in found):
             continue
         found.append(measured(model_type))
-        with ledger.open("a") as file:
-            file.write(json.dumps(found[-1]) + "\n")
+        keep(ledger, found[-1])
         print(json.dumps(found[-1]), flush=True)
-    asked.results.write_text(page(found, "python benchmarks/hf_backend.py"))
-    print(f"wrote {asked.results}")
-    failed = [
-        row for row in found if any(str(row.get(k, "")).startswith("fails") for k in ("sft", "lora", "dpo", "grpo"))
-    ]
-    sys.exit(1 if failed else 0)
+    return page(found, asked.results)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,12 +13,10 @@ scratch on chats, with the minimind tokenizer; then
 and epochs were chosen there, those of the ratings by the mean over the four folds.
 """
 
-import argparse
 import contextlib
 import gzip
 import hashlib
 import json
-import os
 import re
 import sys
 import time
@@ -27,47 +25,37 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
+import yaml
+from commands import ROOT, options
+from flow_runs import results_page
+from gsm8k_steps import wilson
+from pages import head, table, write_page
+from published_shapes import qwen3
+from transformers import AutoModelForSequenceClassification
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from transformers import AutoModelForSequenceClassification  # noqa: E402
+from ptf.config import Job, fingerprint, loads
+from ptf.data.encode import encode_preference, encode_scored
+from ptf.data.sample import PackUnit, length
+from ptf.data.tokenizer import Tokenizer
+from ptf.evaluate.measurement import auc, measure_run
+from ptf.run import run
+from tests.conftest import SHARED as DATA
+from tests.tiny import write_jsonl
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-from benchmarks.gsm8k_steps import wilson  # noqa: E402
-from ptf.config import Job, fingerprint, loads  # noqa: E402
-from ptf.data.encode import encode_preference, encode_scored  # noqa: E402
-from ptf.data.sample import PackUnit, length  # noqa: E402
-from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.evaluate.measurement import auc, measure_run  # noqa: E402
-from ptf.run import run  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "human_feedback.md"
-DATA = Path(os.environ.get("PTF_DATA", ROOT / ".." / "shared" / "data"))
 OUTPUT = ROOT / "runs" / "human_feedback"
 WIDTH = 4096
 FIRST_STEPS = 1500
 RATINGS = "prefs/taskmaster3_movie_tickets_reward.jsonl.gz"
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
+MODEL = qwen3(128, 4, 4, 384, tied=True) | {
     "torch_dtype": "float32",
     "vocab_size": 6400,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": WIDTH,
     "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
 }
 Row = dict[str, Any]
 
@@ -106,10 +94,7 @@ def split(rows: Sequence[Row], on: str, encode: Callable[..., list[PackUnit]]) -
 
 
 def written(name: str, rows: Sequence[Row]) -> dict[str, str]:
-    path = OUTPUT / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"path": str(path)}
+    return {"path": str(write_jsonl(OUTPUT / f"{name}.jsonl", list(rows)))}
 
 
 def job(
@@ -160,26 +145,19 @@ def chatty() -> Path:
     (place / "config.json").write_text(json.dumps(MODEL))
     assistants = [row for row in read("chat/oasst_en100_paths.jsonl.gz") if part(opening(row["messages"])) == "train"]
     rated = [row for row in read(RATINGS) if part(opening(row["prompt"])) != "test"]
+    dialogues = {
+        "tasks": (0.5, [row["messages"] for row in read("chat/sgd_test_dialogues.jsonl.gz")]),
+        "agents": (0.12, [row["messages"] for row in read("chat/tau_airline_gpt4o.jsonl.gz")]),
+        "assistants": (0.08, [row["messages"] for row in assistants]),
+        "movies": (0.3, [asked_first([*row["prompt"], row["completion"]]) for row in longest(rated)]),
+    }
     chats = {
-        "tasks": written("tasks", [{"messages": row["messages"]} for row in read("chat/sgd_test_dialogues.jsonl.gz")])
-        | {"sampling_weight": 0.5},
-        "agents": written("agents", [{"messages": row["messages"]} for row in read("chat/tau_airline_gpt4o.jsonl.gz")])
-        | {"sampling_weight": 0.12},
-        "assistants": written("assistants", [{"messages": row["messages"]} for row in assistants])
-        | {"sampling_weight": 0.08},
-        "movies": written(
-            "movies", [{"messages": asked_first([*row["prompt"], row["completion"]])} for row in longest(rated)]
-        )
-        | {"sampling_weight": 0.3},
+        name: written(name, [{"messages": one} for one in each]) | {"sampling_weight": weight}
+        for name, (weight, each) in dialogues.items()
     }
     model = {"path": str(place), "init": "random", "tokenizer": str(DATA / "tokenizers" / "minimind")}
-    more = {"data": {"train_on": "all", "too_long": "truncate"}}
-    return (
-        trained(
-            job("sft", 0, model, chats, {}, {"steps": FIRST_STEPS, "lr": 2e-3, "warmup_steps": 20}, **more), "chatty"
-        )
-        / "model"
-    )
+    train, data = {"steps": FIRST_STEPS, "lr": 2e-3, "warmup_steps": 20}, {"train_on": "all", "too_long": "truncate"}
+    return trained(job("sft", 0, model, chats, {}, train, data=data), "chatty") / "model"
 
 
 def longest(rows: Sequence[Row]) -> list[Row]:
@@ -344,10 +322,7 @@ def preferences(seed: int, base: Path, on: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--on", choices=["test", "dev", "0", "1", "2", "3"], default="test")
-    asked = parser.parse_args()
+    asked = options(__doc__, seeds=[0, 1, 2], on="test")
     began = time.perf_counter()
     there = any((OUTPUT / "runs").glob("chatty-*/model/model.safetensors"))
     base = chatty()
@@ -360,36 +335,27 @@ def main() -> None:
     found["preferences"] = [preferences(seed, base, asked.on) for seed in asked.seeds]
     print(json.dumps({"preferences": found["preferences"]}), flush=True)
     if asked.on == "test":
-        write(
-            found,
-            "python " + " ".join(["benchmarks/human_feedback.py", *sys.argv[1:]]),
-            time.perf_counter() - began,
-            there,
-        )
+        write(found, time.perf_counter() - began, there)
 
 
-def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spent: float, there: bool) -> None:
+def write(found: Mapping[str, Sequence[Mapping[str, float]]], spent: float, there: bool) -> None:
     sections = []
     for name, seeds in found.items():
         counts = (
             f"{int(seeds[0]['trained']):,} to train on, {int(seeds[0]['held out']):,} held out; "
             f"{int(seeds[0]['too long'])} are longer than {WIDTH:,} tokens."
         )
-        lines = [
-            "| | " + " | ".join(f"run {i}" for i in range(len(seeds))) + " | mean |",
-            "|---|" + "---|" * (len(seeds) + 1),
-        ]
+        lines = []
         for key in [key for key in seeds[0] if key not in ("trained", "held out", "too long")]:
             values = [seed[key] for seed in seeds]
             mean = sum(values) / len(values)
             low, high = wilson(mean, int(seeds[0]["held out"]))
             interval = f" [{low:.3f}, {high:.3f}]" if "accuracy" in key else ""
-            lines.append(f"| {key} | " + " | ".join(f"{value:.3f}" for value in values) + f" | {mean:.3f}{interval} |")
-        sections.append(f"## {name.capitalize()}\n\n{counts}\n\n" + "\n".join(lines) + "\n")
-    RESULTS.write_text(
-        "# Human feedback\n\n"
-        f"Command: `{command}`, {spent / 60:.0f} minutes{' after the first training' * there}  \n"
-        f"Hardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+            lines.append([key, *(f"{value:.3f}" for value in values), f"{mean:.3f}{interval}"])
+        made = table(["", *(f"run {i}" for i in range(len(seeds))), "mean"], lines)
+        sections.append(f"## {name.capitalize()}\n\n{counts}\n\n{made}\n")
+    hardware = f", no GPU; {spent / 60:.0f} minutes{' after the first training' * there}"
+    about = head("Human feedback", hardware) + (
         "One small model (Qwen3 shape, 4 layers of 128, minimind tokenizer, 1.6 million parameters) read chats for "
         f"{FIRST_STEPS:,} steps from random weights:\n"
         "task dialogues, agent trajectories, assistants' conversations, "
@@ -401,9 +367,9 @@ def write(found: Mapping[str, Sequence[Mapping[str, float]]], command: str, spen
         "(of 5e-4, 1e-3 and 2e-3) and the epochs of the ratings were chosen by four folds of the other dialogues "
         "(`--on 0` to `--on 3`; 2e-3 by two of\n"
         "them), and those of the preferences on a fifth of them (`--on dev`).\n"
-        "Brackets: 95 % Wilson interval of the mean, as if held-out rows were independent.\n\n" + "\n".join(sections)
+        "Brackets: 95 % Wilson interval of the mean, as if held-out rows were independent.\n\n"
     )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+    write_page(results_page("human_feedback.md"), about, sections)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ slices, as where policy and engines have devices of their own; where they share 
 `shared devices`. Ends with status 1 if a bar is missed.
 """
 
-import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.flow_runs import commit, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory  # noqa: E402
-from ptf.rl.engines.protocol import Request, Sampling  # noqa: E402
-from ptf.rl.in_flight import FlightSettings, InFlight, ages  # noqa: E402
+from benchmarks.commands import options
+from benchmarks.flow_runs import commit, results_page
+from benchmarks.pages import table, today, write_page
+from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
+from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.in_flight import FlightSettings, InFlight, ages
 
 PAGE = results_page("in_flight.md")
 PICTURE = PAGE.with_suffix(".svg")
@@ -194,18 +192,18 @@ def picture(steps: int = 40, shown: float = 420.0) -> str:
     )
 
 
-def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
-    """Return the lines of a table, and what missed its bar."""
+NAMES = (
+    "k | tokens of a slice, slices of an update, prompts in flight | seconds a step | steps a second, of k = 0 | "
+    "shared devices | engine waits | occupancy | mean age | largest age"
+)
+
+
+def by_staleness(costs: Costs, steps: int, bars: bool) -> tuple[str, list[str]]:
+    """Return a table, and what missed its bar."""
     synchronous = measured(costs, 0, steps, USUAL.most, 0.0, 0)["seconds"]
     update = UPDATE * synchronous / (1 - UPDATE)
     base = measured(costs, 0, steps, USUAL.most, update, 0)
-    lines = [
-        "| k | tokens of a slice, slices of an update, prompts in flight | seconds a step | steps a second, of k = 0 | "
-        "shared devices | "
-        "engine waits | occupancy | mean age | largest age |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    missed = []
+    rows, missed = [], []
     for k in (0, 1, 2, 4, 8):
         best, chosen = (base, "–") if k == 0 else (None, "")
         for tokens in SLICES if k else ():
@@ -219,35 +217,31 @@ def table(costs: Costs, steps: int, bars: bool) -> tuple[list[str], list[str]]:
         alone = (
             min(measured(costs, k, steps, tokens, update, 0)["seconds"] for tokens in SLICES) if k else base["seconds"]
         )
-        today = base["seconds"] / alone
-        lines.append(
-            f"| {k} | {chosen} | {best['seconds']:.1f} | {gain:.2f} | {today:.2f} | {best['waits']:.1%} | "
-            f"{best['occupancy']:.0%} | {best['mean age']:.2f} | {best['largest age']:.0f} |"
-        )
+        gains = [f"{best['seconds']:.1f}", f"{gain:.2f}", f"{base['seconds'] / alone:.2f}", f"{best['waits']:.1%}"]
+        shares = [f"{best['occupancy']:.0%}", f"{best['mean age']:.2f}", f"{best['largest age']:.0f}"]
+        rows.append([k, chosen, *gains, *shares])
         if bars and k in BARS and gain < BARS[k]:
             missed.append(f"k = {k}: {gain:.2f} times, bar {BARS[k]}")
         if bars and k and best["waits"] >= WAITS:
             missed.append(f"k = {k}: the engine waits {best['waits']:.1%} of the time, bar {WAITS:.0%}")
-    return lines, missed
+    return table(NAMES, rows), missed
 
 
 def main() -> int:
     """Measure both cases and write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
+    steps = options(__doc__, steps=60).steps
     PICTURE.write_text(picture())
-    gpu, missed = table(GPU, options.steps, True)
-    cpu, _ = table(CPU, options.steps, False)
+    gpu, missed = by_staleness(GPU, steps, True)
+    cpu, _ = by_staleness(CPU, steps, False)
     about = (
         "# Rollouts in flight: the schedule, simulated\n\n"
         "Command: `python benchmarks/in_flight.py`  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}; no machine is measured\n\n"
+        f"Date: {today()}; commit {commit()}; no machine is measured\n\n"
         + (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].partition("Ends with")[0].rstrip()
         + "\n"
     )
-    lines = ["", "## An engine that computes its responses together (a GPU)", "", *gpu]
-    lines += ["", "## An engine whose cost is proportional to its responses (a CPU)", "", *cpu]
+    lines = ["", "## An engine that computes its responses together (a GPU)", "", gpu]
+    lines += ["", "## An engine whose cost is proportional to its responses (a CPU)", "", cpu]
     return write_page(PAGE, about, lines, missed)
 
 

@@ -13,7 +13,6 @@ recipe are drawn from its name and their number. `--anew` begins another ledger.
 with status 1 if any trial of the ledger is wrong.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +30,9 @@ sys.path.insert(0, str(ROOT))
 # of the processes that find rewards
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
+from benchmarks.commands import options  # noqa: E402
+from benchmarks.flow_runs import commit, results_page  # noqa: E402
+from benchmarks.pages import Row, head, keep, kept, table, today, told, write_page  # noqa: E402
 from tests.reliability.jobs import JOBS, ON_POLICY, ONE_REPLICA  # noqa: E402
 from tests.reliability.kills import Command, Trials, adopt_orphans, trials_of  # noqa: E402
 
@@ -88,11 +88,7 @@ LATER = 0.6  # an attempt that continues has less to do: its trap is drawn from 
 SIGKILL = 9
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
-
-
-def killed(found: Sequence[dict[str, Any]], recipe: str, way: str = "forked") -> list[dict[str, Any]]:
+def killed(found: Sequence[Row], recipe: str, way: str = "forked") -> list[Row]:
     """The kills by SIGKILL that were reached."""
     return [
         kill
@@ -103,7 +99,7 @@ def killed(found: Sequence[dict[str, Any]], recipe: str, way: str = "forked") ->
     ]
 
 
-def due(found: Sequence[dict[str, Any]], recipes: Sequence[str]) -> tuple[str, str] | None:
+def due(found: Sequence[Row], recipes: Sequence[str]) -> tuple[str, str] | None:
     """The recipe that has least of its share, and the way that is next: forked while any recipe lacks such trials."""
     for way, shares in (("forked", SHARES), ("command", COMMANDS)):
         done = {recipe: len(killed(found, recipe, way)) / shares[recipe] for recipe in recipes if shares[recipe]}
@@ -125,14 +121,13 @@ def add(recipe: str, way: str, scratch: Path, until: float, code: str) -> bool:
         # with k = 0 batches have other shapes, so rounding may differ; with k > 0 nothing may
         may_differ = IN_FLIGHT[recipe][0] == 0
         outcome = "same" if may_differ or not trials.otherwise else "different"
-        keep(
-            {"recipe": recipe, "way": "one replica", "seed": 0, "otherwise": trials.otherwise, "outcome": outcome}, code
-        )
-    first = ["command"] * (not killed(rows(), recipe, "command"))
+        about = {"recipe": recipe, "way": "one replica", "seed": 0, "commit": code, "date": today()}
+        keep(LEDGER, about | {"otherwise": trials.otherwise, "outcome": outcome})
+    first = ["command"] * (not killed(kept(LEDGER), recipe, "command"))
     ways = first + ["forked"] * CHUNK if way == "forked" else ["command"] * COMMANDS[recipe]
     well = True
     for each in ways:
-        found = rows()
+        found = kept(LEDGER)
         if time.monotonic() > until:
             break
         if len(killed(found, recipe, each)) < {"forked": SHARES, "command": COMMANDS}[each][recipe]:
@@ -146,52 +141,36 @@ def one(trials: Trials, way: str, seed: int, code: str) -> bool:
     """One trial, which is drawn by its seed, to the ledger. Whether it went well."""
     rng, began = Random(f"{trials.recipe}/{way}/{seed}"), time.monotonic()
     if way == "forked":
-        hit = set() if trials.recipe in OLD else {phase_of(kill) for kill in killed(rows(), trials.recipe)}
+        hit = set() if trials.recipe in OLD else {phase_of(kill) for kill in killed(kept(LEDGER), trials.recipe)}
         number = rng.choices(range(1, len(TRAPS) + 1), TRAPS)[0]
         traps = [trials.drawn(rng, LATER if n else 1.0, hit) for n in range(number)]
         made = trials.trial(f"trial-{seed}", traps)
     else:
         made = Command(trials).trial(f"command-{seed}", rng)
-    keep({"recipe": trials.recipe, "way": way, "seed": seed, **made}, code)
+    keep(LEDGER, {"recipe": trials.recipe, "way": way, "seed": seed, **made, "commit": code, "date": today()})
     points = ", then ".join(f"{kill['point']}{'' if kill['reached'] else ' (not reached)'}" for kill in made["kills"])
     print(f"{trials.recipe} {way} {seed}: {points}: {made['outcome']} ({time.monotonic() - began:.1f} s)", flush=True)
     return made["outcome"] == "same"
 
 
-def keep(row: dict[str, Any], code: str) -> None:
-    """Append a row to the ledger."""
-    with LEDGER.open("a") as file:
-        file.write(json.dumps({**row, "commit": code, "date": time.strftime("%Y-%m-%d")}) + "\n")
-
-
-def phase_of(kill: dict[str, Any]) -> str:
+def phase_of(kill: Row) -> str:
     """The phase before or after which a run was killed; empty for another kill."""
     return kill["point"].split(" ", 2)[2] if kill["kind"] == "phase" and kill["reached"] else ""
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    return (
-        "\n".join(
-            [
-                f"| {' | '.join(head)} |",
-                "|" + "---|" * len(head),
-                *(f"| {' | '.join(map(str, line))} |" for line in lines),
-            ]
-        )
-        + "\n"
-    )
-
-
-def header(title: str, found: Sequence[dict[str, Any]]) -> str:
+def header(title: str, found: Sequence[Row]) -> str:
     commits = ", ".join(f"{name} ({count} trials)" for name, count in Counter(row["commit"] for row in found).items())
-    dates = ", ".join(sorted({row["date"] for row in found}))
-    return (
-        f"# {title}\n\nCommand: `make kills` (`python benchmarks/kills.py`)  \nHardware: {cpu()}, one core used  \n"
-        f"Date: {dates}  \nCommit: {commits}\n\n"
-    )
+    command = "`make kills` (`python benchmarks/kills.py`)"
+    return head(title, ", one core used", f"{told(found, 'date')}  \nCommit: {commits}", command)
 
 
-def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
+KILLS = (
+    "recipe | trials | SIGKILLs | before or after a phase | at a file operation | at a moment | of a worker (Ray) | "
+    "inside a write (SIGXFSZ) | killed more than once | not reached | ended otherwise | left something"
+)
+
+
+def summary(name: str, of: Sequence[Row]) -> list[object]:
     """A row of the table of kills."""
     kills = [kill for row in of for kill in row["kills"]]
     by = Counter((kill["kind"], kill.get("signal")) for kill in kills if kill["reached"])
@@ -201,45 +180,19 @@ def summary(name: str, of: Sequence[dict[str, Any]]) -> list[object]:
     different = sum("differs" in row["outcome"] or "ended with" in row["outcome"] for row in of)
     behind = sum("left: " in row["outcome"] or "missing: " in row["outcome"] for row in of)
     within = sum(count for (kind, _), count in by.items() if kind == "bytes")
-    return [
-        name,
-        len(of),
-        f"**{phase + file + moment + worker}**",
-        phase,
-        file,
-        moment,
-        worker,
-        within,
-        again,
-        missed,
-        f"**{different}**",
-        f"**{behind}**",
-    ]
+    kinds = [f"**{phase + file + moment + worker}**", phase, file, moment, worker, within]
+    return [name, len(of), *kinds, again, missed, f"**{different}**", f"**{behind}**"]
 
 
 def write() -> int:
     """The pages, of the ledger. Returns how many of its trials are wrong."""
-    everything = rows()
+    everything = kept(LEDGER)
     found = [row for row in everything if row["way"] != "one replica"]
     forked, commands = ([row for row in found if row["way"] == way] for way in ("forked", "command"))
     wrong = [row for row in everything if row["outcome"] != "same"]
     groups = {"SFT, DPO, RM and KD": [r for r in JOBS if r not in ON_POLICY], **{name: [name] for name in ON_POLICY}}
     reached = {group: sum(len(killed(found, recipe)) for recipe in names) for group, names in groups.items()}
     short = [f"{group}: {reached[group]} of {wanted}" for group, wanted in WANTED.items() if reached[group] < wanted]
-    head = [
-        "recipe",
-        "trials",
-        "SIGKILLs",
-        "before or after a phase",
-        "at a file operation",
-        "at a moment",
-        "of a worker (Ray)",
-        "inside a write (SIGXFSZ)",
-        "killed more than once",
-        "not reached",
-        "ended otherwise",
-        "left something",
-    ]
     lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [
         summary("together", forked)
     ]
@@ -247,71 +200,95 @@ def write() -> int:
     steps = Counter(
         kill.get("rows") for row in forked for kill in row["kills"] if kill["reached"] and kill["kind"] == "time"
     )
-    RESULTS.write_text(
-        header("Kills", found)
-        + "Tiny runs of every recipe (6 to 12 steps, a checkpoint every 2 or 3, held-out measurements) are killed, "
-        "continued, and in more "
-        f"than half of the trials\n({sum(TRAPS[1:]):.0%}) killed again while they continue. "
-        "Each has to end as a run that was never killed, to the bit: rows "
-        "of metrics (clock fields aside), rollouts with\ntheir log-probs and advantages, every file of the export, "
-        "and every file of the last checkpoint "
-        "(weights, optimizer, critic, the state of data, randomness\nand prompts). "
-        "The output must hold exactly the files of that run; no process, "
-        "no file in shared memory and no temporary file may be left.\n\n"
-        + table(head, lines)
-        + f"\n{len(wrong)} of {len(found)} trials went wrong. "
-        + (
-            f"Fewer than were asked for: {'; '.join(short)}; the next `make kills` goes on."
-            if short
-            else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for, "
-            "and 5 for each further job."
-        )
-        + "\n\n"
-        + "".join(f"* {row['recipe']}, {row['way']} {row['seed']}: {row['outcome'][:300]}\n" for row in wrong)
-        + "Attempts are processes forked from one that has imported what a run imports and never trained. A phase, "
-        "drawn by its name and then by its\n"
-        "visit, is one of what a start, a step, a save, an export, a rollout, "
-        "a sync and finding log-probs ahead consist of; "
-        f"{len(phases)} such instants were hit. A file operation is drawn\nby its number. "
-        "A moment is uniform over a run's time, and kills the whole process "
-        f"group ({len(steps)} numbers of steps done were met). Inside a write, the kernel ends the process at\n"
-        "the first byte over a size, in whatever file "
-        "and thread: nothing of the process runs after it either. Traps that a run does not reach count for "
-        "nothing.\n\n"
-        "As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random "
-        "row of metrics, and the same command\n"
-        "again; compared with the run of the forked process, so the two ways end with the same bits:\n\n"
-        + table(
-            ["recipe", "trials", "killed", "ended otherwise or left something"],
-            [
-                [
-                    recipe,
-                    len(of),
-                    len(killed(commands, recipe, "command")),
-                    f"**{sum(row['outcome'] != 'same' for row in of)}**",
-                ]
-                for recipe in JOBS
-                if (of := [row for row in commands if row["recipe"] == recipe])
-            ],
-        )
-        + asynchronous(forked, everything)
-        + "\nNegative controls (`tests/reliability`): a run that begins its data or its prompts anew, "
-        "an optimizer that has seen nothing, a directory\n"
-        "that nobody sweeps and a process that outlives its parent are each reported.\n\n"
-        "<details><summary>Kills by phase</summary>\n\n"
-        + table(["instant", "kills"], sorted(phases.items()))
-        + "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl).\n"
-        "Answers of the online runs: [exactly_once.md](exactly_once.md).\n"
+    asked_for = (
+        f"Fewer than were asked for: {'; '.join(short)}; the next `make kills` goes on."
+        if short
+        else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for, and 5 "
+        "for each further job."
     )
+    as_commands = [
+        [
+            recipe,
+            len(of),
+            len(killed(commands, recipe, "command")),
+            f"**{sum(row['outcome'] != 'same' for row in of)}**",
+        ]
+        for recipe in JOBS
+        if (of := [row for row in commands if row["recipe"] == recipe])
+    ]
+    lines = [
+        table(KILLS, lines),
+        f"\n{len(wrong)} of {len(found)} trials went wrong. {asked_for}\n",
+        *(f"* {row['recipe']}, {row['way']} {row['seed']}: {row['outcome'][:300]}" for row in wrong),
+        OF_TRIALS.format(phases=len(phases), steps=len(steps)),
+        table("recipe | trials | killed | ended otherwise or left something", as_commands),
+        asynchronous(forked, everything),
+        CONTROLS,
+        table("instant | kills", sorted(phases.items())),
+        "\n</details>\n\nEvery trial, with where it was killed: [kills.jsonl](kills.jsonl).",
+        "Answers of the online runs: [exactly_once.md](exactly_once.md).",
+    ]
+    write_page(RESULTS, header("Kills", found) + ABOUT.format(again=sum(TRAPS[1:])), lines)
     once(found)
-    print(
-        f"wrote {RESULTS.relative_to(ROOT)} and {ONCE.relative_to(ROOT)}: {len(found)} trials, {len(wrong)} wrong; "
-        + json.dumps(reached)
-    )
+    print(f"{len(found)} trials, {len(wrong)} wrong; {json.dumps(reached)}")
     return len(wrong)
 
 
-def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
+ABOUT = """\
+Tiny runs of every recipe (6 to 12 steps, a checkpoint every 2 or 3, held-out measurements) are killed, continued, and
+in more than half of the trials ({again:.0%}) killed again while they continue. Each has to end as a run that was never
+killed, to the bit: rows of metrics (clock fields aside), rollouts with their log-probs and advantages, every file of
+the export, and every file of the last checkpoint (weights, optimizer, critic, the state of data, randomness and
+prompts). The output must hold exactly the files of that run; no process, no file in shared memory and no temporary file
+may be left.
+
+"""
+OF_TRIALS = """\
+Attempts are processes forked from one that has imported what a run imports and never trained. A phase, drawn by its
+name and then by its visit, is one of what a start, a step, a save, an export, a rollout, a sync and finding log-probs
+ahead consist of; {phases} such instants were hit. A file operation is drawn by its number. A moment is uniform over a
+run's time, and kills the whole process group ({steps} numbers of steps done were met). Inside a write, the kernel ends
+the process at the first byte over a size, in whatever file and thread: nothing of the process runs after it either.
+Traps that a run does not reach count for nothing.
+
+As a user's run, `python -m ptf.cli train` in a process group that is killed a random while after a random row of
+metrics, and the same command again; compared with the run of the forked process, so the two ways end with the same
+bits:
+"""
+CONTROLS = """\
+Negative controls (`tests/reliability`): a run that begins its data or its prompts anew, an optimizer that has seen
+nothing, a directory that nobody sweeps and a process that outlives its parent are each reported.
+
+<details><summary>Kills by phase</summary>
+"""
+OF_FLIGHT = """
+## Rollouts in flight
+
+GRPO with `rollout.max_staleness: k`, the native engine and 6 steps; of these jobs' trials, forked ones are counted. Two
+replicas: on a Ray of the run's own, policy and engines in pools of their own, so that slices run beside updates; some
+kills there are of a worker (the policy's or an engine's process), which the run has to survive (after the policy's, it
+keeps the logs of that Ray). Before their trials the same job is run with one replica in its own process; the last
+column says whether all that is compared has the same bits. With k = 0 there are no fixed batches: the responses of a
+step are divided among the replicas, so batches have other shapes and the engine's log-probs, which are in metrics and
+samples, may differ by rounding; these do not enter the loss in fp32 there. By the wall clock: environments take another
+while each time, the killed run is continued, and `ptf replay` has to repeat it to the bit, with the same answers in
+every step; the lines of `flight.jsonl` that were there when it was killed have to stay. Of the last checkpoint, what is
+no decision yet may differ: whether an episode in flight has asked or ended that no slice has taken. Largest age: of a
+group, in steps, when it was trained; it must not exceed k. Most steps of every job move its weights: a job where they
+do not is refused.
+"""
+REFUSED = """
+Refused by name, so not in the table: `rollout.harness` with `rollout.max_staleness` above 0 (a harness is here with
+k = 0), and `rollout.replicas` above 1 with `compute.launcher: local`.
+"""
+PLACES = {
+    (1, "virtual"): "one engine, in the run's process",
+    (2, "virtual"): "two engines, on Ray",
+    (1, "wall"): "by the wall clock",
+}
+
+
+def asynchronous(forked: Sequence[Row], found: Sequence[Row]) -> str:
     """The part of the page about rollouts in flight."""
     lines, hit = [], dict[tuple[int, str], Counter[str]]()
     for recipe, (k, sampled, replicas, clock) in IN_FLIGHT.items():
@@ -331,58 +308,34 @@ def asynchronous(forked: Sequence[dict[str, Any]], found: Sequence[dict[str, Any
         hits = Counter(phase for kill in kills if (phase := phase_of(kill)))
         hit.setdefault((replicas, clock if clock == "wall" else "virtual"), Counter()).update(hits)
         age = max(ages) if ages else 0 if k == 0 else "not kept"
-        lines.append(
-            [
-                k,
-                sampled,
-                replicas,
-                clock,
-                len(of),
-                f"**{len(kills)}**",
-                of_workers,
-                len(hits),
-                f"**{wrong}**",
-                age,
-                bits,
-            ]
-        )
-    head = "k, sampled, replicas, clock, trials, SIGKILLs, of a worker, instants hit, ended otherwise or left something"
-    names = {
-        (1, "virtual"): "one engine, in the run's process",
-        (2, "virtual"): "two engines, on Ray",
-        (1, "wall"): "by the wall clock",
-    }
-    return (
-        "\n## Rollouts in flight\n\n"
-        "GRPO with `rollout.max_staleness: k`, the native engine and 6 steps; of these jobs' trials, forked ones are "
-        "counted. Two replicas: on a Ray of the run's own, policy and\n"
-        "engines in pools of their own, so that slices run beside updates; some kills there are of a worker (the "
-        "policy's or an engine's process), which the run has to survive (after the policy's, it keeps the logs of that "
-        "Ray). Before\n"
-        "their trials the same job is run with one replica in its own process; the last column says whether all that "
-        "is compared has the same bits. With k = 0 there are no fixed\n"
-        "batches: the responses of a step are divided among the replicas, so batches have other shapes and the "
-        "engine's log-probs, which are in metrics and samples, may differ by\n"
-        "rounding; these do not enter the loss in fp32 there. By the wall clock: "
-        "environments take another while each time, the killed run is continued, and `ptf replay` has to repeat it to "
-        "the bit, with the same answers in every step; the lines of `flight.jsonl`\n"
-        "that were there when it was killed have to stay. Of the last checkpoint, what is no decision yet may differ: "
-        "whether an episode in flight has asked or ended that no slice has taken.\n"
-        "Largest age: of a group, in steps, when it was trained; it "
-        "must not exceed k. Most steps of every job move its weights: a job where they do not is refused.\n\n"
-        + table([*head.split(", "), "largest age", "bits of one replica"], lines)
-        + "\nRefused by name, so not in the table: `rollout.harness` with `rollout.max_staleness` above 0 (a harness "
-        "is here with k = 0), and `rollout.replicas` above 1 with `compute.launcher: local`.\n\n"
-        + "".join(
-            f"<details><summary>Instants hit, {names[where]}</summary>\n\n"
-            + table(["instant", "kills"], sorted(hits.items()))
-            + "\n</details>\n\n"
-            for where, hits in hit.items()
-        )
+        counts = [len(of), f"**{len(kills)}**", of_workers, len(hits), f"**{wrong}**"]
+        lines.append([k, sampled, replicas, clock, *counts, age, bits])
+    names = (
+        "k, sampled, replicas, clock, trials, SIGKILLs, of a worker, instants hit, ended otherwise or left something"
     )
+    folded = [
+        f"<details><summary>Instants hit, {PLACES[where]}</summary>\n\n"
+        + table("instant | kills", sorted(hits.items()))
+        + "\n\n</details>\n"
+        for where, hits in hit.items()
+    ]
+    made = table(names, lines)
+    return "\n".join([OF_FLIGHT, made, REFUSED, *folded])
 
 
-def once(found: Sequence[dict[str, Any]]) -> None:
+ONCE_ABOUT = """\
+The online trials of [kills.md](kills.md) with a ledger of their answers, kept by whoever kills the runs: every attempt
+appends what was sampled, scored, trained and restored. What survives of an attempt are its steps before the one from
+which the next attempt went on. An answer is known by its tokens and by the engine's log-probs of them, bit for bit.
+
+"""
+ONCE_AFTER = """
+Sampled again: answers of steps that a kill took back, which the next attempt samples anew; they have to be the same
+answers, with the same log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its
+prompts anew, answers are lost and others trained twice."""
+
+
+def once(found: Sequence[Row]) -> None:
     """The page of the answers of online runs."""
     audited = [row for row in found if "answers" in row]
     columns = {
@@ -398,39 +351,15 @@ def once(found: Sequence[dict[str, Any]]) -> None:
     for name in (*ON_POLICY, "together"):
         of = [row for row in audited if name in (row["recipe"], "together")]
         counts = [sum(row["answers"][column] for row in of) for column in columns]
-        lines.append(
-            [
-                name,
-                len(of),
-                sum(kill["reached"] for row in of for kill in row["kills"]),
-                f"{counts[0]:,}",
-                f"{counts[1]:,}",
-                *(f"**{count}**" for count in counts[2:]),
-            ]
-        )
-    ONCE.write_text(
-        header("Every answer is trained exactly once", audited)
-        + "The online trials of [kills.md](kills.md) with a ledger of their answers, "
-        "kept by whoever kills the runs: every attempt appends what was\n"
-        "sampled, scored, trained and restored. What survives of an attempt are its steps before the one from which "
-        "the next attempt went on. An answer\n"
-        "is known by its tokens and by the engine's log-probs of them, bit for bit.\n\n"
-        + table(["recipe", "trials", "kills", *columns.values()], lines)
-        + "\nSampled again: answers of steps that a kill took back, which the next attempt samples anew; "
-        "they have to be the same answers, with the same\n"
-        "log-probs and rewards. Negative control (`tests/reliability`): where a resumed run begins its prompts anew, "
-        "answers\n"
-        "are lost and others trained twice.\n"
-    )
+        reached = sum(kill["reached"] for row in of for kill in row["kills"])
+        asked, again, *wrong = counts
+        lines.append([name, len(of), reached, f"{asked:,}", f"{again:,}", *(f"**{count}**" for count in wrong)])
+    about = header("Every answer is trained exactly once", audited) + ONCE_ABOUT
+    write_page(ONCE, about, [table(["recipe", "trials", "kills", *columns.values()], lines), ONCE_AFTER])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--recipes", nargs="+", choices=list(JOBS), default=list(JOBS))
-    parser.add_argument("--anew", action="store_true")
-    parser.add_argument("--page", action="store_true")
-    asked = parser.parse_args()
+    asked = options(__doc__, minutes=float("inf"), recipes=JOBS, anew=False, page=False)
     if asked.anew:
         LEDGER.unlink(missing_ok=True)
     adopt_orphans()
@@ -438,7 +367,7 @@ def main() -> int:
     # a killed process needs no disk
     scratch = Path(tempfile.mkdtemp(prefix="kills-", dir=shared if shared.is_dir() else None))
     well = True
-    while not asked.page and well and time.monotonic() < until and (next_ := due(rows(), asked.recipes)):
+    while not asked.page and well and time.monotonic() < until and (next_ := due(kept(LEDGER), asked.recipes)):
         well = add(*next_, scratch, until, code)
     if well:
         shutil.rmtree(scratch)

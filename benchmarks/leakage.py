@@ -8,31 +8,29 @@ not made again, and after so many minutes no further one is begun. Ends with sta
 differed or was missed.
 """
 
-import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
+import numpy as np
+from commands import options
+from flow_runs import commit, cpu, results_page
+from pages import Row, keep, kept, table, today, write_page
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from ptf.model.verify import TIE  # noqa: E402
-from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look, moved  # noqa: E402
+from ptf.model.verify import TIE
+from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look, moved
 
 RESULTS = results_page("leakage.md")
 BATCH = 1000
 FAULTY = 100  # sequences of each fault in a batch
 
 
-def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
+def measured(mixer: Mixer, seed: int) -> Row:
     """Of one batch."""
     rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
     documents = ties = 0
@@ -60,12 +58,10 @@ def measured(mixer: Mixer, seed: int) -> dict[str, Any]:
         "ties": ties,
         "caught": caught,
         "cpu_s": round(time.process_time() - began, 1),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
     }
 
 
-def forward(mixer: Mixer, seed: int) -> dict[str, Any]:
+def forward(mixer: Mixer, seed: int) -> Row:
     """Of one batch, forward: other documents' tokens are changed."""
     rng, largest, documents, began = np.random.default_rng(seed), 0.0, 0, time.process_time()
     moving = 0
@@ -89,16 +85,11 @@ def forward(mixer: Mixer, seed: int) -> dict[str, Any]:
         "moved": largest,
         "caught": caught,
         "cpu_s": round(time.process_time() - began, 1),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
     }
 
 
-def row(mixer: Mixer, found: Sequence[dict[str, Any]]) -> str:
-    """The row of a mixer; empty without a batch of it."""
-    both = [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)]
-    if not both:
-        return ""
+def row(mixer: Mixer, both: Sequence[Row]) -> list[str]:
+    """The row of a mixer, of its batches."""
     changed, mine = [b for b in both if "moved" in b], [b for b in both if "moved" not in b]
     caught = "; ".join(
         f"{name} {sum(b['caught'].get(name, [0, 0])[0] for b in both)} of "
@@ -108,7 +99,7 @@ def row(mixer: Mixer, found: Sequence[dict[str, Any]]) -> str:
     crossing = [max((b["crossing"] for b in mine), default=None)]
     crossing = [max((b["moved"] for b in changed), default=None), *crossing] if mixer.gradients else [*crossing, None]
     counts = [changed, mine] if mixer.gradients else [mine, []]
-    cells = [
+    return [
         mixer.name,
         mixer.path,
         str(mixer.dtype).removeprefix("torch."),
@@ -119,76 +110,86 @@ def row(mixer: Mixer, found: Sequence[dict[str, Any]]) -> str:
         f"{max((b['apart'] for b in mine), default=float('nan')):.1e} (≤ {mixer.bound:g})",
         caught,
     ]
-    return f"| {' | '.join(cells)} |\n"
 
 
-def page(found: Sequence[dict[str, Any]], command: str) -> str:
-    when = dict.fromkeys(f"{b['date']}, commit {b['commit']}" for b in found)
-    rows = "".join(row(mixer, found) for mixer in MIXERS)
-    ties = sum(b.get("ties", 0) for b in found)
-    return (
-        "# Leakage between documents\n\n"
-        f"Command: `{command}` (`make leakage`)  \nHardware: {cpu()}; "
-        f"{sum(b['cpu_s'] for b in found):.0f} s of one core  \n"
-        f"Measured: {'; '.join(when)}  \nEach batch: [leakage.jsonl](leakage.jsonl)\n\n"
-        "A packing is a sequence of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; "
-        "tiny random models. Of each batch of packings\n"
-        "some documents are asked, and the gradient of what the last layer says of them (in drawn directions) "
-        "must be exactly zero at every other document's\n"
-        "embeddings. Forward, in other packings, every token of the documents that are not asked is changed, "
-        "and no bit may move. FlexAttention has no gradient on\n"
-        "a CPU; it runs uncompiled, so this is of its mask, not of its kernel. "
-        "With the gradients (FlexAttention: with the change), every\n"
-        "document is also compared with itself alone, in a batch of documents of its length without padding "
-        "(in FlexAttention's sequences: with SDPA's). Mixtures of experts\n"
-        "run in fp32, where torch multiplies groups of rows, and transformers normalises in fp32. "
-        "A document that differs and has a token whose experts are chosen by a margin\n"
-        f"of at most {TIE:g} is left out of the differences, not of what crosses: "
-        f"rounding chooses there. Such documents: {ties}.\n\n"
-        "Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, "
-        "positions that are not reset (transformers counts\n"
-        "itself, and linear attention refuses them, so they have none of these), "
-        "sequences shifted against their documents. Linear attention also: a state that\n"
-        "goes on from document to document, and a convolution that reads the tokens before a document, "
-        "each alone, beside softmax layers that separate the documents.\n"
-        "Caught is a sequence where something crosses or differs beyond the bound: of 1,000 with the gradients, "
-        "and forward, where wrong positions show nothing, of 250.\n\n"
-        "| mixer | backend | precision | packings: forward | backward | documents | leak | largest crossing: forward | "
-        "backward | largest difference from alone (bound) | faults caught |\n"
-        f"|---|---|---|---|---|---|---|---|---|---|---|\n{rows}"
+ABOUT = """\
+# Leakage between documents
+
+Command: `python benchmarks/leakage.py --packings {packings}` (`make leakage`)  
+Hardware: {cpu}; {seconds:.0f} s of one core  
+Measured: {when}  
+Each batch: [leakage.jsonl](leakage.jsonl)
+
+A packing is a sequence of 40 tokens with one to nine documents of 1 to 40 tokens, with or without padding; tiny random
+models. Of each batch of packings some documents are asked, and the gradient of what the last layer says of them (in
+drawn directions) must be exactly zero at every other document's embeddings. Forward, in other packings, every token of
+the documents that are not asked is changed, and no bit may move. FlexAttention has no gradient on a CPU; it runs
+uncompiled, so this is of its mask, not of its kernel. With the gradients (FlexAttention: with the change), every
+document is also compared with itself alone, in a batch of documents of its length without padding (in FlexAttention's
+sequences: with SDPA's). Mixtures of experts run in fp32, where torch multiplies groups of rows, and transformers
+normalises in fp32. A document that differs and has a token whose experts are chosen by a margin of at most {tie:g} is
+left out of the differences, not of what crosses: rounding chooses there. Such documents: {ties}.
+
+Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, positions that are
+not reset (transformers counts itself, and linear attention refuses them, so they have none of these), sequences shifted
+against their documents. Linear attention also: a state that goes on from document to document, and a convolution that
+reads the tokens before a document, each alone, beside softmax layers that separate the documents. Caught is a sequence
+where something crosses or differs beyond the bound: of 1,000 with the gradients, and forward, where wrong positions
+show nothing, of 250.
+
+"""
+NAMES = (
+    "mixer | backend | precision | packings: forward | backward | documents | leak | largest crossing: forward | "
+    "backward | largest difference from alone (bound) | faults caught"
+)
+
+
+def page(found: Sequence[Row], place: Path, packings: int) -> int:
+    """Write the page; return 1 where something crossed, differed or was missed."""
+    of = {mixer: [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)] for mixer in MIXERS}
+    about = ABOUT.format(
+        packings=packings,
+        cpu=cpu(),
+        seconds=sum(b["cpu_s"] for b in found),
+        when="; ".join(dict.fromkeys(f"{b['date']}, commit {b['commit']}" for b in found)),
+        tie=TIE,
+        ties=sum(b.get("ties", 0) for b in found),
     )
+    wrong = [
+        f"{b['mixer']} {b['path']}"
+        for b in found
+        if b["leaking"] or any(seen < there for seen, there in b["caught"].values())
+    ]
+    return write_page(place, about, [table(NAMES, [row(mixer, both) for mixer, both in of.items() if both])], wrong)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packings", type=int, default=10_000, help="of each mixer and backend")
-    parser.add_argument("--models", nargs="+", help="only mixers of these families (default: all)")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+def main() -> int:
+    asked = options(
+        __doc__,
+        packings=(10_000, "of each mixer and backend"),
+        models=(sorted({mixer.model_type for mixer in MIXERS}), "only mixers of these families"),
+        minutes=float("inf"),
+        results=RESULTS,
+    )
     ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
-    found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    found, of = kept(ledger), commit()
     done = {(b["mixer"], b["path"], b["seed"], "moved" in b) for b in found}
     wanted = [
         (mixer, seed, ahead)
         for seed in range(-(-asked.packings // BATCH))
         for mixer in MIXERS
         for ahead in ((True, False) if mixer.gradients else (False,))
-        if (mixer.name, mixer.path, seed, ahead) not in done
-        and (asked.models is None or mixer.model_type in asked.models)
+        if (mixer.name, mixer.path, seed, ahead) not in done and mixer.model_type in asked.models
     ]
     for mixer, seed, ahead in wanted:
         if time.monotonic() > ends:
             break
-        found.append((forward if ahead else measured)(mixer, seed))
-        with ledger.open("a") as file:
-            file.write(json.dumps(found[-1]) + "\n")
+        found.append((forward if ahead else measured)(mixer, seed) | {"date": today(), "commit": of})
+        keep(ledger, found[-1])
         print(json.dumps(found[-1]), flush=True)
-    asked.results.write_text(page(found, f"python benchmarks/leakage.py --packings {asked.packings}"))
-    print(f"wrote {asked.results}; {len(wanted) + len(done) - len(found)} of the batches asked for are missing")
-    missed = any(seen < of for b in found for seen, of in b["caught"].values())
-    sys.exit(1 if missed or any(b["leaking"] for b in found) else 0)
+    print(f"{len(wanted) + len(done) - len(found)} of the batches asked for are missing")
+    return page(found, asked.results, asked.packings)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,6 @@ After `--minutes` no further run is begun; the next call goes on from the runs t
           teacher whose output rows are shuffled, so that what it says has nothing to do with what it read
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -29,31 +28,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from ptf.compute.tracking import read_metrics  # noqa: E402
-from ptf.compute.world import World  # noqa: E402
-from ptf.config import Job, fingerprint, loads  # noqa: E402
-from ptf.config.sections.model import ModelConfig  # noqa: E402
-from ptf.data.encode import encode_document  # noqa: E402
-from ptf.data.packing import pack_all  # noqa: E402
-from ptf.data.tokenizer import Tokenizer  # noqa: E402
-from ptf.evaluate.measurement import measure_run  # noqa: E402
-from ptf.recipes.documents import sums  # noqa: E402
-from ptf.recipes.dpo.recipe import DPO  # noqa: E402
-from ptf.run import run  # noqa: E402
-from ptf.tasks.tiny import write_model  # noqa: E402
-from ptf.train.batch_sharding import deal  # noqa: E402
-from ptf.train.trainer import load_model  # noqa: E402
+from benchmarks.commands import options
+from benchmarks.flow_runs import ROOT, results_page
+from benchmarks.pages import Row, here, keep, kept, table, write_page
+from ptf.compute.tracking import read_metrics
+from ptf.compute.world import World
+from ptf.config import Job, fingerprint, loads
+from ptf.config.sections.model import ModelConfig
+from ptf.data.encode import encode_document
+from ptf.data.packing import pack_all
+from ptf.data.tokenizer import Tokenizer
+from ptf.evaluate.measurement import measure_run
+from ptf.recipes.documents import sums
+from ptf.recipes.dpo.recipe import DPO
+from ptf.run import run
+from ptf.tasks.tiny import write_model
+from ptf.train.batch_sharding import deal
+from ptf.train.trainer import load_model
 
-RESULTS = ROOT / "benchmarks" / "results" / "learning.md"
+RESULTS = results_page("learning.md")
 KEPT = RESULTS.with_suffix(".jsonl")
 SEEDS = range(10)
 DIGITS, TRAIN, HELD_OUT, WIDTH = 5, 30_000, 300, 128
@@ -125,10 +125,8 @@ class Seed:
 
     def files(self, name: str, row: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
         made = [row(i) for i in range(len(self.prompts))]
-        train, held_out = (
-            write_rows(self.place / f"{name}.jsonl", made[:TRAIN]),
-            write_rows(self.place / f"{name}_held_out.jsonl", made[TRAIN:]),
-        )
+        train = write_rows(self.place / f"{name}.jsonl", made[:TRAIN])
+        held_out = write_rows(self.place / f"{name}_held_out.jsonl", made[TRAIN:])
         return {"sources": {name: {"path": train}}, "validation": {"held_out": {"path": held_out}}, "seq_len": WIDTH}
 
     def job(
@@ -151,18 +149,9 @@ class Seed:
             "precision": "fp32",
             "validate_every": steps,
         }
-        raw = {
-            "recipe": recipe,
-            "output": str(self.place / "runs"),
-            "seed": self.seed,
-            "model": model,
-            "data": dict(data),
-            "train": train,
-        }
-        raw |= {
-            "compute": {"launcher": "local", "device": "cpu", "threads": 1},
-            "track": {"tensorboard": False, "print_every": 1000},
-        }
+        raw = {"recipe": recipe, "output": str(self.place / "runs"), "seed": self.seed, "model": model}
+        raw |= {"data": dict(data), "train": train, "track": {"tensorboard": False, "print_every": 1000}}
+        raw |= {"compute": {"launcher": "local", "device": "cpu", "threads": 1}}
         return loads(yaml.safe_dump(raw | sections))
 
     def learn(self, job: Job, name: str) -> Path:
@@ -186,25 +175,18 @@ class Seed:
     def completion(self, i: int) -> dict[str, str]:
         return {"prompt": self.prompts[i], "completion": self.prompts[i][:: 1 if self.flips[i] else -1]}
 
+    def pairs(self, reversed_: str, other: str, others: Sequence[str]) -> Callable[[int], Mapping[str, str]]:
+        """Pairs of a reversal and another answer, under these keys."""
+        return lambda i: {"prompt": self.prompts[i], reversed_: self.prompts[i][::-1], other: others[i]}
+
     def reward_models(self) -> dict[str, float]:
         found = {}
         for name, keys in (
             ("RM: held-out pair accuracy", ("chosen", "rejected")),
             ("RM, pairs the wrong way round", ("rejected", "chosen")),
         ):
-
-            def row(i, keys=keys):
-                return {
-                    "prompt": self.prompts[i],
-                    keys[0]: self.prompts[i][::-1],
-                    keys[1]: self.wrong[i],
-                }
-
-            data = self.files("-".join(keys), row)
-            data["validation"] = self.files(
-                "right",
-                lambda i: {"prompt": self.prompts[i], "chosen": self.prompts[i][::-1], "rejected": self.wrong[i]},
-            )["validation"]
+            data = self.files("-".join(keys), self.pairs(*keys, self.wrong))
+            data["validation"] = self.files("right", self.pairs("chosen", "rejected", self.wrong))["validation"]
             made = self.learn(self.job("rm", data, STEPS["RM"], 3e-3, rows=16), f"rm-{keys[0]}")
             found[name] = read_metrics(made / "metrics.jsonl")[-1]["accuracy/held_out"]
         return found
@@ -213,17 +195,9 @@ class Seed:
         reversed_, repeated = self.probability(base, -1), self.probability(base, 1)
         found = {}
         for keys in (("chosen", "rejected"), ("rejected", "chosen")):
-            data = self.files(
-                "-".join(("reverse", *keys)),
-                lambda i, keys=keys: {
-                    "prompt": self.prompts[i],
-                    keys[0]: self.prompts[i][::-1],
-                    keys[1]: self.prompts[i],
-                },
-            )
-            made = self.learn(
-                self.job("dpo", data, STEPS["DPO"], 3e-5, base, rows=16, algo={"beta": BETA}), f"dpo-{keys[0]}"
-            )
+            data = self.files("-".join(("reverse", *keys)), self.pairs(*keys, self.prompts))
+            job = self.job("dpo", data, STEPS["DPO"], 3e-5, base, rows=16, algo={"beta": BETA})
+            made = self.learn(job, f"dpo-{keys[0]}")
             after = self.probability(made / "model", -1), self.probability(made / "model", 1)
             if keys[0] == "chosen":
                 found |= {"DPO: p(repeated), before": repeated, "DPO: p(repeated), after": after[1]}
@@ -250,19 +224,18 @@ class Seed:
         shutil.copytree(base, shuffled, dirs_exist_ok=True)
         (shuffled / "manifest.json").unlink(missing_ok=True)  # its digests are those of the base
         tensors = load_file(shuffled / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][
-            torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(self.seed))
-        ]
+        head = tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = head[torch.randperm(len(head), generator=torch.Generator().manual_seed(self.seed))]
         save_file(tensors, shuffled / "model.safetensors", metadata={"format": "pt"})
         found: dict[str, float] = {}
+
+        def job_of(teacher: Path) -> Job:
+            made = self.job("kd", chats, STEPS["KD"], 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
+            return made.model_copy(update={"seed": self.seed + 100})  # or the student would begin as the teacher did
+
         for teacher in (base, shuffled):
-            job = self.job("kd", chats, STEPS["KD"], 2e-3, algo={"teachers": {"base": {"path": str(teacher)}}})
-            job = job.model_copy(update={"seed": self.seed + 100})  # or the student would begin as the teacher did
-            made = self.learn(job, f"kd-{teacher.name}")
-            judged = self.job(
-                "kd", chats, STEPS["KD"], 2e-3, algo={"teachers": {"base": {"path": str(base)}}}
-            ).model_copy(update={"seed": self.seed + 100})
-            metrics = measure_run(judged, made)
+            made = self.learn(job_of(teacher), f"kd-{teacher.name}")
+            metrics = measure_run(job_of(base), made)
             if teacher == base:
                 found = {
                     "KD: KL to the teacher, before": metrics["starting_model/kl/held_out"],
@@ -273,21 +246,17 @@ class Seed:
         return found
 
 
-def kept() -> list[dict[str, Any]]:
+def valid() -> list[Row]:
     """Of each seed and part, what was found last with the present settings, on which machine, when, by which commit."""
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    newest = {(row["seed"], row["part"]): row for row in rows if settings_of(row["part"]).items() <= row.items()}
+    newest = {(row["seed"], row["part"]): row for row in kept(KEPT) if settings_of(row["part"]).items() <= row.items()}
     return [newest[key] for key in sorted(newest)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--minutes", type=float, default=math.inf)
-    asked = parser.parse_args()
+    asked = options(__doc__, seeds=list(SEEDS), minutes=math.inf)
     torch.set_num_threads(1)
-    until, of = time.monotonic() + 60 * asked.minutes, commit()
-    done = {(row["seed"], row["part"]) for row in kept()}
+    until, of = time.monotonic() + 60 * asked.minutes, here()
+    done = {(row["seed"], row["part"]) for row in valid()}
     for seed in asked.seeds:
         place = ROOT / "runs" / "learning" / f"seed-{seed}"
         for part in (part for part in PARTS if (seed, part) not in done):
@@ -296,10 +265,8 @@ def main() -> int:
                 found = Seed(place, seed, until).part(part)
             except Later:
                 return write()
-            row = {"seed": seed, "part": part, **settings_of(part), "found": found}
-            row |= {"commit": of, "date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
-            with KEPT.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            row = {"seed": seed, "part": part, **settings_of(part), "found": found, **of}
+            keep(KEPT, row)
             print(json.dumps(row), flush=True)
         shutil.rmtree(place, ignore_errors=True)
     return write()
@@ -307,24 +274,20 @@ def main() -> int:
 
 def write() -> int:
     """The page, of all that is kept; returns 1 if a bar was missed. What is not there misses its own."""
-    rows = kept()
+    rows = valid()
     found: dict[int, dict[str, float]] = {seed: {} for seed in SEEDS}
     for row in rows:
         found[row["seed"]] |= row["found"]
     there = {(row["part"], row["seed"]) for row in rows}
     missing = [f"{part} of seed {seed}" for seed in SEEDS for part in PARTS if (part, seed) not in there]
-    lines = [
-        f"| check | bar | {' | '.join(f'seed {seed}' for seed in found)} | |",
-        "|---|---|" + "---|" * (len(found) + 1),
-    ]
-    missed = len(missing)
+    lines, missed = [], list(missing)
     for name, bar in BARS.items():
         met = [bar.met(metrics[name], metrics) for metrics in found.values() if name in metrics]
-        missed += len(met) - sum(met)
+        missed += [name] * (not all(met))
         digits = 7 if "loss" in name else 4
         cells = [f"{metrics[name]:.{digits}f}" if name in metrics else "not run" for metrics in found.values()]
-        lines.append(f"| {name} | {bar.says} | {' | '.join(cells)} | {sum(met)} of {len(met)} |")
-    RESULTS.write_text(
+        lines.append([name, bar.says, *cells, f"{sum(met)} of {len(met)}"])
+    about = (
         "# Learning checks\n\n"
         "Command: `python benchmarks/learning.py` (`make learning-spmd`)  \nHardware, date and commit: by seed, "
         "below; one thread, no GPU\n\n"
@@ -338,11 +301,9 @@ def write() -> int:
         "runs with labels, or a teacher, from which the task cannot be learned. Steps: "
         + ", ".join(f"{part} {steps:,}" for part, steps in STEPS.items())
         + f"; DPO's beta is {BETA}.\n\n"
-        + "\n".join([*lines, "", origins(rows)])
-        + "\n"
     )
-    print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} missed")
-    return 1 if missed else 0
+    made = table(["check", "bar", *(f"seed {seed}" for seed in found), ""], lines)
+    return write_page(RESULTS, about, [made, "", origins(rows)], missed)
 
 
 def origins(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -11,8 +11,6 @@ runs/learning_agents: the command goes on where it was stopped. What they reache
 results/learning_agents.jsonl, from which the page is made.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,18 +18,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from commands import ROOT, options
+from flow_runs import commit, results_page
+from pages import Row, head, keep, kept, table, today, write_page
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from ptf.compute.tracking import read_metrics
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from ptf.compute.tracking import read_metrics  # noqa: E402
-
-PAGE = ROOT / "benchmarks" / "results" / "learning_agents.md"
+PAGE = results_page("learning_agents.md")
 LEDGER = PAGE.with_suffix(".jsonl")
 PLACE = ROOT / "runs" / "learning_agents"
 WINDOW = 10  # steps of a mean
@@ -104,7 +99,7 @@ def train(config: str, name: str, steps: int | None, *changes: str, stop: Agent 
     began = run.with_suffix(".commit")
     began.parent.mkdir(parents=True, exist_ok=True)
     if not began.exists():
-        began.write_text(f"{commit()} {time.strftime('%Y-%m-%d')}\n")
+        began.write_text(f"{commit()} {today()}\n")
     process = subprocess.Popen(
         [*command, *(f"--set={change}" for change in changes)], cwd=ROOT, env=environment, stdout=sys.stderr
     )
@@ -131,7 +126,7 @@ def reached(run: Path, agent: Agent) -> int | None:
     return int(at[0]) + WINDOW if len(at) else None
 
 
-def played(agent: Agent, seed: int | None) -> dict[str, Any]:
+def played(agent: Agent, seed: int | None) -> Row:
     """Train from a seed, or the control, unless it is done; return what the run reached."""
     start = (f"model.path={train(f'{agent.name}_sft', 'start', None) / 'model'}",) if agent.sft else ()
     if seed is None:
@@ -142,22 +137,16 @@ def played(agent: Agent, seed: int | None) -> dict[str, Any]:
     values = means(run, agent.metric)
     began = run.with_suffix(".commit").read_text().split()
     found = {"first": round(float(values[0]), 3), "highest": round(float(values.max()), 3)}
-    return {
-        "agent": agent.name,
-        "run": name,
-        **found,
-        "reached": reached(run, agent),
-        "commit": began[0],
-        "date": began[1],
-    }
+    found |= {"reached": reached(run, agent), "commit": began[0], "date": began[1]}
+    return {"agent": agent.name, "run": name, **found}
 
 
-def is_right(agent: Agent, run: dict[str, Any]) -> bool:
+def is_right(agent: Agent, run: Row) -> bool:
     """Return whether a run has met its bar."""
     return run["highest"] < agent.limit if run["run"] == "control" else run["reached"] is not None
 
 
-def line(agent: Agent, run: dict[str, Any]) -> str:
+def line(agent: Agent, run: Row) -> list[str]:
     """Return a line of the table."""
     if run["run"] == "control":
         bar, steps = f"stays below {agent.limit}", agent.control_steps
@@ -167,27 +156,24 @@ def line(agent: Agent, run: dict[str, Any]) -> str:
         found = f"at step {run['reached']}" if run["reached"] else f"{run['highest']:.2f} at most"
     first = f"{run['first']:.2f}" if run["first"] is not None else ""
     found += f" ({run['note']})" if "note" in run else ""
-    cells = (agent.name, run["run"], f"`{agent.metric}` {bar}, {steps} steps", first, found, run["commit"])
-    return f"| {' | '.join(cells)} |"
+    return [agent.name, run["run"], f"`{agent.metric}` {bar}, {steps} steps", first, found, run["commit"]]
 
 
 def write() -> int:
     """Write the page of all runs of the ledger, of each the last; return 1 if one missed its bar or is not there."""
-    rows = [json.loads(text) for text in LEDGER.read_text().splitlines()]
-    last = {(row["agent"], row["run"]): row for row in rows}
+    last = {(row["agent"], row["run"]): row for row in kept(LEDGER)}
     named = {agent.name: agent for agent in AGENTS}
     shown = sorted(
         last.values(), key=lambda row: (list(named).index(row["agent"]), row["run"] == "control", row["run"])
     )
     lines = [line(named[row["agent"]], row) for row in shown]
-    missed = [text for text, row in zip(lines, shown, strict=True) if not is_right(named[row["agent"]], row)]
+    missed = [f"{row['agent']}, {row['run']}" for row in shown if not is_right(named[row["agent"]], row)]
     wanted = [(agent.name, run) for agent in AGENTS for run in (*(f"seed {i}" for i in range(agent.seeds)), "control")]
     absent = [f"{name}, {run}" for name, run in wanted if (name, run) not in last]
+    command = "`python benchmarks/learning_agents.py` (`make learning-agents`)"
+    date = f"{max(row['date'] for row in shown)}; commits in the table; each run: [{LEDGER.name}]({LEDGER.name})"
     about = (
-        "# Agents, tasks and games learn\n\n"
-        "Command: `python benchmarks/learning_agents.py` (`make learning-agents`)  \n"
-        f"Hardware: {cpu()}, one thread a run, no GPU  \n"
-        f"Date: {max(row['date'] for row in shown)}; commits in the table; each run: [{LEDGER.name}]({LEDGER.name})\n\n"
+        head("Agents, tasks and games learn", ", one thread a run, no GPU", date, command)
         + "".join(f"* `{agent.name}`: {agent.about}.\n" for agent in AGENTS)
         + f"\nEach is trained by `configs/agents/NAME.yaml`, from the model of `NAME_sft.yaml` where there is one, "
         f"otherwise from random weights. Values are means over {WINDOW} steps of training, the first of the first "
@@ -196,27 +182,26 @@ def write() -> int:
         "its step, and the table has the true ones.\n"
         + (f"\n**Not run yet**: {'; '.join(absent)}.\n" if absent else "")
     )
-    table = ["", "| agent | run | bar | at first | result | commit |", "|---|---|---|---|---|---|", *lines]
-    return write_page(PAGE, about, table, [*missed, *absent])
+    made = table("agent | run | bar | at first | result | commit", lines)
+    return write_page(PAGE, about, ["", made], [*missed, *absent])
 
 
 def main() -> int:
     """Run all seeds and the controls; return 1 if one misses its bar."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, help="fewer than each agent's own number")
-    names = [agent.name for agent in AGENTS]
-    parser.add_argument("--agents", nargs="+", choices=names, default=names)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    options = parser.parse_args()
-    agents = [agent for agent in AGENTS if agent.name in options.agents]
+    given = options(
+        __doc__,
+        seeds=(None, "fewer than each agent's own number"),
+        agents=[agent.name for agent in AGENTS],
+        jobs=(1, "runs at once"),
+    )
+    agents = [agent for agent in AGENTS if agent.name in given.agents]
     for agent in agents:
         if agent.sft:
             train(f"{agent.name}_sft", "start", None)
-    runs = [(agent, seed) for agent in agents for seed in (*range(options.seeds or agent.seeds), None)]
-    with ThreadPoolExecutor(options.jobs) as pool, LEDGER.open("a") as ledger:
+    runs = [(agent, seed) for agent in agents for seed in (*range(given.seeds or agent.seeds), None)]
+    with ThreadPoolExecutor(given.jobs) as pool:
         for found in pool.map(lambda one: played(*one), runs):
-            ledger.write(json.dumps(found) + "\n")
-            ledger.flush()
+            keep(LEDGER, found)
     return write()
 
 

@@ -11,7 +11,6 @@ made. What is kept of a check with its present settings is not made again (--aga
                that was stopped early
 """
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -36,8 +35,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from benchmarks.learning import SEEDS, origins  # noqa: E402
+from benchmarks.commands import options  # noqa: E402
+from benchmarks.flow_runs import results_page  # noqa: E402
+from benchmarks.learning import SEEDS, origins, write_rows  # noqa: E402
+from benchmarks.pages import Row, here, kept, table, write_page  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
 from ptf.data.sample import PackUnit, Sample  # noqa: E402
@@ -51,7 +52,7 @@ from ptf.run import run  # noqa: E402
 from ptf.tasks import calculator  # noqa: E402
 from ptf.tasks.tiny import write_model  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "learning_rl.md"
+RESULTS = results_page("learning_rl.md")
 KEPT = RESULTS.with_suffix(".jsonl")  # a line a check and seed, with the settings that it was made with
 
 
@@ -264,11 +265,6 @@ def met(bar: str, found: Mapping[str, Any], steps: int) -> bool:
     return value >= float(number) if sign == "≥" else value < float(number)
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def asked(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}], "answer": answer}
 
@@ -407,29 +403,21 @@ STOPPED, TAUGHT = {"reverse": 60, "calculate": 40}, 400  # steps of SFT: of the 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(CHECKS),
-        help="these checks alone; of the others, what is kept is what the page shows",
+    wanted = options(
+        __doc__,
+        seeds=list(SEEDS),
+        only=(CHECKS, "these checks alone; of the others, what is kept is what the page shows"),
+        processes=(1, "seeds that are looked at side by side, one thread each"),
+        minutes=(math.inf, "after which no further check is begun"),
+        again=(False, "also what is kept"),
     )
-    parser.add_argument(
-        "--processes", type=int, default=1, help="seeds that are looked at side by side, one thread each"
-    )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further check is begun")
-    parser.add_argument("--again", action="store_true", help="also what is kept")
-    wanted = parser.parse_args()
     until = time.time() + 60 * wanted.minutes
-    known = set() if wanted.again else {(row["check"], row["seed"]) for row in kept()}
-    names = {seed: [name for name in wanted.only or CHECKS if (name, seed) not in known] for seed in wanted.seeds}
+    known = set() if wanted.again else {(row["check"], row["seed"]) for row in valid()}
+    names = {seed: [name for name in wanted.only if (name, seed) not in known] for seed in wanted.seeds}
     seeds = [seed for seed in wanted.seeds if names[seed]]
     with ProcessPoolExecutor(wanted.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(seed_alone, seeds, [names[seed] for seed in seeds], [until] * len(seeds)))
-    missed = write()
-    print(f"{missed} missed")
-    return 1 if missed else 0
+    return write()
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -440,10 +428,9 @@ def settings(name: str) -> dict[str, Any]:
     return json.loads(json.dumps({**given, "sft": [STOPPED | own, TAUGHT]}))
 
 
-def kept() -> list[dict[str, Any]]:
+def valid() -> list[Row]:
     """What was found with the settings that the checks have now."""
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    return [row for row in rows if row["check"] in CHECKS and holds(row)]
+    return [row for row in kept(KEPT) if row["check"] in CHECKS and holds(row)]
 
 
 def holds(row: Mapping[str, Any]) -> bool:
@@ -456,13 +443,13 @@ def holds(row: Mapping[str, Any]) -> bool:
 
 def keep(found: Sequence[Mapping[str, Any]]) -> None:
     """Replaces what there is of the same checks and seeds."""
-    about = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "hardware": cpu()}
+    about = here()
     new = [{**row, "settings": settings(row["check"]), **about} for row in found]
     known = {(row["check"], row["seed"]) for row in new}
     lock = os.open(KEPT.parent, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of processes side by side
-        rows = [row for row in kept() if (row["check"], row["seed"]) not in known] + new
+        rows = [row for row in valid() if (row["check"], row["seed"]) not in known] + new
         rows.sort(key=lambda row: (list(CHECKS).index(row["check"]), row["seed"]))
         write_rows(KEPT, rows)
     finally:
@@ -480,34 +467,26 @@ def seed_alone(seed: int, names: Sequence[str], until: float) -> None:
             start = time.process_time()
             found = made.check(name, CHECKS[name])
             keep([{"check": name, "seed": seed, **found}])
-            print(
-                json.dumps({"seed": seed, "check": name, **found, "cpu_s": round(time.process_time() - start, 1)}),
-                flush=True,
-            )
+            spent = round(time.process_time() - start, 1)
+            print(json.dumps({"seed": seed, "check": name, **found, "cpu_s": spent}), flush=True)
 
 
 def write() -> int:
-    """The page, of all that is kept. Returns how many bars are missed; a check that was not made misses its own."""
-    rows = kept()
-    seeds = list(SEEDS)
+    """The page, of all that is kept. A check that was not made misses its bar."""
+    rows = valid()
     found = {
-        name: [{row["seed"]: row for row in rows if row["check"] == name}.get(seed) for seed in seeds]
+        name: [{row["seed"]: row for row in rows if row["check"] == name}.get(seed) for seed in SEEDS]
         for name in CHECKS
     }
     missing = sum(one is None for of in found.values() for one in of)
-    lines = [
-        f"| check | task | bar | {' | '.join(f'seed {seed}' for seed in seeds)} | |",
-        "|---|---|---|" + "---|" * (len(seeds) + 1),
-    ]
+    lines, missed = [], []
     for name, of in found.items():
         check = CHECKS[name]
-        cells = " | ".join(shown(check.bar, one) if one else "not run" for one in of)
-        good, made = (
-            sum(one is not None and met(check.bar, one, check.steps) for one in of),
-            sum(one is not None for one in of),
-        )
-        lines.append(f"| {name} | {check.task} | {check.bar}, {check.steps} steps | {cells} | {good} of {made} |")
-    RESULTS.write_text(
+        cells = [shown(check.bar, one) if one else "not run" for one in of]
+        good = [met(check.bar, one, check.steps) for one in of if one is not None]
+        lines.append([name, check.task, f"{check.bar}, {check.steps} steps", *cells, f"{sum(good)} of {len(good)}"])
+        missed += [name] * (sum(good) < len(of))
+    about = (
         "# Learning checks of online training\n\n"
         "Command: `python benchmarks/learning_rl.py` (`make learning-rl`)  \nHardware, date and commit: by seed, "
         "below; one thread, no GPU\n\n"
@@ -532,14 +511,13 @@ def write() -> int:
         "Controls must fail as their bar says.\n`k` is `rollout.max_staleness`, with all of 32 × (1 + k) prompts in "
         "flight, so that a group is trained k steps after it was admitted; a slice has four tokens in `count`, which "
         "are a whole response, and one in the other tasks, whose responses are sampled by several versions.\n\n"
-        + "\n".join(lines)
-        + "\n\n## Staleness\n\nThe mean reward of the last ten steps, its mean over seeds and the 95 % interval of "
-        "that mean (Student's t).\n\n" + "\n".join(staleness_table(rows)) + "\n\n" + origins(rows) + "\n"
     )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
-    return sum(
-        one is None or not met(CHECKS[name].bar, one, CHECKS[name].steps) for name, of in found.items() for one in of
+    stale = (
+        "\n## Staleness\n\nThe mean reward of the last ten steps, its mean over seeds and the 95 % interval of that "
+        "mean (Student's t).\n"
     )
+    made = table(["check", "task", "bar", *(f"seed {seed}" for seed in SEEDS), ""], lines)
+    return write_page(RESULTS, about, [made, stale, staleness_table(rows), "", origins(rows)], missed)
 
 
 STALE_TASKS = {
@@ -551,16 +529,15 @@ SYNCHRONOUS = {"reverse": "SFT, then GRPO", "calculate": "SFT, then GRPO, calcul
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by number of seeds
 
 
-def staleness_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def staleness_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the rewards at which runs end, by task and k."""
-    ks = (0, 1, 2, 4, 8)
-    lines = [f"| task | {' | '.join(f'k = {k}' for k in ks)} | k = 8, uncorrected |", "|---|" + "---|" * (len(ks) + 1)]
+    ks, lines = (0, 1, 2, 4, 8), []
     for task, name in STALE_TASKS.items():
         checks = [SYNCHRONOUS.get(task, name.format(0)), *(name.format(k) for k in ks[1:])]
         checks += ["control: k = 8, uncorrected"] if task == "count" else []
         cells = [interval([row["reward"] for row in rows if row["check"] == check]) for check in checks]
-        lines.append(f"| {task} | {' | '.join(cells)} |" + (" – |" if task != "count" else ""))
-    return lines
+        lines.append([task, *cells, *(["–"] if task != "count" else [])])
+    return table(["task", *(f"k = {k}" for k in ks), "k = 8, uncorrected"], lines)
 
 
 def interval(values: Sequence[float]) -> str:

@@ -10,12 +10,10 @@ compared once before, is not in it), and by stage; memory and the size of a part
 sorted by a binary label is mixed. How the cost grows with ranks is in benchmarks/growth.py.
 """
 
-import argparse
 import gc
 import os
 import pickle
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from flow_runs import ROOT, cpu
+from commands import options
+from flow_runs import results_page
+from pages import head, table, write_page
 
 from ptf import storage
 from ptf.data import encode, encoded, loader, mixer, order, packing, stream, token_file, tokenized
@@ -41,12 +41,11 @@ from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_colum
 from ptf.data.tokenizer import Tokenizer
 from tests.data.test_order import labelled, labels, mixed, partitions_of
 
-RESULTS = ROOT / "benchmarks" / "results" / "loader_cost.md"
 AIM, EPOCHS = 20_000, 8
 MEAN, SEQ_LEN, SHUFFLE, LOOKAHEAD, ROWS_A_RANK = 298, 2048, 1024, 64, 4
 
 
-def write(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
+def write_data(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
     """The data set; its mean length."""
     rng, total = np.random.default_rng(0), 0
     directory.mkdir()
@@ -162,12 +161,10 @@ def state_bytes(directory: Path, tokenizer: Tokenizer) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=400_000)
-    given = parser.parse_args()
+    given = options(__doc__, documents=400_000)
     with tempfile.TemporaryDirectory() as scratch:
         data, tokenizer = Path(scratch) / "data", character_tokenizer("abc", Path(scratch) / "tokenizer")
-        mean = write(data, given.documents, tokenizer)
+        mean = write_data(data, given.documents, tokenizer)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         first, *later = documents_a_second(data, tokenizer, given.documents, 1 + EPOCHS)
         memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -176,66 +173,36 @@ def main() -> None:
         sorted_set = labelled(Path(scratch), 100_000, 100)
         shares = {partitions: mixed(labels(partitions_of(sorted_set, partitions)), 1000) for partitions in (1, 8, 512)}
         firsts = {partitions: first_sequence(made(data, tokenizer, partitions)) for partitions in (8, 64, 512)}
-    lines = [
-        "# What the loader costs",
-        "",
-        f"Command: `{' '.join(['python', 'benchmarks/loader_cost.py', *sys.argv[1:]])}`  ",
-        f"Hardware: {cpu()}  ",
-        f"Date: {time.strftime('%Y-%m-%d')}",
-        "",
-        (
-            f"{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, "
-            f"in row groups of {ROWS_IN_GROUP:,},"
+    about = f"""\
+{given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {ROWS_IN_GROUP:,}, packed
+into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, `data.packing_lookahead: {LOOKAHEAD}`. Times are
+CPU time of the process, the machine's load average being {os.getloadavg()[1]:.0f}.
+
+"""
+    later_s = f"{median(later):,.0f} ({min(later):,.0f} to {max(later):,.0f})"
+    found = {
+        "documents per CPU-second, files to batches, first epoch": f"{first:,.0f}",
+        f"the same, in each of {EPOCHS} epochs after it: median (least to most)": later_s,
+        "bytes of file a document, of ids without a pattern": f"{size:,.0f}",
+        "memory that it adds (peak, 8 partitions)": f"{memory:,.0f} MiB",
+        "state of a partition": f"{state / 1024:.1f} KiB",
+    }
+    tables = [
+        table(
+            "partitions, all of one rank | row groups read before every partition has a sequence | a partition | "
+            "CPU-seconds to the first sequence",
+            [(n, f"{reads:,}", f"{each:.2f}", f"{spent:.2f}") for n, (reads, each, spent) in firsts.items()],
         ),
-        f"packed into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, "
-        f"`data.packing_lookahead: {LOOKAHEAD}`. "
-        "Times are CPU time of the process, "
-        f"the machine's load average being {os.getloadavg()[1]:.0f}.",
-        "",
-        (
-            "| partitions, all of one rank | row groups read before every partition has a sequence | a partition | "
-            "CPU-seconds to the "
-            "first sequence |"
-        ),
-        "|---|---|---|---|",
-        *(
-            f"| {partitions} | {reads:,} | {each:.2f} | {spent:.2f} |"
-            for partitions, (reads, each, spent) in firsts.items()
-        ),
-        "",
-        "How the cost grows with ranks: [growth.md](growth.md).",
-        "",
-        "| what | found |",
-        "|---|---|",
-        f"| documents per CPU-second, files to batches, first epoch | {first:,.0f} |",
-        f"| the same, in each of {EPOCHS} epochs after it: median (least to most) | {median(later):,.0f} "
-        f"({min(later):,.0f} to {max(later):,.0f}) |",
-        f"| bytes of file a document, of ids without a pattern | {size:,.0f} |",
-        f"| memory that it adds (peak, 8 partitions) | {memory:,.0f} MiB |",
-        f"| state of a partition | {state / 1024:.1f} KiB |",
-        "",
-        (
-            f"The aim is {AIM:,} documents per CPU-second: "
-            f"{'reached' if median(later) >= AIM else 'not reached here'}. The first epoch"
-        ),
-        "touches its memory for the first time. By stage, over two epochs, with what the timers cost:",
-        "",
-        "| of a document | CPU, µs |",
-        "|---|---|",
-        *(f"| {stage} | {spent:.2f} |" for stage, spent in parts.items()),
-        "",
-        (
-            "100,000 rows sorted by a binary label in 100 row groups: in how many of all windows of 1,000 consecutive "
-            "samples the label's share is 0.3 to 0.7"
-        ),
-        "",
-        "| partitions | windows |",
-        "|---|---|",
-        *(f"| {partitions} | {share:.1%} |" for partitions, share in shares.items()),
-        "",
+        "\nHow the cost grows with ranks: [growth.md](growth.md).\n",
+        table("what | found", found.items()),
+        f"\nThe aim is {AIM:,} documents per CPU-second: {'reached' if median(later) >= AIM else 'not reached here'}. "
+        "The first epoch touches\nits memory for the first time. By stage, over two epochs, with the timers' cost:\n",
+        table("of a document | CPU, µs", [(stage, f"{spent:.2f}") for stage, spent in parts.items()]),
+        "\n100,000 rows sorted by a binary label in 100 row groups: in how many of all windows of 1,000 consecutive "
+        "samples the\nlabel's share is 0.3 to 0.7\n",
+        table("partitions | windows", [(partitions, f"{share:.1%}") for partitions, share in shares.items()]),
     ]
-    RESULTS.write_text("\n".join(lines))
-    print("\n".join(lines))
+    write_page(results_page("loader_cost.md"), head("What the loader costs") + about, tables)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ is begun. Ends with status 1 if a limit of ptf (rollout.max_logprob_diff_mean, â
 without a fault, or a fault was found by no check.
 """
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,27 +20,27 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from commands import options
+from flow_runs import commit, results_page
+from pages import Row, head, keep, kept, table, today, write_page
+from torch import Tensor
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from ptf.compute.world import World, joined  # noqa: E402
-from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS  # noqa: E402
-from ptf.config.sections.model import ModelConfig  # noqa: E402
-from ptf.data.sample import Sample  # noqa: E402
-from ptf.data.trajectory import Generation  # noqa: E402
-from ptf.model import bridge  # noqa: E402
-from ptf.model.sampling import NO_LOGITS_PROCESSING  # noqa: E402
-from ptf.rl.engines.native import NativeEngine, raise_if_other_values  # noqa: E402
-from ptf.rl.engines.protocol import Request, Sampling, generate_all  # noqa: E402
-from ptf.rl.forward_passes import sample_logprobs  # noqa: E402
-from ptf.rl.logprob_guard import LogprobDifference  # noqa: E402
-from ptf.rl.weights.verification import SyncError, check, manifest_of  # noqa: E402
-from ptf.train.trainer import load_model  # noqa: E402
+from ptf.compute.world import World, joined
+from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS
+from ptf.config.sections.model import ModelConfig
+from ptf.data.sample import Sample
+from ptf.data.trajectory import Generation
+from ptf.model import bridge
+from ptf.model.sampling import NO_LOGITS_PROCESSING
+from ptf.rl.engines.native import NativeEngine, raise_if_other_values
+from ptf.rl.engines.protocol import Request, Sampling, generate_all
+from ptf.rl.forward_passes import sample_logprobs
+from ptf.rl.logprob_guard import LogprobDifference
+from ptf.rl.weights.verification import SyncError, check, manifest_of
+from ptf.train.trainer import load_model
 
 RESULTS = results_page("logprob_guard.md")
 VOCABULARY, PROMPT, PROMPTS, GROUP, LENGTH = 1024, 16, 32, 8, 128
@@ -266,81 +264,88 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def page(found: Sequence[dict[str, Any]], asked: int) -> str:
-    steps, wrong = [r for r in found if "pair" in r], [r for r in found if "fault" in r]
-    tokens = {pair: sum(r["tokens"] for r in steps if r["pair"] == pair) for pair in PAIRS}
-    missing = max(0, asked - min(tokens.values(), default=0))
-    text = (
-        "# The guard over log-probs\n\n"
-        "Command: `python benchmarks/logprob_guard.py`, which goes on where the ledger ends  \n"
-        f"Hardware: {cpu()}, one core at the lowest priority  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}  \n"
-        "Each step: [logprob_guard.jsonl](logprob_guard.jsonl)\n\n"
-        "Limits: "
-        + "; ".join(
-            f"{p}: mean {limit.mean:g}, at most {limit.share:.3g} of the tokens beyond {limit.threshold:g}"
-            for p, limit in {**LOGPROB_LIMITS, "fp32 with experts": LIMITS_WITH_EXPERTS["fp32"]}.items()
-        )
-        + f".\n{sum(tokens.values()):,} tokens were compared. {asked:,} are asked for of each pair"
-        + (f", of which up to {missing:,} are still missing.\n" if missing else ".\n")
-        + "\n## Rounding\n\n"
-        "Random models of six layers (Qwen3 and Qwen3-MoE, hidden size 128, 1,024 tokens), weights of another seed in "
-        "every step of 32,768 tokens. The engine is\nthe native one, as it samples: attention over a key-value cache. "
-        "The trainer computes packed documents. No model of production size was run;\nmeans of 0.01 to 0.06 are "
-        "reported from such runs in bf16 with vLLM, and the limit of the mean stands above them.\n\n"
-        "| model | engine, trainer | tokens | mean | largest mean of a step | largest of all | beyond "
-        + " | beyond ".join(f"{edge:g}" for edge in EDGES)
-        + " | steps stopped | by the bound of 0.2 on the largest |\n|---|---|---|---|---|---|"
-        + "---|" * len(EDGES)
-        + "---|---|\n"
-    )
+LIMITED = """
+## Rounding
+
+Random models of six layers (Qwen3 and Qwen3-MoE, hidden size 128, 1,024 tokens), weights of another seed in every step
+of 32,768 tokens. The engine is the native one, as it samples: attention over a key-value cache. The trainer computes
+packed documents. No model of production size was run; means of 0.01 to 0.06 are reported from such runs in bf16 with
+vLLM, and the limit of the mean stands above them.
+"""
+OF_TENSORS = f"""
+ptf gives engine and trainer one precision; bf16 beside fp32 is shown for comparison. Where rounding changes a token's
+experts, random experts change the token; trained ones do so less. The last column is the bound that ptf had before: 0.2
+(1e-3 in fp32) on the largest difference.
+
+## Wrong tensors
+
+A step moves each weight by {STEP:g}. One tensor of a layer is wrong in the engine; it is compared by each check.
+*Digest*: it was changed on the way, before the engine loads it. *Read back*: the engine did not load it, and what the
+native engine holds is compared with what was sent. *Canary*: the log-probs of four prompts of 16 tokens. *Step*: those
+of 9,152 sampled tokens. Faults that are no difference in the engine's precision are counted as none. vLLM packs its
+weights and cannot be read back: what it does not load is found by the last two columns alone.
+"""
+
+
+def rounding(steps: Sequence[Row]) -> str:
+    """The table of the differences without a fault."""
+    rows = []
     for model in MODELS:
         for pair in PAIRS:
             mine = [r for r in steps if (r["model"], r["pair"]) == (model, pair)]
             if mine:
                 n = sum(r["tokens"] for r in mine)
-                beyond = [sum(r["beyond"][i] for r in mine) / n for i in range(len(EDGES))]
+                sizes = [sum(r["mean"] * r["tokens"] for r in mine) / n]
+                sizes += [max(r[key] for r in mine) for key in ("mean", "largest")]
+                sizes += [sum(r["beyond"][i] for r in mine) / n for i in range(len(EDGES))]
                 before = sum(r["largest"] > (0.2 if "bf16" in pair else 1e-3) for r in mine)
-                text += (
-                    f"| {model} | {pair} | {n:,} | {sum(r['mean'] * r['tokens'] for r in mine) / n:.2g} | "
-                    f"{max(r['mean'] for r in mine):.2g} | {max(r['largest'] for r in mine):.2g} | "
-                    + " | ".join(f"{share:.2g}" for share in beyond)
-                    + f" | {sum(stops(r, PAIRS[pair][0]) for r in mine)} of {len(mine)} | {before} of {len(mine)} |\n"
-                )
-    text += (
-        "\nptf gives engine and trainer one precision; bf16 beside fp32 is shown for comparison. Where rounding "
-        "changes a token's experts, random experts\nchange the token; trained ones do so less. The last column is "
-        "the bound that ptf had before: 0.2 (1e-3 in fp32) on the largest difference.\n\n"
-        f"## Wrong tensors\n\nA step moves each weight by {STEP:g}. One tensor of a layer is wrong in the engine; it "
-        "is compared by each check. *Digest*: it was changed on the\nway, before the engine loads it. *Read back*: the "
-        "engine did not load it, and what the native engine holds is compared with what was sent.\n*Canary*: the "
-        "log-probs of four prompts of 16 tokens. *Step*: those of 9,152 sampled tokens. Faults that are no difference "
-        "in the engine's\nprecision are counted as none. vLLM packs its weights and cannot be read back: what it does "
-        "not load is found by the last two columns alone.\n\n"
-        "| precision | fault | tried | no difference | digest | read back | canary | step | by none |\n"
-        "|---|---|---|---|---|---|---|---|---|\n"
-    )
+                stopped = [f"{count} of {len(mine)}" for count in (sum(stops(r, PAIRS[pair][0]) for r in mine), before)]
+                rows.append([model, pair, f"{n:,}", *(f"{size:.2g}" for size in sizes), *stopped])
+    beyond = " | ".join(f"beyond {edge:g}" for edge in EDGES)
+    names = f"model | engine, trainer | tokens | mean | largest mean of a step | largest of all | {beyond}"
+    return table(f"{names} | steps stopped | by the bound of 0.2 on the largest", rows)
+
+
+def of_faults(wrong: Sequence[Row]) -> str:
+    """The table of what each check finds."""
+    rows = []
     for precision in DTYPES:
         for kind in FAULTS:
             mine = [r for r in wrong if (r["precision"], r["fault"]) == (precision, kind)]
             real = [r for r in mine if r["by"] is not None]
-            counts = [sum(sees(r, check) for r in real) for check in CHECKS]
-            text += (
-                f"| {precision} | {kind} | {len(mine)} | {len(mine) - len(real)} | "
-                + " | ".join(f"{count} of {len(real)}" for count in counts)
-                + f" | {sum(missed(r) for r in real)} |\n"
-            )
-    return text
+            counts = [f"{sum(sees(r, check) for r in real)} of {len(real)}" for check in CHECKS]
+            none = [len(mine), len(mine) - len(real)]
+            rows.append([precision, kind, *none, *counts, sum(missed(r) for r in real)])
+    return table("precision | fault | tried | no difference | digest | read back | canary | step | by none", rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="of each pair, over all models")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--faults", type=int, default=4, help="seeds of each model")
-    asked = parser.parse_args()
+def page(found: Sequence[Row], asked: int) -> int:
+    """Write the page; return 1 where a limit stopped a step without a fault, or no check found one."""
+    steps, wrong = [r for r in found if "pair" in r], [r for r in found if "fault" in r]
+    tokens = {pair: sum(r["tokens"] for r in steps if r["pair"] == pair) for pair in PAIRS}
+    missing = max(0, asked - min(tokens.values(), default=0))
+    date = f"{today()}; commit {commit()}  \nEach step: [logprob_guard.jsonl](logprob_guard.jsonl)"
+    command = "`python benchmarks/logprob_guard.py`, which goes on where the ledger ends"
+    about = head("The guard over log-probs", ", one core at the lowest priority", date, command)
+    about += "Limits: " + "; ".join(
+        f"{p}: mean {limit.mean:g}, at most {limit.share:.3g} of the tokens beyond {limit.threshold:g}"
+        for p, limit in {**LOGPROB_LIMITS, "fp32 with experts": LIMITS_WITH_EXPERTS["fp32"]}.items()
+    )
+    about += f".\n{sum(tokens.values()):,} tokens were compared. {asked:,} are asked for of each pair"
+    about += (f", of which up to {missing:,} are still missing" if missing else "") + ".\n"
+    bad = [f"{r['model']}, seed {r['seed']}" for r in found if (missed(r) if "fault" in r else false_stop(r))]
+    return write_page(RESULTS, about + LIMITED + "\n", [rounding(steps), OF_TENSORS, of_faults(wrong)], bad)
+
+
+def main() -> int:
+    asked = options(
+        __doc__,
+        tokens=(10_000_000, "of each pair, over all models"),
+        minutes=float("inf"),
+        faults=(4, "seeds of each model"),
+    )
     ledger, ends = RESULTS.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
-    found = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    found = kept(ledger)
     done = {("fault" in r, r["model"], r["seed"]) for r in found}
     steps = -(-asked.tokens // (PROMPTS * GROUP * LENGTH * len(MODELS)))
     wanted = [(faults, model, seed) for seed in range(asked.faults) for model in MODELS]
@@ -353,13 +358,10 @@ def main() -> None:
                 break
             rows = list(measure(model, seed, world))
             found += rows
-            with ledger.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            keep(ledger, *rows)
             print(f"{measure.__name__}: {model}, seed {seed}", flush=True)
-    RESULTS.write_text(page(found, asked.tokens))
-    print(f"wrote {RESULTS}")
-    sys.exit(1 if any(missed(r) if "fault" in r else false_stop(r) for r in found) else 0)
+    return page(found, asked.tokens)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

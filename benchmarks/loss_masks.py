@@ -27,7 +27,9 @@ sys.path.insert(0, str(ROOT))  # tests/data/oracle.py
 
 import transformers  # noqa: E402
 
-from benchmarks.flow_runs import cpu  # noqa: E402
+from benchmarks.commands import options  # noqa: E402
+from benchmarks.flow_runs import cpu, results_page  # noqa: E402
+from benchmarks.pages import keep, kept, table  # noqa: E402
 from ptf.data.tokenizer import Tokenizer  # noqa: E402
 from tests.conftest import SHARED  # noqa: E402
 from tests.data.agreement import judge  # noqa: E402
@@ -35,7 +37,7 @@ from tests.data.conversations import Conversation, fuzzed, real  # noqa: E402
 from tests.data.oracle import Oracle  # noqa: E402
 from tests.data.templates import CASES, OURS, REAL, REFUSED, markers, templated  # noqa: E402
 
-PAGE = ROOT / "benchmarks" / "results" / "loss_masks.md"
+PAGE = results_page("loss_masks.md")
 NAMES = (*OURS, *sorted(REAL))
 CODE = (
     *(
@@ -148,43 +150,33 @@ def judged(chunk: Chunk) -> tuple[Chunk, Tally]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="ptf's loss masks beside an oracle, on conversations of PTF_DATA and made-up ones"
+    given = options(
+        __doc__,
+        fuzz=(1900, "made-up conversations for each template"),
+        rows=(100, "real conversations for each template; 0: none"),
+        seed=1,
+        jobs=(2, "processes"),
+        templates=(list(NAMES), "no page is written unless all are run"),
+        part=(ROOT / "build" / "loss_masks.jsonl", "what is done so far; another state of the code begins anew"),
     )
-    parser.add_argument("--fuzz", type=int, default=1900, help="made-up conversations for each template")
-    parser.add_argument("--rows", type=int, default=100, help="real conversations for each template; 0: none")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument(
-        "--templates", nargs="+", default=NAMES, choices=NAMES, help="no page is written unless all are run"
-    )
-    parser.add_argument(
-        "--part",
-        type=Path,
-        default=ROOT / "build" / "loss_masks.jsonl",
-        help="what is done so far; another state of the code begins anew",
-    )
-    options = parser.parse_args()
     there = (SHARED / "templates").is_dir()
-    names = [name for name in options.templates if there or name in OURS]
-    began, rows = time.perf_counter(), min(options.rows, len(all_real(options.seed))) if there else 0
-    sizes = (("real", rows), ("fuzz", options.fuzz))
+    names = [name for name in given.templates if there or name in OURS]
+    began, rows = time.perf_counter(), min(given.rows, len(all_real(given.seed))) if there else 0
+    sizes = (("real", rows), ("fuzz", given.fuzz))
     chunks = [
-        Chunk(name, source, range(first, min(first + CHUNK, size)), options.seed)
+        Chunk(name, source, range(first, min(first + CHUNK, size)), given.seed)
         for name in names
         for source, size in sizes
         for first in range(0, size, CHUNK)
     ]
-    found = done_before(options.part)
+    found = done_before(given.part)
     todo = [chunk for chunk in chunks if str(chunk) not in found]
-    spent = sum(found[str(chunk)][1] for chunk in chunks if str(chunk) in found)
     total, done = sum(len(chunk.numbers) for chunk in todo), 0
-    options.part.parent.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool, options.part.open("a") as file:
+    given.part.parent.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
         for chunk, tally, seconds in pool.imap_unordered(timed, todo):
             found[str(chunk)] = tally, seconds
-            file.write(json.dumps([code(), str(chunk), vars(tally), seconds]) + "\n")
-            file.flush()
+            keep(given.part, {"code": code(), "chunk": str(chunk), "tally": vars(tally), "seconds": seconds})
             done += len(chunk.numbers)
             rate = done / (time.perf_counter() - began)
             print(
@@ -200,7 +192,7 @@ def main() -> int:
         report(name, tally)
     spent = sum(found[str(chunk)][1] for chunk in chunks)
     if len(tallies) == len(NAMES):
-        PAGE.write_text(page(options, tallies, spent))
+        PAGE.write_text(page(given, tallies, spent))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return 1 if any(tally.problems for tally in tallies.values()) else 0
 
@@ -213,9 +205,10 @@ def code() -> str:
 def done_before(part: Path) -> dict[str, tuple[Tally, float]]:
     """Chunk → what it came to, and CPU seconds, where the code was the same."""
     found = {}
-    for made_by, chunk, values, seconds in map(json.loads, part.read_text().splitlines() if part.is_file() else ()):
-        if made_by == code():
-            found[chunk] = Tally(**{**values, "refused": Counter(values["refused"])}), seconds
+    for row in kept(part):
+        if row["code"] == code():
+            tally = row["tally"] | {"refused": Counter(row["tally"]["refused"])}
+            found[row["chunk"]] = Tally(**tally), row["seconds"]
     return found
 
 
@@ -234,16 +227,14 @@ def report(name: str, tally: Tally) -> None:
     print("\r" + json.dumps({"template": name} | facts, ensure_ascii=False), flush=True)
 
 
-def page(options: argparse.Namespace, tallies: dict[str, Tally], seconds: float) -> str:
+def page(given: argparse.Namespace, tallies: dict[str, Tally], seconds: float) -> str:
     reasons = list(sum((tally.refused for tally in tallies.values()), Counter()))
     rows, refused = [], []
     for name, t in tallies.items():
         shows = CASES[name].shows or "real"
-        rows.append(
-            f"| {name} | {shows} | {t.real:,} | {t.fuzzed:,} | {t.spans:,} | {t.refused.total():,} | "
-            f"{len(t.problems)} | {t.expansion} |"
-        )
-        refused.append(f"| {name} | " + " | ".join(f"{t.refused[reason]:,}" for reason in reasons) + " |")
+        counts = [f"{n:,}" for n in (t.real, t.fuzzed, t.spans, t.refused.total())]
+        rows.append([name, shows, *counts, len(t.problems), t.expansion])
+        refused.append([name, *(f"{t.refused[reason]:,}" for reason in reasons)])
     problems = "\n".join(f"* {name}, {problem}" for name, t in tallies.items() for problem in t.problems[:5]) or "None."
     sums = [
         sum(values)
@@ -251,11 +242,16 @@ def page(options: argparse.Namespace, tallies: dict[str, Tally], seconds: float)
             *((t.real, t.fuzzed, t.spans, t.refused.total(), len(t.problems)) for t in tallies.values()), strict=True
         )
     ]
-    nl = "\n"
+    rows.append(["all", "", *(f"{n:,}" for n in sums), ""])
+    names = (
+        "template | what it shows | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, of the "
+        "longest sample's"
+    )
+    of_models = [refused_row(model, names_, tallies) for model, names_ in REFUSED.items()]
     return f"""# Loss masks beside an oracle
 
-Command: `python benchmarks/loss_masks.py --fuzz {options.fuzz} --rows {options.rows} --seed {options.seed} --jobs \
-{options.jobs}`  
+Command: `python benchmarks/loss_masks.py --fuzz {given.fuzz} --rows {given.rows} --seed {given.seed} --jobs \
+{given.jobs}`  
 Hardware: {cpu()}, transformers {transformers.__version__}, {seconds / 60:.1f} CPU minutes  
 Date: {date.today()}
 
@@ -279,11 +275,7 @@ the template's own special tokens, tags of thinking and calls,
 white space, Unicode, empty parts, thoughts, calls, tools, developers, further systems, arguments of the row's own, \
 roles out of order.
 
-| template | what it shows | real | fuzzed | agreed spans | agreed refusals | disagreements | tokens, \
-of the longest sample's |
-|---|---|---|---|---|---|---|---|
-{nl.join(rows)}
-| all | | {" | ".join(f"{n:,}" for n in sums)} | |
+{table(names, rows)}
 
 Spans are trained turns. The last column is what splitting costs where every turn of a real conversation is trained: \
 tokens of all its samples over those
@@ -294,17 +286,13 @@ of the longest.
 By the templates of ours that behave like theirs: turns that were trained, of conversations that were not refused, \
 by default and with each key.
 
-| model | by default | with a key |
-|---|---|---|
-{nl.join(refused_row(model, names, tallies) for model, names in REFUSED.items())}
+{table("model | by default | with a key", of_models)}
 
 ## Refusals
 
 Conversations refused, by reason of the first turn that cannot be verified:
 
-| template | {" | ".join(reasons)} |
-|---|{"---|" * len(reasons)}
-{nl.join(refused)}
+{table(["template", *reasons], refused)}
 
 Disagreements: {problems}
 
@@ -319,13 +307,13 @@ these on purpose.
 """
 
 
-def refused_row(model: str, names: tuple[str, ...], tallies: dict[str, Tally]) -> str:
+def refused_row(model: str, names: tuple[str, ...], tallies: dict[str, Tally]) -> list[str]:
     def counted(name: str) -> str:
         t = tallies[name]
         return f"{t.spans:,} turns, {t.refused.total():,} of {t.real + t.fuzzed:,} conversations refused"
 
     keys = "; ".join(f"`{name.partition(', ')[2]}`: {counted(name)}" for name in names[1:])
-    return f"| {model} | {counted(names[0])} | {keys or '–'} |"
+    return [model, counted(names[0]), keys or "–"]
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ Every stage is the command a user would type; the numbers come from the manifest
 `--longer-sft` goes on with SFT for as long as GRPO took.
 """
 
-import argparse
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
-from flow_runs import ROOT, cpu, flow, published
-
-RESULTS = ROOT / "benchmarks" / "results" / "main_job.md"
+from commands import options
+from flow_runs import ROOT, flow, published, results_page
+from pages import head, table, write_page
 
 
 def line(name: str, metrics: dict[str, float], prefix: str, more: str = "") -> str:
@@ -65,7 +62,7 @@ def seed_run(seed: int, base: str, control: bool, longer: bool, jobs: int = 1) -
     return found
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def summary(found: dict[str, dict[str, Any]]) -> str:
     sft = found["SFT"]["metrics"]
     lines = [
         f"{'held-out exact match':<28}{'greedy':>10}{'pass@8':>10}{'steps':>8}{'s/step':>9}{'wall s':>8}",
@@ -80,7 +77,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> None:
+def write_results(every: dict[int, dict[str, dict[str, Any]]]) -> None:
     rows, gains = [], []
     names = list(max(every.values(), key=len))
     for seed, found in every.items():
@@ -93,66 +90,39 @@ def write_results(every: dict[int, dict[str, dict[str, Any]]], command: str) -> 
         ]
         gain = found["GRPO"]["metrics"]["greedy_pass_rate/test"] - sft["greedy_pass_rate/test"]
         gains.append(gain)
-        rows.append(f"| {seed} | {start:.3f} | " + " | ".join(cells) + f" | {100 * gain:+.1f} |")
+        rows.append([seed, f"{start:.3f}", *cells, f"{100 * gain:+.1f}"])
     diffs = [row["logprob_diff_max"] for found in every.values() for row in found["GRPO"]["rows"]]
     times = []
     for name in names:
         runs = [f[name] for f in every.values() if name in f]
         walls = [r["wall_s"] for r in runs]
-        times.append(
-            f"| {name} | {median(r['steps'] for r in runs):.0f} | {median(r['step_s'] for r in runs):.3f} | "
-            f"{min(walls):.0f} – {max(walls):.0f} |"
-        )
-    text = (
-        "# The main job: SFT, then GRPO, on sums and differences\n\n"
-        f"Command: `{command}`  \nHardware: {cpu()}, no GPU  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
+        medians = [f"{median(r['steps'] for r in runs):.0f}", f"{median(r['step_s'] for r in runs):.3f}"]
+        times.append([name, *medians, f"{min(walls):.0f} – {max(walls):.0f}"])
+    about = head("The main job: SFT, then GRPO, on sums and differences") + (
         "Held-out exact match on 500 questions whose pairs of operands were never trained on, one greedy answer "
-        "(greedy accuracy) / any of 8 samples at temperature 1\n"
-        "(pass@8). A single greedy accuracy of 0.5 on 500 questions has a 95 % interval of ± 0.044.\n\n"
-        "| seed | untrained | "
-        + " | ".join(names)
-        + " | GRPO over SFT, points |\n|"
-        + "---|" * (len(names) + 3)
-        + "\n"
-        + "\n".join(rows)
-        + "\n\n"
-        f"GRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. "
-        "Largest log-prob difference between vLLM and the trainer in\n"
-        f"all {len(diffs)} GRPO steps: {max(diffs):.2e} (median of the steps' maxima {median(diffs):.2e}).\n\n"
-        "| run | steps | s per step (median) | wall seconds of the flow |\n|---|---|---|---|\n"
-        + "\n".join(times)
-        + "\n"
+        "(greedy accuracy) / any of 8\nsamples at temperature 1 (pass@8). A single greedy accuracy of 0.5 on 500 "
+        "questions has a 95 % interval of ± 0.044.\n\n"
     )
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(text)
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+    words = (
+        f"\nGRPO over its SFT start: {100 * min(gains):+.1f} to {100 * max(gains):+.1f} points. Largest log-prob "
+        f"difference between vLLM and the trainer in\nall {len(diffs)} GRPO steps: {max(diffs):.2e} (median of the "
+        f"steps' maxima {median(diffs):.2e}).\n"
+    )
+    seeds = table(["seed", "untrained", *names, "GRPO over SFT, points"], rows)
+    spent = table("run | steps | s per step (median) | wall seconds of the flow", times)
+    write_page(results_page("main_job.md"), about, [seeds, words, spent])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seeds", type=int, nargs="*", default=None, help="several seeds, under runs/main_job/, with a results page"
+    given = options(
+        __doc__,
+        seeds=([], "several seeds, under runs/main_job/, with a results page"),
+        jobs=(1, "seeds at once, one thread each"),
+        control=([], "GRPO with shuffled answers, too, on these seeds"),
+        longer_sft=([], "SFT for as long as GRPO took, too, on these seeds"),
     )
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at once, one thread each")
-    parser.add_argument(
-        "--control",
-        type=int,
-        nargs="*",
-        default=[],
-        metavar="SEED",
-        help="GRPO with shuffled answers, too, on these seeds",
-    )
-    parser.add_argument(
-        "--longer-sft",
-        type=int,
-        nargs="*",
-        default=[],
-        metavar="SEED",
-        help="SFT for as long as GRPO took, too, on these seeds",
-    )
-    given = parser.parse_args()
-    if given.seeds is None:
-        print(f"\n{table(seed_run(0, 'runs/tiny', 0 in given.control, 0 in given.longer_sft))}")
+    if not given.seeds:
+        print(f"\n{summary(seed_run(0, 'runs/tiny', 0 in given.control, 0 in given.longer_sft))}")
         return
     every: dict[int, dict[str, dict[str, Any]]] = {}
     (ROOT / ".metaflow").mkdir(exist_ok=True)  # two first runs at once would both make it, and one would fail
@@ -163,8 +133,8 @@ def main() -> None:
         }
         for seed, future in futures.items():
             every[seed] = future.result()
-            print(f"\nseed {seed}\n{table(every[seed])}\n", flush=True)
-    write_results(every, "python " + " ".join(["benchmarks/main_job.py", *sys.argv[1:]]))
+            print(f"\nseed {seed}\n{summary(every[seed])}\n", flush=True)
+    write_results(every)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ in a report of `pytest --junit-xml` (`--junit`) are left out of the map. After `
 and the next call goes on from there. `--jobs` is the number of processes. Needs root on Linux, and coverage.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -22,7 +21,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,12 +29,14 @@ sys.path.insert(0, str(ROOT))
 if (ROOT.parent / "shared" / "data").is_dir():  # where the tests look for the real data
     os.environ.setdefault("PTF_DATA", str(ROOT.parent / "shared" / "data"))
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
+from benchmarks.commands import options  # noqa: E402
+from benchmarks.flow_runs import results_page  # noqa: E402
+from benchmarks.pages import Row, here, keep, kept, table, told  # noqa: E402
 from tests.reliability.isolated import Progress, Run, prepare, run  # noqa: E402
 from tests.reliability.line_coverage import LineMap, git, measure, read  # noqa: E402
 from tests.reliability.mutants import Drawing, Mutation  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "mutations.md"
+RESULTS = results_page("mutations.md")
 LEDGER = RESULTS.with_suffix(".jsonl")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutations.json")
 CACHE = ROOT / ".coverage-map"
@@ -51,11 +51,6 @@ CHOICES = {
     "directory": "tests of the directory that mirrors its package",
     "none": "no test in process",
 }
-
-
-def kept() -> list[dict[str, Any]]:
-    """All trials, the oldest first."""
-    return [json.loads(line) for line in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
 
 
 def runs_at_import(mutation: Mutation) -> bool:
@@ -99,22 +94,15 @@ def attempt(order: Sequence[str], tests: LineMap, change: tuple[str, bytes] | No
     )
 
 
-def trial(mutation: Mutation, tests: LineMap, unsound: set[str]) -> dict[str, Any]:
+def trial(mutation: Mutation, tests: LineMap, unsound: set[str]) -> Row:
     """What the tests say of a mutation, without those that are unsound. That the named test passes without the mutation
     is known of the map, and asked again by `controls`; where no test is named, that is tried here."""
     source = (ROOT / mutation.file).read_bytes()
     how, order = chosen(mutation, tests)
     order = [test for test in order if test not in unsound]
     if not order:
-        return {
-            "chosen": "none",
-            "tests": 0,
-            "ran": 0,
-            "late": False,
-            "seconds": 0.0,
-            "cpu_s": 0.0,
-            "outcome": "no test",
-        }
+        found = {"chosen": "none", "tests": 0, "ran": 0, "late": False, "seconds": 0.0, "cpu_s": 0.0}
+        return found | {"outcome": "no test"}
     done = attempt(order, tests, (mutation.file, mutation.applied(source)))
     found = {"chosen": how, "tests": len(order), "ran": len(done.began), "late": done.late}
     found |= {"seconds": round(done.seconds, 1), "cpu_s": round(done.cpu_s, 1)}
@@ -129,7 +117,7 @@ def trial(mutation: Mutation, tests: LineMap, unsound: set[str]) -> dict[str, An
     return found | {"outcome": "caught", "by": f"{until} ({'hangs' if done.hung else f'status {done.status}'})"}
 
 
-def controls(rows: Sequence[dict[str, Any]], tests: LineMap) -> set[str]:
+def controls(rows: Sequence[Row], tests: LineMap) -> set[str]:
     """Those of the tests that caught mutations which fail without one, too."""
     names = sorted({row["by"] for row in rows if row["outcome"] == "caught"} & tests.times.keys())
     if not names:
@@ -144,9 +132,9 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     return {(e["file"], e["before"], e["after"]): e["reason"] for e in json.loads(EQUIVALENT.read_text())}
 
 
-def standing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def standing(rows: Sequence[Row]) -> list[Row]:
     """The last trial of each mutation, with `first`, the outcome of its first, and `reason` of an equivalent one."""
-    reasons, found = equivalents(), dict[str, dict[str, Any]]()
+    reasons, found = equivalents(), dict[str, Row]()
     for row in rows:
         first = found[row["line_id"]]["first"] if row["line_id"] in found else row["outcome"]
         found[row["line_id"]] = row | {"first": first}
@@ -162,34 +150,26 @@ def code(text: str) -> str:
     return "`" + text.replace("|", "\\|").replace("`", "'")[:110] + "`"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table, or "None."."""
-    lines = ["| " + " | ".join(map(str, row)) + " |\n" for row in rows]
-    return f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n{''.join(lines)}" if rows else "None.\n"
-
-
-def share(rows: Sequence[dict[str, Any]]) -> float:
+def share(rows: Sequence[Row]) -> float:
     """The share that is caught of those that are not equivalent."""
     counts = Counter(row["outcome"] for row in rows)
     return counts["caught"] / max(1, len(rows) - counts["equivalent"])
 
 
-def page(trials: Sequence[dict[str, Any]], command: str) -> str:
+def page(trials: Sequence[Row], command: str) -> str:
     """The page of all that is kept."""
     rows = standing(trials)
     counts, first = Counter(row["outcome"] for row in rows), Counter(row["first"] for row in rows)
     outcomes = ("caught", "survived", "no test", "equivalent")
-    seeds, hardware, dates, commits, tests = (
-        ", ".join(sorted({str(row[key]) for row in trials if key in row}))
-        for key in ("seed", "hardware", "date", "commit", "tests_at")
-    )
+    tests = told([row for row in trials if "tests_at" in row], "tests_at")
+    seeds, hardware, dates, commits = (told(trials, key) for key in ("seed", "hardware", "date", "commit"))
 
     def counted(key: str, names: Sequence[str]) -> str:
         lines = []
         for name in names:
             of = [row for row in rows if row[key] == name]
             lines.append([CHOICES.get(name, name), len(of), *(sum(r["outcome"] == o for r in of) for o in outcomes)])
-        return table([key, "drawn", *outcomes], lines)
+        return table([key, "drawn", *outcomes], lines) + "\n"
 
     def listed(outcome: str, *more: str) -> str:
         of = sorted((r for r in rows if r["outcome"] == outcome), key=lambda r: (r["file"], r["line"]))
@@ -197,7 +177,7 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
             [f"{r['file']}:{r['line']}", r["operator"], code(r["before"]), code(r["after"]), *(r[m] for m in more)]
             for r in of
         ]
-        return table(["line", "operator", "before", "after", *more], cells)
+        return (table(["line", "operator", "before", "after", *more], cells) if cells else "None.") + "\n"
 
     return (
         "# Mutations\n\n"
@@ -231,17 +211,17 @@ def page(trials: Sequence[dict[str, Any]], command: str) -> str:
 
 def write(drawn: Mapping[str, Mutation]) -> int:
     """Write the page of what is drawn from ptf/ as it is; the exit status."""
-    trials, sound = [row for row in kept() if is_drawn(row, drawn)], 0.0
+    trials, sound = [row for row in kept(LEDGER) if is_drawn(row, drawn)], 0.0
     if trials:
-        RESULTS.write_text(page(trials, " ".join(["python", "benchmarks/mutations.py"])))
+        RESULTS.write_text(page(trials, "python benchmarks/mutations.py"))
         sound = share(standing(trials))
         print(f"wrote {RESULTS.relative_to(ROOT)}; {sound:.1%} caught")
     return int(sound < WANTED)
 
 
-def slow(report: Path | None) -> frozenset[str]:
+def slow(report: str) -> frozenset[str]:
     """Tests that took longer than SLOW_S in a report of pytest."""
-    if report is None:
+    if not report:
         return frozenset()
     cases = ElementTree.parse(report).getroot().iter("testcase")
     return frozenset(
@@ -253,18 +233,16 @@ def slow(report: Path | None) -> frozenset[str]:
 
 def play(mutations: Mapping[str, Mutation], seed: int, tests: LineMap, unsound: set[str], until: float) -> None:
     """Try these mutations until that time (monotonic), and add the trials to the ledger."""
-    about = {"commit": commit(), "tests_at": git(ROOT, "log", "-1", "--format=%h", "--", "tests")}
-    about |= {"date": time.strftime("%Y-%m-%d"), "hardware": cpu()}
+    about = {**here(), "tests_at": git(ROOT, "log", "-1", "--format=%h", "--", "tests")}
     for line_id, mutation in mutations.items():
         if time.monotonic() > until:
             break
         before, after = mutation.lines((ROOT / mutation.file).read_bytes())
         row = {"seed": seed, "line_id": line_id, "file": mutation.file, "line": mutation.line}
         row |= {"operator": mutation.operator, "before": before, "after": after}
-        line = json.dumps(row | trial(mutation, tests, unsound) | about)
-        with LEDGER.open("a") as file:
-            file.write(line + "\n")
-        print(line, flush=True)
+        row |= trial(mutation, tests, unsound) | about
+        keep(LEDGER, row)
+        print(json.dumps(row), flush=True)
 
 
 def in_processes(jobs: int, work: Callable[[int], object]) -> None:
@@ -290,22 +268,23 @@ def in_processes(jobs: int, work: Callable[[int], object]) -> None:
         raise SystemExit("a process of --jobs failed")
 
 
-def is_drawn(row: dict[str, Any], drawn: Mapping[str, Mutation]) -> bool:
+def is_drawn(row: Row, drawn: Mapping[str, Mutation]) -> bool:
     """Whether the mutation of a trial is among these."""
     mutation = drawn.get(row["line_id"])
     return mutation is not None and mutation.lines((ROOT / mutation.file).read_bytes()) == (row["before"], row["after"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--again", action="store_true", help="those that were not caught")
-    parser.add_argument("--junit", type=Path, help="a report of pytest: its slow tests are left out of the map")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--page", action="store_true", help="write the page alone")
-    asked = parser.parse_args()
+    asked = options(
+        __doc__,
+        mutations=150,
+        seed=0,
+        minutes=float("inf"),
+        again=(False, "those that were not caught"),
+        junit=("", "a report of pytest: its slow tests are left out of the map"),
+        jobs=(1, "processes"),
+        page=(False, "write the page alone"),
+    )
     drawn = Drawing(ROOT, "ptf").drawn(asked.seed, asked.mutations)
     if asked.page:
         return write(drawn)
@@ -317,16 +296,16 @@ def main() -> int:
         lambda job: measure(ROOT, CACHE / "tree", cache, slow(asked.junit), until, job, asked.jobs),
     )
     tests, _ = read(ROOT, cache)
-    known = {row["line_id"]: row["outcome"] for row in standing([row for row in kept() if is_drawn(row, drawn)])}
+    known = {row["line_id"]: row["outcome"] for row in standing([row for row in kept(LEDGER) if is_drawn(row, drawn)])}
     repeated = ("survived", "no test") if asked.again else ()
     due = [line_id for line_id in drawn if known.get(line_id, "new") in ("new", *repeated)]
 
     def attempts(line_ids: Sequence[str], unsound: set[str]) -> None:
         play({line_id: drawn[line_id] for line_id in line_ids}, asked.seed, tests, unsound, until)
 
-    before = len(kept())
+    before = len(kept(LEDGER))
     in_processes(asked.jobs, lambda job: attempts(due[job :: asked.jobs], set()))
-    tried = kept()[before:]
+    tried = kept(LEDGER)[before:]
     unsound = controls(tried, tests)
     if unsound:
         attempts([row["line_id"] for row in tried if row.get("by") in unsound], unsound)

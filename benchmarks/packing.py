@@ -12,11 +12,7 @@ all documents at once; next-fit sees one after the other. Prints a JSON line a r
 results/packing.md.
 """
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +20,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from flow_runs import ROOT, cpu
+from commands import PEER, last_line, need_peer, options
+from flow_runs import cpu, results_page
+from pages import head, spread, table, write_page
 
-RESULTS = ROOT / "benchmarks" / "results" / "packing.md"
-PEER = ROOT / ".venv-peers" / "bin" / "python"
 WIDTHS = {"log-normal": 4096, "bimodal": 4096, "heavy tail": 4096, "long thoughts": 16384}
 SEQUENCES = 8
 LOOKAHEADS = (64, 128, 256, 512)
@@ -142,22 +138,13 @@ def in_turn(work: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 
 def trl(directory: str, name: str, at_once: int) -> dict[str, float]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     command = [str(PEER), "benchmarks/peers/trl_packing.py", f"{directory}/{name}.npy", str(WIDTHS[name]), str(at_once)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600, check=False)
-    if done.returncode:
-        sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return last_line(command, "TRL", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH="")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=100_000)
-    parser.add_argument("--lookahead", type=int, help="default: that of a config")
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    if not PEER.exists():
-        sys.exit("benchmarks/packing.py needs the peer's environment: make peers")
+    asked = options(__doc__, documents=100_000, lookahead=(None, "default: that of a config"), rounds=3)
+    need_peer()
     from ptf.config.sections.data import LONG_SEQUENCE, LOOKAHEAD, LOOKAHEAD_OF_LONG
     from ptf.data.packing import balanced
 
@@ -167,7 +154,7 @@ def main() -> None:
             np.save(f"{directory}/{name}.npy", lengths)
             width = WIDTHS[name]
             lookahead = asked.lookahead or (LOOKAHEAD_OF_LONG if width >= LONG_SEQUENCE else LOOKAHEAD)
-            fills.append(f"| {name} | {width:,} | {' | '.join(by_lookahead(lengths, width))} |")
+            fills.append([name, f"{width:,}", *by_lookahead(lengths, width)])
             found: dict[str, list[dict[str, Any]]] = {"ptf": [], "TRL": [], "TRL, all at once": [], "next-fit": []}
             sequences: list[list[int]] = []
             for _ in range(asked.rounds):
@@ -177,68 +164,59 @@ def main() -> None:
                 found["TRL, all at once"].append(trl(directory, name, len(lengths)))
                 began = time.process_time()
                 simple = next_fit(lengths, width)
-                found["next-fit"].append(
-                    {
-                        "fill": lengths.sum() / (width * len(simple)),
-                        "packed_s": len(lengths) / (time.process_time() - began),
-                    }
-                )
+                rate = len(lengths) / (time.process_time() - began)
+                found["next-fit"].append({"fill": lengths.sum() / (width * len(simple)), "packed_s": rate})
                 for system, each in found.items():
                     print(json.dumps({"mix": name, "system": system, **each[-1]}), flush=True)
             middle = {s: {k: median(r[k] for r in each) for k in each[0]} for s, each in found.items()}
-            spread = [r["laid_out_s"] for r in found["ptf"]]
-            ptf = middle["ptf"]
-            lines.append(
-                f"| {name} | {ptf['fill']:.4f} | {ptf['packed_s']:,.0f} | {ptf['laid_out_s']:,.0f} "
-                f"({min(spread):,.0f} – {max(spread):,.0f}) "
-                f"| {ptf['waited']:.0f} | {ptf['bias']:+.3f} | {middle['TRL']['fill']:.4f} | "
-                f"{middle['TRL']['packed_s']:,.0f} | {middle['TRL, all at once']['fill']:.4f} | "
-                f"{middle['TRL, all at once']['packed_s']:,.0f} | {middle['next-fit']['fill']:.3f} | "
-                f"{middle['next-fit']['packed_s']:,.0f} | {cpu()} |"
-            )
-            rest = 1 - ptf["packing"] - ptf["gathering"]
-            spent.append(
-                f"| {name} | {lengths.mean():,.0f} | {ptf['packing']:.0%} | {ptf['gathering']:.0%} | {rest:.0%} "
-                f"| {ptf['token_s'] / 1e6:,.0f} |"
-            )
+            ptf, laid_out = middle.pop("ptf"), spread([r["laid_out_s"] for r in found["ptf"]])
+            cells = [f"{ptf['fill']:.4f}", f"{ptf['packed_s']:,.0f}", laid_out, ptf["waited"], f"{ptf['bias']:+.3f}"]
+            for theirs in middle.values():
+                cells += [f"{theirs['fill']:.4f}", f"{theirs['packed_s']:,.0f}"]
+            lines.append([name, *cells, cpu()])
+            parts = [ptf["packing"], ptf["gathering"], 1 - ptf["packing"] - ptf["gathering"]]
+            shares = [f"{part:.0%}" for part in parts]
+            spent.append([name, f"{lengths.mean():,.0f}", *shares, f"{ptf['token_s'] / 1e6:,.0f}"])
             cells = [
                 imbalance(lengths, sequences, r, e, deal) for r, e in ((8, 8), (2, 2)) for deal in (in_turn, balanced)
             ]
-            balance.append(f"| {name} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
-    RESULTS.write_text(
-        "# Packing on the fly\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/packing.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, "
-        f"one thread  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.documents:,} documents a mix in sequences of 4,096, and a quarter of that, long chains of thought, in "
-        f"sequences of 16,384; ptf sees {asked.lookahead or '64 (of long chains of thought 256)'} documents "
-        "at a time, "
-        f"TRL (bfd; versions in `benchmarks/requirements-peers.txt`) {TRL_SFT:,}, as\n"
-        "SFTTrainer calls it, and all of them at once, next-fit one after the other; "
-        f"{asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; "
-        "*packed*: ptf has put documents together, TRL has\nalso written their tokens into Arrow; *laid out* includes "
-        "the loader's `lay_out` (tokens, targets, positions, segments,\nweights). ptf's fill leaves out as many of the "
-        "last sequences as it sees documents, for a stream has no end; TRL's and\nnext-fit's are of all. *Waited*: the "
-        "most sequences that left between a document's coming into sight and its own. *Bias*: correlation of\n"
-        "length and wait.\n\n"
-        "| mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | TRL, all "
-        "at once: fill | packed /s | next-fit: fill | packed /s | CPU |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
-        "Where the time of *laid out* goes: packing; gathering the documents' tokens and weights end to end; "
-        "laying out 36 bytes a token.\n\n"
-        "| mix | tokens a document | packing | gathering | laying out | million tokens /s |\n"
-        "|---|---|---|---|---|---|\n" + "\n".join(spent) + "\n\n"
-        "Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. "
-        "*In turn*: sequence j goes to rank j mod W, which made it. *Balanced*: equally many sequences each, dealt by "
-        "work, as the loader of\n"
-        "every run does (ptf/data/rank_balancing.py, groups of at most 16 ranks), and rollouts.\n\n"
-        "| mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced |\n|---|---|---|---|---|\n"
-        + "\n".join(balance)
-        + "\n\nFill by look-ahead, and documents per CPU-second of packing lengths alone, measured once.\n\n"
-        f"| mix | width | {' | '.join(map(str, LOOKAHEADS))} |\n|---|---|{'---|' * len(LOOKAHEADS)}\n"
-        + "\n".join(fills)
-        + "\n"
+            balance.append([name, *(f"{cell:.1%}" for cell in cells)])
+    about = f"""\
+{asked.documents:,} documents a mix in sequences of 4,096, and a quarter of that, long chains of thought, in sequences
+of 16,384; ptf sees {asked.lookahead or "64 (of long chains of thought 256)"} documents at a time, TRL (bfd; versions
+in `benchmarks/requirements-peers.txt`) {TRL_SFT:,}, as SFTTrainer calls it, and all of them at once, next-fit one
+after the other; {asked.rounds} rounds in turn, medians. Rates are documents per CPU-second; *packed*: ptf has put
+documents together, TRL has also written their tokens into Arrow; *laid out* includes the loader's `lay_out` (tokens,
+targets, positions, segments, weights). ptf's fill leaves out as many of the last sequences as it sees documents, for
+a stream has no end; TRL's and next-fit's are of all. *Waited*: the most sequences that left between a document's
+coming into sight and its own. *Bias*: correlation of length and wait.
+
+"""
+    names = (
+        "mix | ptf: fill | packed /s | and laid out /s (range) | waited | bias | TRL: fill | packed /s | TRL, all at "
+        "once: fill | packed /s | next-fit: fill | packed /s | CPU"
     )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
+    tables = [
+        table(names, lines),
+        OF_TIME,
+        table("mix | tokens a document | packing | gathering | laying out | million tokens /s", spent),
+        OF_BALANCE,
+        table("mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced", balance),
+        "\nFill by look-ahead, and documents per CPU-second of packing lengths alone, measured once.\n",
+        table(["mix", "width", *map(str, LOOKAHEADS)], fills),
+    ]
+    write_page(results_page("packing.md"), head("Packing on the fly", ", one thread") + about, tables)
+
+
+OF_TIME = """
+Where the time of *laid out* goes: packing; gathering the documents' tokens and weights end to end; laying out 36 bytes
+a token.
+"""
+OF_BALANCE = """
+Work of attention, Σ length² of a rank's sequences: how far the largest is above the mean, median over steps. *In turn*:
+sequence j goes to rank j mod W, which made it. *Balanced*: equally many sequences each, dealt by work, as the loader of
+every run does (ptf/data/rank_balancing.py, groups of at most 16 ranks), and rollouts.
+"""
 
 
 if __name__ == "__main__":

@@ -11,22 +11,21 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import yaml  # noqa: E402
+import yaml
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from ptf.config import loads  # noqa: E402
-from ptf.config.sections.model import LoraConfig, ModelConfig  # noqa: E402
-from ptf.model import bridge  # noqa: E402
-from ptf.model.quantised_weights import FORMS, quantised_weights  # noqa: E402
-from ptf.rl.online_budget import sync_traffic  # noqa: E402
-from ptf.train.budget import Budget, budget  # noqa: E402
-from ptf.train.components import layer_factory_of  # noqa: E402
-from tests.train.live_bytes import peak_of_a_step, published, raw_job  # noqa: E402
+from benchmarks.flow_runs import commit, cpu, results_page
+from benchmarks.pages import table, today, write_page
+from ptf.config import loads
+from ptf.config.sections.model import LoraConfig, ModelConfig
+from ptf.model import bridge
+from ptf.model.quantised_weights import FORMS, quantised_weights
+from ptf.rl.online_budget import sync_traffic
+from ptf.train.budget import Budget, budget
+from ptf.train.components import layer_factory_of
+from tests.train.live_bytes import peak_of_a_step, published, raw_job
 
-RESULTS = ROOT / "benchmarks" / "results" / "plans.md"
 GIB = 2**30
 BOUND = 0.05
 COLUMNS = (
@@ -94,7 +93,7 @@ def in_four_bits(case: Case) -> tuple[int, float]:
     return sum(weight.shape.numel() for weight in weights), max(bits, default=0.0)
 
 
-def syncs() -> list[str]:
+def syncs() -> list[list[str]]:
     """Return a row for each model and way to send it to the engines, in bf16: its bytes, and the least seconds."""
     lines = []
     for shape in ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
@@ -108,38 +107,36 @@ def syncs() -> list[str]:
         ):
             for transport in transports:
                 found = sync_traffic(parameters, "bf16", transport)
-                lines.append(f"| {shape} | {what} | {transport} | {found.sent / GIB:.3g} | {found.seconds:.2g} |")
+                lines.append([shape, what, transport, f"{found.sent / GIB:.3g}", f"{found.seconds:.2g}"])
     return lines
 
 
 def main() -> int:
-    lines, missed = [], 0
+    lines, missed = [], []
     for case in CASES:
         began = time.monotonic()
         plan, counted = measure(case)
         memory, off = plan.memory, plan.memory.total / counted - 1
-        missed += abs(off) > BOUND
+        missed += [f"{case.shape} {off:+.1%}"] * (abs(off) > BOUND)
         words = (case.recipe, "LoRA" if case.model else "", case.model.get("quantization", ""))
         job = ", ".join(word for word in words if word)
         held = memory.weights + memory.gradients + memory.optimizer
         parts = (held, memory.gathered, memory.activations, memory.logits, memory.total, counted)
-        sizes = " | ".join(f"{part / GIB:.2f}" for part in parts)
+        sizes = [f"{part / GIB:.2f}" for part in parts]
         each = memory.total * case.gpus / plan.parameters
         fits = "fits" if plan.fits else "does not fit"
-        setting = f"{case.shape} | {job} | {case.gpus} × {case.room:g} | {case.seq_len:,} | {case.checkpointing}"
-        lines.append(f"| {setting} | {sizes} | {off:+.1%} | {each:.3g} | {fits} | {arithmetic(case, plan)} |")
-        print(lines[-1], f"{time.monotonic() - began:.0f} s", flush=True)
-    RESULTS.write_text(page(lines))
-    print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} beyond {BOUND:.0%}")
-    return 1 if missed else 0
+        setting = [case.shape, job, f"{case.gpus} × {case.room:g}", f"{case.seq_len:,}", case.checkpointing]
+        lines.append([*setting, *sizes, f"{off:+.1%}", f"{each:.3g}", fits, arithmetic(case, plan)])
+        print(*lines[-1], f"{time.monotonic() - began:.0f} s", flush=True)
+    return write_page(results_page("plans.md"), page(lines), [], missed)
 
 
-def page(lines: list[str]) -> str:
+def page(lines: list[list[str]]) -> str:
     """Return the results page of these rows."""
     return f"""# Memory of whole published models
 
 Command: `python benchmarks/plans.py` (`make bench-plans`)  
-Counted on fake tensors ({cpu()}, commit {commit()}, {time.strftime("%Y-%m-%d")}); nothing here was measured on a GPU.
+Counted on fake tensors ({cpu()}, commit {commit()}, {today()}); nothing here was measured on a GPU.
 
 Two passes of one packed sequence each, in bf16. GiB on one GPU at the fullest moment of a step. *Held*: weights,
 gradients and AdamW's averages, whose arithmetic is in the last column: 4 bytes of weight, 4 of gradient and 8 of
@@ -147,18 +144,14 @@ averages for a parameter that trains. *Gathered*: what FSDP gathers and reduces.
 of the real Trainer holds, by storage; norms, gates and rotary embeddings are traced by torch.compile, and saved of
 them is what Inductor's partitioner saves. *B a parameter*: of all GPUs together.
 
-| {" | ".join(COLUMNS)} |
-|{"---|" * len(COLUMNS)}
-{chr(10).join(lines)}
+{table(COLUMNS, lines)}
 
 ## Weights to the engines, each step
 
 The bytes of a sync in bf16, and the time that its slowest link takes at least (`ptf plan` of an online job). *Adapter*:
 LoRA of rank {ADAPTERS["rank"]} on the projections of attention, `rollout.lora_sync: adapter`.
 
-| model | what | transport | GiB | seconds, at least |
-|---|---|---|---|---|
-{chr(10).join(syncs())}
+{table("model | what | transport | GiB | seconds, at least", syncs())}
 """
 
 

@@ -25,11 +25,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 from flow_runs import commit, cpu, results_page
+from pages import spread, table, today
 from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP, WIDTH, rate
 from train_step import asked_of, round_of, start
 
@@ -246,32 +246,30 @@ def norms_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(a / b - 1) for a, b in zip(one["norms"], other["norms"], strict=True))
 
 
-def lines_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def lines_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     """A row for each of TRL's settings, beside the rounds of ptf of the same minutes."""
-    best = fastest(found)
-
-    def cell(values: Sequence[float], digits: int = 0) -> str:
-        middle = f"{median(values):,.{digits}f}"
-        return middle if len(values) == 1 else f"{middle} ({min(values):,.{digits}f} – {max(values):,.{digits}f})"
-
-    lines = []
+    best, lines = fastest(found), []
     for system, rounds in list(found.items())[1:]:
         beside = found["ptf"][: len(rounds)]
-        ratios = [rate(a) / rate(b) for a, b in zip(beside, rounds, strict=True)]
+        ratios = spread([rate(a) / rate(b) for a, b in zip(beside, rounds, strict=True)], ",.2f")
+        names = (f"**{system}**", f"**{ratios}**") if system == best else (system, ratios)
+        rates = [spread([rate(one) for one in of]) for of in (beside, rounds)]
         columns = [
             dtype,
-            f"**{system}**" if system == best else system,
-            cell([rate(one) for one in beside]),
-            cell([rate(one) for one in rounds]),
-            f"**{cell(ratios, 2)}**" if system == best else cell(ratios, 2),
+            names[0],
+            *rates,
+            names[1],
             f"{found['ptf'][0]['losses'][0]:.6f} → {found['ptf'][0]['losses'][-1]:.6f}",
             *(f"{max(share(one, found['ptf'][0]) for one in rounds):.1e}" for share in (losses_apart, norms_apart)),
         ]
-        lines.append(f"| {' | '.join(columns)} |")
+        lines.append(columns)
     return lines
 
 
-def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
+NAMES = "dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss | losses apart | norms apart"
+
+
+def write(name: str, lines: Sequence[Sequence[str]], asked: argparse.Namespace) -> None:
     """The page of a recipe."""
     about, page = RECIPES[name], results_page(f"{name}_step.md")
     command = " ".join(["python benchmarks/recipe_step.py", *sys.argv[1:]])
@@ -282,7 +280,7 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         f"Command: `{command}` (`make peers bench-recipes`)  \n"
         f"Hardware: {cpu()}, one thread, no GPU; load of the last 15 minutes {os.getloadavg()[2]:.1f}, of which 1 is "
         "the benchmark's  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}  \nCommit: {commit()}\n\n"
+        f"Date: {today()}  \nCommit: {commit()}\n\n"
         f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
         f"others), {asked.steps} timed steps a round after {asked.warmup} of warm-up;\n"
         f"{about.units} {about.unit}s, the same in every step and for all systems, so that the loss falls. "
@@ -296,12 +294,7 @@ def write(name: str, lines: Sequence[str], asked: argparse.Namespace) -> None:
         "All start from the same weights and count the same tokens. A step's loss may differ by a share of what the "
         "loss falls by in a round, and the norm of its gradient\nby a share of itself: "
         f"{bounds}; the largest shares are in the table, beside ptf's loss in the first and the last step. These\n"
-        "ratios are a CPU's.\n\n"
-        "| dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss | losses apart | norms apart |\n|"
-        + 8 * "---|"
-        + "\n"
-        + "\n".join(lines)
-        + "\n"
+        "ratios are a CPU's.\n\n" + table(NAMES, lines) + "\n"
     )
     print(f"wrote {page.name}")
 

@@ -6,53 +6,47 @@ of attention are compiled. Writes results/rehearsal.md.
 Needs a C++ compiler. Exits 1 if a step waits more than twice, or if a variant is not compiled before the first step.
 """
 
-import os
 import sys
-import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "rehearsal.md"
 MOST = 2
 OTHERS = ("Qwen3-4B", "Qwen3-8B", "Gemma-3-4B", "Llama-3.2-1B", "gpt-oss-20b", "Qwen3-30B-A3B")
 
 
 def main() -> int:
     # here, because the pretend GPU's process imports this module, and must not import torch with it
-    from benchmarks.flow_runs import commit
-    from benchmarks.pages import write_page
+    from benchmarks.flow_runs import commit, results_page
+    from benchmarks.pages import table, today, write_page
     from tests.gpu_rehearsal.pretend import PretendCuda, build
     from tests.gpu_rehearsal.step import RECIPES, host_syncs, variants
 
     cases = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), *((shape, "sft") for shape in OTHERS)]
     pretend, missed = PretendCuda(build()), []
-    lines = [
-        "| model | recipe | waits of the host in a step | variants of attention | of them compiled before step 1 |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     try:
         for shape, recipe in cases:
             waits = sum(pretend(host_syncs, shape, recipe).values())
             warmed, used = map(set, pretend(variants, shape, recipe))
             if waits > MOST or not used <= warmed:
                 missed.append(f"{shape}, {recipe}")
-            lines.append(f"| {shape} | {recipe} | {waits} | {len(used)} | {len(used & warmed)} |")
-            print(lines[-1], flush=True)
+            rows.append([shape, recipe, waits, len(used), len(used & warmed)])
+            print(*rows[-1], flush=True)
     finally:
         pretend.close()
     about = (
         "# A step on a pretend GPU\n\n"
         "Command: `python benchmarks/rehearsal.py`  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
+        f"Date: {today()}; commit {commit()}\n\n"
         "ptf's Trainer and recipes, in bf16, on fake tensors of a device `cuda` that computes nothing; published\n"
         "sizes, two layers of each, two passes a step. The host waits for the device to fetch the metrics and the\n"
         "norm of the gradient. A variant is a call of FlexAttention that differs in shapes, strides, dtype, window,\n"
         "or in what has a gradient; those of a step and a validation after it are counted, of frozen models too.\n"
         "Bytes a parameter are on [plans.md](plans.md), upper bounds of MFU on [roofline.md](roofline.md).\n\n"
     )
-    return write_page(RESULTS, about, lines, missed)
+    names = "model | recipe | waits of the host in a step | variants of attention | of them compiled before step 1"
+    return write_page(results_page("rehearsal.md"), about, [table(names, rows)], missed)
 
 
 if __name__ == "__main__":

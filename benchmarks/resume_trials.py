@@ -10,8 +10,6 @@ and started: `--most` says how many are made at a time. The page is written from
 one, and keeps nothing. Prints a line for each trial that differs, and exits with 1 if there is one.
 """
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -20,14 +18,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from flow_runs import ROOT, commit, cpu
+from commands import options
+from flow_runs import commit, results_page
+from pages import Row, head, keep, kept, table, today, write_page
 
 from ptf.data.character_tokenizer import character_tokenizer
 from tests.data.trials import Trial, tried
 
-RESULTS = ROOT / "benchmarks" / "results" / "resume_trials.md"
+RESULTS = results_page("resume_trials.md")
 LEDGER = RESULTS.with_suffix(".jsonl")
 MOST_ROWS, MOST_PARTITIONS = 10_000, 512
 FAULTS = {
@@ -43,7 +42,7 @@ def mode_of(trial: Trial) -> str:
     return "no weights" if trial.mixture["temperature"] == 1 else "no weights, temperature"
 
 
-def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
+def made(seed: int, i: int) -> tuple[Trial, Row]:
     """Trial i of a seed, and what is kept of it."""
     trial, began = Trial.drawn(random.Random(f"{seed}/{i}"), MOST_ROWS, MOST_PARTITIONS), time.process_time()
     with tempfile.TemporaryDirectory() as directory:
@@ -64,53 +63,50 @@ def made(seed: int, i: int) -> tuple[Trial, dict[str, Any]]:
     }
 
 
-def failed(line: dict[str, Any]) -> bool:
+def failed(line: Row) -> bool:
     return any(line[fault] for fault in FAULTS)
 
 
-def ledger(seed: int) -> list[dict[str, Any]]:
-    lines = [json.loads(text) for text in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
-    return [line for line in lines if line["seed"] == seed]
+def ledger(seed: int) -> list[Row]:
+    return [line for line in kept(LEDGER) if line["seed"] == seed]
 
 
-def page(lines: Sequence[dict[str, Any]], command: str, wanted: int) -> str:
-    def counted(key):
+def page(lines: Sequence[Row], seed: int, wanted: int) -> int:
+    """Write the page; return 1 where a trial failed."""
+
+    def counted(key: str) -> str:
         return ", ".join(f"{value}: {n}" for value, n in sorted(Counter(line[key] for line in lines).items()))
 
     formats = Counter(name for line in lines for name in line["formats"])
-    return (
-        "# Resume trials\n\n"
-        f"Command: `{command}`  \nHardware: {cpu()}  \nDate: {max(line['date'] for line in lines)}  \n"
-        f"Trials by commit: {counted('commit')}\n\n"
-        f"{len(lines)} of {wanted} random trials, {sum(line['steps'] for line in lines):,} steps, "
-        f"{sum(line['stops'] for line in lines):,} stops,\n"
-        f"{sum(line['cpu_s'] for line in lines):,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, "
-        "4 and 8 ranks that change at every stop;\n"
-        f"in {sum(line['exchange'] for line in lines)} trials the ranks exchange sequences.\n\n"
-        "| what | found |\n|---|---|\n"
-        + "".join(f"| {what} | {sum(line[fault] for line in lines)} |\n" for fault, what in FAULTS.items())
-        + "| state of a partition, the largest (shuffle windows up to 64) "
-        f"| {max(line['state_bytes'] for line in lines):,} bytes |\n\n"
-        "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its "
-        "partition reads after it.\n\n"
-        f"Trials by partitions: {counted('lanes')}\n\nTrials by mixture: "
-        f"{counted('mode').replace(', weights', '; weights').replace(', no', '; no')}\n\n"
-        f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}\n"
+    sums = {key: sum(line[key] for line in lines) for key in ("steps", "stops", "cpu_s", "exchange", *FAULTS)}
+    date = f"{max(line['date'] for line in lines)}  \nTrials by commit: {counted('commit')}"
+    command = f"`python benchmarks/resume_trials.py --trials {wanted} --seed {seed}`"
+    about = head("Resume trials", "", date, command) + (
+        f"{len(lines)} of {wanted} random trials, {sums['steps']:,} steps, {sums['stops']:,} stops,\n"
+        f"{sums['cpu_s']:,.0f} s of CPU. Rows 1 to {MOST_ROWS:,} a source, worlds of 1, 2, 4 and 8 ranks that change "
+        f"at every stop;\nin {sums['exchange']} trials the ranks exchange sequences.\n\n"
     )
+    rows = [[what, str(sums[fault])] for fault, what in FAULTS.items()]
+    largest = f"{max(line['state_bytes'] for line in lines):,} bytes"
+    rows.append(["state of a partition, the largest (shuffle windows up to 64)", largest])
+    modes = counted("mode").replace(", weights", "; weights").replace(", no", "; no")
+    more = [
+        "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its "
+        "partition reads after it.",
+        f"Trials by partitions: {counted('lanes')}",
+        f"Trials by mixture: {modes}",
+        f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}",
+    ]
+    wrong = [f"trial {line['trial']}" for line in lines if failed(line)]
+    return write_page(RESULTS, about, [table("what | found", rows), *(f"\n{words}" for words in more)], wrong)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int)
-    parser.add_argument("--trial", type=int)
-    parser.add_argument("--again", action="store_true")
-    given = parser.parse_args()
+def main() -> int:
+    given = options(__doc__, trials=500, seed=0, most=None, trial=None, again=False)
     if given.trial is not None:
         trial, line = made(given.seed, given.trial)
         print(f"{line}\n{trial}")
-        sys.exit(failed(line))
+        return int(failed(line))
     if given.again:
         LEDGER.unlink(missing_ok=True)
     there = {line["trial"] for line in ledger(given.seed)}
@@ -118,18 +114,13 @@ def main() -> None:
     version, began = commit(), time.perf_counter()
     for n, i in enumerate(wanted, 1):
         trial, line = made(given.seed, i)
-        with LEDGER.open("a") as file:
-            file.write(json.dumps({**line, "commit": version, "date": time.strftime("%Y-%m-%d")}) + "\n")
+        keep(LEDGER, {**line, "commit": version, "date": today()})
         if failed(line):
             print(f"trial {i}: {line} {trial}", flush=True)
         elif n % 10 == 0:
             print(f"{n} trials, {time.perf_counter() - began:.0f} s", flush=True)
-    lines = ledger(given.seed)
-    RESULTS.write_text(
-        page(lines, f"python benchmarks/resume_trials.py --trials {given.trials} --seed {given.seed}", given.trials)
-    )
-    sys.exit(any(map(failed, lines)))
+    return page(ledger(given.seed), given.seed, given.trials)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,16 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from flow_runs import results_page
+from pages import table, write_page
+from published_shapes import write_config
 
-from benchmarks.published_shapes import write_config  # noqa: E402
-from ptf.config import Job, loads  # noqa: E402
-from ptf.errors import UserError  # noqa: E402
-from ptf.train.budget import budget  # noqa: E402
-from ptf.train.roofline import Roofline, roofline  # noqa: E402
+from ptf.config import Job, loads
+from ptf.errors import UserError
+from ptf.train.budget import budget
+from ptf.train.roofline import Roofline, roofline
 
-RESULTS = ROOT / "benchmarks" / "results" / "roofline.md"
 GPU, MEMORY_GIB = "H200", 141.0
 # shape → GPUs, and the MFU that is aimed at for 8k tokens
 CASES = {
@@ -68,7 +67,10 @@ def best(directory: Path, gpus: int, width: int) -> tuple[str, int, float, Roofl
     return max(found, key=lambda one: one[3].mfu, default=None)
 
 
-def page(lines: list[str]) -> str:
+NAMES = "model | GPUs | tokens each | checkpointing | sequences a pass | GiB, plan | MFU at most | aim"
+
+
+def page(lines: list[list[object]]) -> str:
     """Return the results page of these rows."""
     return f"""# Upper bounds of MFU
 
@@ -83,33 +85,29 @@ Each operator takes the largest of its FLOPs at 72 % of 989 TFLOP/s, its bytes a
 takes its kept pairs at 0.5 (forward) and 0.4 (backward) of the peak; collectives take 80 % of 450 GB/s, and count where
 they take longer than the computation of their pass. Clipping and AdamW are included.
 
-| model | GPUs | tokens each | checkpointing | sequences a pass | GiB, plan | MFU at most | aim | three largest costs |
-|---|---|---|---|---|---|---|---|---|
-{chr(10).join(lines)}
+{table(f"{NAMES} | three largest costs", lines)}
 """
 
 
 def main() -> int:
-    lines, missed = [], 0
+    lines, missed = [], []
     for shape, (gpus, aim) in CASES.items():
         for width in (8192, 32_768):
             with tempfile.TemporaryDirectory() as scratch:
                 one = best(write_config(shape, Path(scratch)), gpus, width)
             if one is None:
-                lines.append(f"| {shape} | {gpus} | {width:,} | does not fit {MEMORY_GIB:g} GiB | | | | | |")
+                lines.append([shape, gpus, f"{width:,}", f"does not fit {MEMORY_GIB:g} GiB", *[""] * 5])
                 continue
             mode, sequences, gib, bound = one
             aimed = f"{aim:.0%}" if aim and width == 8192 else ""
-            missed += bool(aimed) and bound.mfu < (aim or 0.0)
+            missed += [shape] * (bool(aimed) and bound.mfu < (aim or 0.0))
             three = ", ".join(
                 f"{name} {seconds / bound.seconds:.0%}" for name, seconds in list(bound.operators.items())[:3]
             )
-            setting = f"{shape} | {gpus} | {width:,} | {mode} | {sequences}"
-            lines.append(f"| {setting} | {gib:.0f} | {bound.mfu:.1%} | {aimed} | {three} |")
-            print(lines[-1], flush=True)
-    RESULTS.write_text(page(lines))
-    print(f"wrote {RESULTS.relative_to(ROOT)}; {missed} below their aim")
-    return 1 if missed else 0
+            setting = [shape, gpus, f"{width:,}", mode, sequences]
+            lines.append([*setting, f"{gib:.0f}", f"{bound.mfu:.1%}", aimed, three])
+            print(*lines[-1], flush=True)
+    return write_page(results_page("roofline.md"), page(lines), [], missed)
 
 
 if __name__ == "__main__":

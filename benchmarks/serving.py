@@ -7,7 +7,6 @@ on the loopback interface; models are tiny and random. Writes results/serving.md
 Exits 1 if the median of a health check or of a first token is above 0.1 s under this load.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -21,13 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from commands import ROOT, options
+from flow_runs import results_page
+from pages import head, table, write_page
 
-from benchmarks.flow_runs import commit, cpu  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-
-RESULTS = Path(os.environ.get("PTF_RESULTS", ROOT / "benchmarks" / "results")) / "serving.md"
 AIM_S = 0.1
 STARTS_WITHIN_S, ANSWER_WITHIN_S = 120.0, 120.0
 MESSAGES = [{"role": "user", "content": "Tell me a long story."}]
@@ -217,34 +213,25 @@ def measured(place: Path, answers: int, tokens: int, seconds: float) -> tuple[li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--answers", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--load", type=int, help="be the clients of the server at this port")
-    args = parser.parse_args()
+    args = options(
+        __doc__, seconds=20.0, answers=64, tokens=512, load=(None, "be the clients of the server at this port")
+    )
     if args.load:
         asyncio.run(load(args.load, args.answers, args.tokens))
     with tempfile.TemporaryDirectory() as directory:
         busy = os.getloadavg()[0]
         rows, ended = measured(Path(directory), args.answers, args.tokens, args.seconds)
-    lines = ["| request | number | median, s | 99th percentile, s | longest, s |", "|---|---|---|---|---|"]
-    for name, seconds in rows:
-        median, high, most = quantiles(seconds)
-        lines.append(f"| {name} | {len(seconds)} | {median:.3f} | {high:.3f} | {most:.3f} |")
-        print(lines[-1], flush=True)
-    about = (
-        "# `ptf serve` under load\n\n"
-        f"Command: `python benchmarks/serving.py --seconds {args.seconds:g} --answers {args.answers} --tokens "
-        f"{args.tokens}`  \nHardware: {cpu()}; load average before: {busy:.1f}  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
+    cells = [[name, len(seconds), *(f"{one:.3f}" for one in quantiles(seconds))] for name, seconds in rows]
+    lines = table("request | number | median, s | 99th percentile, s | longest, s", cells)
+    print(lines)
+    about = head("`ptf serve` under load", f"; load average before: {busy:.1f}") + (
         f"{args.answers} clients stream answers of {args.tokens} tokens from the native engine without a pause; "
         "meanwhile, one client asks for\n`/health` and for the first token of a new answer, each on a new connection. "
         f"{ended} answers ended in that time.\nAim: a median of at most {AIM_S} s. Rankings and scores are asked one "
         "at a time and 16 at a time, of\nservers that do nothing else. Models have 2 layers.\n\n"
     )
     missed = [name for name, seconds in rows if "running" in name and statistics.median(seconds) > AIM_S]
-    return write_page(RESULTS, about, lines, missed)
+    return write_page(results_page("serving.md"), about, [lines], missed)
 
 
 if __name__ == "__main__":

@@ -9,39 +9,26 @@ that the model would speak, with tools, under two of those tokenizers and their 
 and writes results/serving_ids.md; exits 1 on a difference.
 """
 
-import argparse
 import json
 import os
 import random
 import sys
 import tempfile
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flow_runs import ROOT, cpu
+from commands import options
+from flow_runs import results_page
+from pages import head, table, write_page
+from published_shapes import qwen3
 
+from tests.conftest import SHARED
 from tests.data.texts import fuzzed
 
-RESULTS = ROOT / "benchmarks" / "results" / "serving_ids.md"
 TOKENIZERS = ("qwen3", "gpt2", "phi3-mini", "minimind")
 CHATTING = ("qwen3", "minimind", "phi3-mini")
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 32_768,
-    "vocab_size": 152_000,
-    "torch_dtype": "float32",
-}
-
-
+CONFIG = qwen3(64, 1, 2, 64) | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 152_000}
 THEIRS = {"reasoning_content": "reasoning"}  # of a message sent to vLLM, which hands templates both names
 
 
@@ -103,47 +90,42 @@ def chats(tokenizer: Any, renderer: Any, count: int, shared: Path, seed: str) ->
     return {"compared": compared, "refused": refused, "differ": len(differ), "first": differ[:3]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=100_000)
-    parser.add_argument("--chats", type=int, default=5_100)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+ABOUT = """\
+Ids that ptf trains on, and those that vLLM {version} makes of the same text or chat at its own entry points (the
+renderer behind its server and its `LLM` class). *Refused*: conversations that the chat template itself refuses. vLLM
+takes a turn's reasoning as `reasoning` and hands it to templates as `reasoning_content` too; under the latter name
+alone it drops it, so it is sent under the former.
+
+"""
+
+
+def main() -> int:
+    asked = options(__doc__, texts=100_000, chats=5_100)
     from ptf.data.tokenizer import Tokenizer
     from ptf.rl.engines.vllm_engine import engine_env
 
-    shared, lines, differ = Path(os.environ.get("PTF_DATA") or ROOT.parent / "shared" / "data"), [], 0
+    rows, differ = [], []
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.update(engine_env(Path(scratch) / "vllm"))
         for name in TOKENIZERS:
             directory = Path(scratch) / name
-            tokenizer = Tokenizer.load(str(shared / "tokenizers" / name))
+            tokenizer = Tokenizer.load(str(SHARED / "tokenizers" / name))
             tokenizer.save(directory)
             (directory / "config.json").write_text(json.dumps(CONFIG))
             renderer = renderer_of(directory)
             found = {"texts": texts(tokenizer, renderer, asked.texts // len(TOKENIZERS), name)}
             if name in CHATTING:
-                found["chats"] = chats(tokenizer, renderer, asked.chats // len(CHATTING), shared, name)
+                found["chats"] = chats(tokenizer, renderer, asked.chats // len(CHATTING), SHARED, name)
             for what, one in found.items():
                 print(json.dumps({"tokenizer": name, "what": what, **one}), flush=True)
-                differ += one["differ"]
-                lines.append(f"| {name} | {what} | {one['compared']:,} | {one.get('refused', 0):,} | {one['differ']} |")
+                differ += [name] * bool(one["differ"])
+                rows.append([name, what, f"{one['compared']:,}", f"{one.get('refused', 0):,}", one["differ"]])
     import vllm
 
-    asked.output.write_text(
-        "# Training ids and serving ids\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/serving_ids.py', *sys.argv[1:]])}`  \nHardware: {cpu()}  \nDate: "
-        f"{time.strftime('%Y-%m-%d')}\n\n"
-        f"Ids that ptf trains on, and those that vLLM {vllm.__version__} makes of the same text or chat at its own "
-        "entry points (the renderer behind its\n"
-        "server and its `LLM` class). *Refused*: conversations that the chat template itself refuses. "
-        "vLLM takes a turn's reasoning as `reasoning` and hands\n"
-        "it to templates as `reasoning_content` too; under the latter name alone it drops it, "
-        "so it is sent under the former.\n\n"
-        "| tokenizer | what | compared | refused | differ |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
-    sys.exit(1 if differ else 0)
+    about = head("Training ids and serving ids") + ABOUT.format(version=vllm.__version__)
+    lines = table("tokenizer | what | compared | refused | differ", rows)
+    return write_page(results_page("serving_ids.md"), about, [lines], differ)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,16 +7,15 @@ Prints a JSON line a case and writes results/sharding.md; exits 1 where a loss o
 than the bound.
 """
 
-import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from flow_runs import ROOT, cpu
+from commands import options
+from flow_runs import results_page
+from pages import head, table, write_page
 
-RESULTS = ROOT / "benchmarks" / "results" / "sharding.md"
 NAMES = {
     (1, 2, 1): "FSDP2, 2 ranks",
     (1, 1, 2): "tensor parallel, 2 ranks",
@@ -25,16 +24,14 @@ NAMES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    asked = parser.parse_args()
+    asked = options(__doc__, steps=20)
     import torch
 
     from tests.model.parallel import Case, checkpoint, difference, on_ranks, train
     from tests.model.test_sharding import BOUND, FAMILIES, KINDS, MESHES
 
     torch.set_num_threads(1)
-    lines, worst = [], 0.0
+    rows, worst = [], 0.0
     with tempfile.TemporaryDirectory() as scratch:
         models = {family: checkpoint(Path(scratch) / family, family) for family in FAMILIES}
         alone = {(family, lora): train(Case(models[family], lora=lora, steps=asked.steps)) for family, lora in KINDS}
@@ -46,25 +43,19 @@ def main() -> None:
             for (family, lora, mesh), one in zip(cases, found, strict=True):
                 loss, gradients = difference(alone[family, lora], one)
                 worst = max(worst, loss, gradients)
-                print(
-                    json.dumps({"family": family, "lora": lora, "mesh": mesh, "loss": loss, "gradients": gradients}),
-                    flush=True,
-                )
-                lines.append(
-                    f"| {family} | {'LoRA' if lora else 'full'} | {NAMES[mesh]} | {loss:.1e} | {gradients:.1e} |"
-                )
-    RESULTS.write_text(
-        "# Sharded training against one rank\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/sharding.py', *sys.argv[1:]])}`  \nHardware: {cpu()}, gloo, "
-        f"fp32, torch {torch.__version__}  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}\n\n"
-        f"{asked.steps} steps of AdamW (lr 2e-5) on four packed micro-batches each. *Loss*: "
-        "largest relative difference of a step's loss from one rank's.\n"
-        "*Gradients*: largest over every fourth step and the last, global norm of the difference over the norm. Bound: "
-        f"{BOUND:g}. At a learning rate of 1e-3 the\nweights themselves part ways by rounding, "
-        "and the gradients with them (2e-6 by step 20).\n\n"
-        "| family | trained | mesh | loss | gradients |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
+                found = {"family": family, "lora": lora, "mesh": mesh, "loss": loss, "gradients": gradients}
+                print(json.dumps(found), flush=True)
+                rows.append([family, "LoRA" if lora else "full", NAMES[mesh], f"{loss:.1e}", f"{gradients:.1e}"])
+    about = f"""\
+{asked.steps} steps of AdamW (lr 2e-5) on four packed micro-batches each. *Loss*: largest relative difference of a
+step's loss from one rank's. *Gradients*: largest over every fourth step and the last, global norm of the difference
+over the norm. Bound: {BOUND:g}. At a learning rate of 1e-3 the weights themselves part ways by rounding, and the
+gradients with them (2e-6 by step 20).
+
+"""
+    about = head("Sharded training against one rank", f", gloo, fp32, torch {torch.__version__}") + about
+    lines = table("family | trained | mesh | loss | gradients", rows)
+    write_page(results_page("sharding.md"), about, [lines])
     sys.exit(0 if worst <= BOUND else 1)
 
 

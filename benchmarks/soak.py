@@ -10,7 +10,6 @@ that one and of all its descendants once a second, and afterwards for processes,
 are left (tests/leftovers.py).
 """
 
-import argparse
 import contextlib
 import gc
 import json
@@ -24,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-import yaml  # noqa: E402
+import numpy as np
+import psutil
+import yaml
+from commands import ROOT, options
+from flow_runs import results_page
+from pages import Row, here, keep, kept, table, write_page
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from ptf.config import loads  # noqa: E402
-from ptf.run import run  # noqa: E402
-from tests.leftovers import Session  # noqa: E402
-from tests.tiny import arithmetic  # noqa: E402
+from ptf.config import loads
+from ptf.run import run
+from tests.leftovers import Session
+from tests.tiny import arithmetic
 
 RESULTS = results_page("soak.md")
 KEPT = RESULTS.with_suffix(".jsonl")
@@ -137,9 +136,9 @@ def slope(points: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
+def soaked(kind: str, steps: int, seed: int) -> Row:
     """One run, and what it left."""
-    session, points, most, of = Session(), list[tuple[int, float]](), 0, commit()
+    session, points, most, of = Session(), list[tuple[int, float]](), 0, here()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=session.place.parent) as place:
         command = [sys.executable, __file__, "--run", kind, place, str(steps), str(seed)]
@@ -179,71 +178,67 @@ def soaked(kind: str, steps: int, seed: int) -> dict[str, Any]:
         "left": [*session.found(), *files],
         "checkpoints": checkpoints,
         "seconds": round(time.perf_counter() - began),
-        "commit": of,
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": cpu(),
+        **of,
         "curve": [[int(s), round(m, 2)] for s, m in points[:: max(1, len(points) // 60)]],
     }
 
 
-def missed(row: dict[str, Any]) -> list[str]:
+def missed(row: Row) -> list[str]:
     """The bars that it does not meet."""
-    return [
-        *([f"grows by up to {row['high']:.2f} MiB"] if not row["high"] < MOST_MIB[row["run"]] else []),
-        *(
-            [f"open more than before: {row['open_more']}"]
-            if any(number > 0 for number in row["open_more"].values())
-            else []
-        ),
-        *([f"left: {'; '.join(row['left'])}"] if row["left"] else []),
-        *(["checkpoints were not removed"] if row["checkpoints"] > 2 else []),
-    ]
+    faults = {
+        f"grows by up to {row['high']:.2f} MiB": not row["high"] < MOST_MIB[row["run"]],
+        f"open more than before: {row['open_more']}": any(number > 0 for number in row["open_more"].values()),
+        f"left: {'; '.join(row['left'])}": row["left"],
+        "checkpoints were not removed": row["checkpoints"] > 2,
+    }
+    return [fault for fault, there in faults.items() if there]
 
 
-def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+ABOUT = """\
+# Long runs
+
+Command: `python benchmarks/soak.py` (`make soak`); one run alone with `--only`  
+Hardware, date and commit: in each row; one thread, no GPU
+
+Tiny models (2 layers of 64) through `ptf.run.run`, with all that is written by default (TensorBoard too), a checkpoint
+and held-out measurements every 50 steps, two checkpoints kept. GRPO: our own decoder as the engine, 8 prompts with 4
+answers each, two updates a step, a reference model, the reward in a process of its own. Memory is the PSS of all
+processes of the run, once a second; pages of mapped files count whole in each, since the share that PSS counts changes
+with whatever else runs on the machine. The slope is of a line through means of {block} steps, the first {first} left
+out, with its 95 % interval (widened by the correlation of neighbours).
+Open more: files, threads and child processes that the run's process has after the long run and had not after a short
+one before. Left: processes, shared memory, temporary and unfinished files after its end.
+
+"""
+NAMES = (
+    "run | steps | processes | MiB, from step 500 to the end | MiB in 1,000 steps (95 %) | bar | open more | left | "
+    "seconds | measured"
+)
 
 
 def write() -> int:
     """The page, of the newest row of each run. How many bars are missed; a run that was not made misses its own."""
-    newest = {row["run"]: row for row in kept()}
-    lines, notes, count = [], [], sum(kind not in newest for kind in STEPS)
+    newest = {row["run"]: row for row in kept(KEPT)}
+    rows, notes, absent = [], [], [f"{kind}: not made" for kind in STEPS if kind not in newest]
     for kind, row in newest.items():
-        faults = missed(row)
-        count += len(faults)
-        notes += [f"* **{kind}: {fault}**" for fault in faults]
-        more, checked = row["open_more"], f"{row['date']}, {row['commit']}, {row['hardware']}"
-        lines.append(
-            f"| {kind} | {row['steps']:,} | {row['processes_of_run']} | {row['first_mib']:.1f} → "
-            f"{row['last_mib']:.1f} | {row['mib_per_1000']:+.3f} "
-            f"({row['low']:+.3f} to {row['high']:+.3f}) | < {MOST_MIB[kind]:g} | {more['files']:+d} / "
-            f"{more['threads']:+d} / {more['processes']:+d} | "
-            f"{len(row['left'])} | {row['seconds']:,} | {checked} |"
+        notes += [f"{kind}: {fault}" for fault in missed(row)]
+        more = row["open_more"]
+        rows.append(
+            [
+                kind,
+                f"{row['steps']:,}",
+                row["processes_of_run"],
+                f"{row['first_mib']:.1f} → {row['last_mib']:.1f}",
+                f"{row['mib_per_1000']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})",
+                f"< {MOST_MIB[kind]:g}",
+                " / ".join(f"{more[of]:+d}" for of in ("files", "threads", "processes")),
+                len(row["left"]),
+                f"{row['seconds']:,}",
+                f"{row['date']}, {row['commit']}, {row['hardware']}",
+            ]
         )
-    RESULTS.write_text(
-        "# Long runs\n\n"
-        "Command: `python benchmarks/soak.py` (`make soak`); one run alone with `--only`  \nHardware, "
-        "date and commit: in each row; one thread, no GPU\n\n"
-        "Tiny models (2 layers of 64) through `ptf.run.run`, with all that is written by default (TensorBoard too), "
-        "a checkpoint and held-out\n"
-        "measurements every 50 steps, two checkpoints kept. GRPO: our own decoder as the engine, "
-        "8 prompts with 4 answers each, two updates a step, a\n"
-        "reference model, the reward in a process of its own. Memory is the PSS of all processes of the run, "
-        "once a second; pages of mapped\n"
-        "files count whole in each, since the share that PSS counts changes with whatever else runs on the machine. "
-        "The slope is of a line through means of\n"
-        f"{BLOCK} steps, the first {FIRST} left out, with its 95 % interval (widened by the correlation of "
-        "neighbours).\n"
-        "Open more: files, threads and child processes that the run's process has after the long run and had not "
-        "after a short one before. Left: processes,\n"
-        "shared memory, temporary and unfinished files after its end.\n\n"
-        + ("\n".join([*notes, "", ""]) if notes else "")
-        + "| run | steps | processes | MiB, from step 500 to the end | MiB in 1,000 steps (95 %) "
-        "| bar | open more | left | seconds | measured |\n"
-        "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}; {count} missed")
-    return count
+    about = ABOUT.format(block=BLOCK, first=FIRST) + "".join(f"* **{note}**\n" for note in notes)
+    return write_page(RESULTS, about + "\n" * bool(notes), [table(NAMES, rows)], [*notes, *absent])
 
 
 def main() -> int:
@@ -251,18 +246,13 @@ def main() -> int:
         kind, place, steps, seed = sys.argv[2:]
         measured(kind, Path(place), int(steps), int(seed))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="a shorter look, of which nothing is kept")
-    asked = parser.parse_args()
+    asked = options(__doc__, only=STEPS, seed=1, steps=(None, "a shorter look, of which nothing is kept"))
     for kind in asked.only:
         row = soaked(kind, asked.steps or STEPS[kind], asked.seed)
         print(json.dumps(row), flush=True)
         if not asked.steps:
-            with KEPT.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    return 0 if asked.steps else min(1, write())
+            keep(KEPT, row)
+    return 0 if asked.steps else write()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
+from benchmarks.flow_runs import ROOT, results_page
+from benchmarks.pages import head, spread, table, write_page
 
 CLI = ("-m", "ptf.cli")
 AIMS = {"ptf --help": 0.4, "ptf check, SFT": 0.4, "ptf check, GRPO": 0.4, "SFT rank": 2.0, "reward process": 2.0}
@@ -234,18 +233,17 @@ def self_times(text: str) -> Iterator[tuple[str, int]]:
             yield module.strip(), int(spent)
 
 
-def table(rounds: Sequence[Figures]) -> tuple[list[str], list[str]]:
-    """Return the lines of the table, and what missed its aim."""
-    lines, missed = ["| what | aim, s | median, s | range | |", "|---|---|---|---|---|"], list[str]()
+def summary(rounds: Sequence[Figures]) -> tuple[str, list[str]]:
+    """Return the table, and what missed its aim."""
+    rows, missed = [], list[str]()
     for name in rounds[0]:
         taken, aim = [one[name] for one in rounds], AIMS.get(name)
         if aim is not None and median(taken) > aim:
             missed.append(name)
         verdict = "" if aim is None else "missed" if name in missed else "met"
-        spread = f"{min(taken):.2f} – {max(taken):.2f}"
-        lines.append(f"| {name} | {'' if aim is None else aim} | {median(taken):.2f} | {spread} | {verdict} |")
+        rows.append([name, "" if aim is None else aim, spread(taken, ".2f"), verdict])
         print(json.dumps({"what": name, "aim_s": aim, "median_s": round(median(taken), 3), "rounds_s": taken}))
-    return lines, missed
+    return table("what | aim, s | median, s (range) | ", rows), missed
 
 
 def main() -> int:
@@ -267,29 +265,17 @@ def main() -> int:
         rounds = [one_round(directory, inside) for _ in range(asked.rounds)]
         load = (load + os.getloadavg()[1]) / 2
         packages = imported_by_a_rank(directory)
-    lines, missed = table(rounds)
+    lines, missed = summary(rounds)
     whole = sum(packages.values())
-    lines += [
-        "",
-        f"A rank's imports, {whole / 1000:.2f} s, by the package whose own modules they are (`-X importtime`):",
-    ]
-    lines += ["", "| package | ms | share |", "|---|---|---|"]
-    lines += [f"| {package} | {ms:.0f} | {ms / whole:.0%} |" for package, ms in list(packages.items())[:SHARES]]
-    return write_page(
-        results_page("startup.md"), about(asked.rounds, asked.vllm, load), [*lines, NOTES.rstrip()], missed
+    shares = [(package, f"{ms:.0f}", f"{ms / whole:.0%}") for package, ms in list(packages.items())[:SHARES]]
+    words = f"\nA rank's imports, {whole / 1000:.2f} s, by the package whose own modules they are (`-X importtime`):\n"
+    hardware = f", no GPU, OMP_NUM_THREADS=1; load average {load:.1f} with this"
+    about = head("What a process costs before it works", hardware) + (
+        f"CPU-seconds (user and system) in fresh processes, {asked.rounds} rounds of all in turn, bytecode cached. "
+        "Work beside it makes\nevery figure larger; `import torch` in the same table is the measure.\n\n"
     )
-
-
-def about(rounds: int, with_vllm: bool, load: float) -> str:
-    """Return the head of the page."""
-    return (
-        "# What a process costs before it works\n\n"
-        f"Command: `python benchmarks/startup.py --rounds {rounds}{' --vllm' if with_vllm else ''}`  \n"
-        f"Hardware: {cpu()}, no GPU, OMP_NUM_THREADS=1; load average {load:.1f} with this  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}; commit {commit()}\n\n"
-        f"CPU-seconds (user and system) in fresh processes, {rounds} rounds of all in turn, bytecode cached. Work "
-        "beside it makes\nevery figure larger; `import torch` in the same table is the measure.\n\n"
-    )
+    lines = [lines, words, table("package | ms | share", shares), NOTES.rstrip()]
+    return write_page(results_page("startup.md"), about, lines, missed)
 
 
 NOTES = """

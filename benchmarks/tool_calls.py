@@ -6,7 +6,6 @@ The texts are those of tests/data/tool_calls/sampled_texts.py; their seeds are t
 format's name reads the whole text (`extract_tool_calls`). Exits 1 where a difference has no listed fault.
 """
 
-import argparse
 import copy
 import json
 import logging
@@ -14,21 +13,19 @@ import os
 import re
 import sys
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # tests/data/tool_calls
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.flow_runs import cpu  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from benchmarks.tool_call_faults import FAULTS, Result, Tools, undo_all  # noqa: E402
-from ptf.data.tool_calls import FORMATS, parser  # noqa: E402
-from tests.data.tool_calls.sampled_texts import sampled  # noqa: E402
+from benchmarks.commands import options
+from benchmarks.flow_runs import results_page
+from benchmarks.pages import head, table, write_page
+from benchmarks.tool_call_faults import FAULTS, Result, Tools, undo_all
+from ptf.data.tool_calls import FORMATS, parser
+from tests.data.tool_calls.sampled_texts import sampled
 
-PAGE = ROOT / "benchmarks" / "results" / "tool_calls.md"
 COMPARED = [name for name in FORMATS if name != "harmony"]  # whose parser needs a vocabulary that it downloads
 SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]")
 
@@ -167,7 +164,7 @@ def cell(text: str) -> str:
     return "`" + json.dumps(text, ensure_ascii=False)[1:-1].replace("|", "\\|").replace('\\"', '"') + "`"
 
 
-def examples(vllm: Vllm) -> tuple[list[str], list[str]]:
+def examples(vllm: Vllm) -> tuple[list[list[str]], list[str]]:
     """Return the rows of the faults' examples, and the faults whose example shows no difference."""
     rows, missed = [], []
     for fault in FAULTS:
@@ -176,59 +173,50 @@ def examples(vllm: Vllm) -> tuple[list[str], list[str]]:
         undone, faults = undo_all(name, fault.example, fault.tools, vllm)
         if equal(theirs, mine, fault.example) or not equal(undone, mine, fault.example) or fault.key not in faults:
             missed.append(f"the example of {fault.key} ({name})")
-        rows.append(f"| {fault.key} | {name} | {cell(fault.example)} | {shown(theirs)} | {shown(mine)} |")
+        rows.append([fault.key, name, cell(fault.example), shown(theirs), shown(mine)])
     return rows, missed
 
 
-def lines_of(results: dict[str, Counter[str]], rows: list[str]) -> list[str]:
+def lines_of(results: dict[str, Counter[str]], rows: list[list[str]]) -> list[str]:
     """Return the tables of the page."""
-    lines = ["| format | texts | damaged | with calls | equal | differ by listed faults | unexplained | control |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    outcomes, faults = [], []
     for name, n in results.items():
-        counts = f"{n['calls']:,} | {n['equal']:,} | {n['explained']:,} | **{n['unexplained']}**"
+        counts = [f"{n[key]:,}" for key in ("calls", "equal", "explained")] + [f"**{n['unexplained']}**"]
         noticed = f"{n['noticed']} of {n['control']}"
-        lines.append(f"| {name} | {n['texts']:,} | {n['damaged'] / n['texts']:.0%} | {counts} | {noticed} |")
-    lines += [
-        "",
-        "## Faults",
-        "",
-        *DECISIONS,
-        "",
-        "| fault | formats | what vLLM does | texts of each format |",
-        "|---|---|---|---|",
-    ]
+        outcomes.append([name, f"{n['texts']:,}", f"{n['damaged'] / n['texts']:.0%}", *counts, noticed])
     for fault in FAULTS:
         counts = [f"{name} {results[name][f'fault {fault.key}']:,}" for name in fault.formats if name in results]
-        lines.append(f"| {fault.key} | {', '.join(fault.formats)} | {fault.what} | {', '.join(counts)} |")
-    lines += ["", "## The smallest texts", "", "| fault | format | text | vLLM | ptf |", "|---|---|---|---|---|", *rows]
-    return lines
+        faults.append([fault.key, ", ".join(fault.formats), fault.what, ", ".join(counts)])
+    return [
+        table(
+            "format | texts | damaged | with calls | equal | differ by listed faults | unexplained | control", outcomes
+        ),
+        "\n## Faults\n",
+        *DECISIONS,
+        "",
+        table("fault | formats | what vLLM does | texts of each format", faults),
+        "\n## The smallest texts\n",
+        table("fault | format | text | vLLM | ptf", rows),
+    ]
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--texts", type=int, default=10_000)
-    arguments.add_argument("--formats", nargs="+", default=COMPARED)
-    options = arguments.parse_args()
+    given = options(__doc__, texts=10_000, formats=COMPARED)
     vllm = Vllm()
     results = {
-        name: compare(name, options.texts, vllm) + control(name, options.texts // 20, vllm) for name in options.formats
+        name: compare(name, given.texts, vllm) + control(name, given.texts // 20, vllm) for name in given.formats
     }
     rows, missed = examples(vllm)
     missed += [f"{name}: {n['unexplained']} unexplained" for name, n in results.items() if n["unexplained"]]
     missed += [f"{name}: the control" for name, n in results.items() if n["noticed"] < n["control"]]
     for name, n in results.items():
         print(name, dict(n))
-    if options.formats != COMPARED or options.texts != 10_000:
+    if given.formats != COMPARED or given.texts != 10_000:
         print(f"no page is written of a part; missed: {missed}")
         return 1 if missed else 0
     import vllm as package
 
-    about = f"""# Tool calls beside vLLM's parsers
-
-Command: `python benchmarks/tool_calls.py`  
-Hardware: {cpu()}  
-Date: {date.today()}
-
+    about = f"""\
 Content and calls that `ptf.data.tool_calls` and vLLM {package.__version__} find in the same texts: `parse`, and
 `extract_tool_calls` of the parser of that name. *Damaged*: the calls in the text were changed at random: cut, tags or
 characters removed, doubled or put in, quotes exchanged, a different format's calls. *Equal*: content, names, number and
@@ -239,7 +227,8 @@ their first call's form. *Control*: how often it is noticed that the last call i
 ptf's result on purpose.
 
 """
-    return write_page(PAGE, about, lines_of(results, rows), missed)
+    page = results_page("tool_calls.md")
+    return write_page(page, head("Tool calls beside vLLM's parsers") + about, lines_of(results, rows), missed)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,30 +28,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from flow_runs import ROOT, commit, cpu
-from train_grid import (
-    APART,
-    CELLS,
-    HEAP,
-    KEPT,
-    KEPT_HEAP,
-    LR,
-    MODELS,
-    PAD,
-    SEQUENCES,
-    STEPS,
-    TRL,
-    WARM,
-    WIDTH,
-    apart,
-    kept,
-    planned,
-    rate,
-    settings,
-)
+import train_grid as grid
+from commands import PEER, ROOT, last_line, need_peer, options
+from pages import here, keep
+from train_grid import APART, KEPT, LR, MODELS, PAD, TRL, WIDTH, apart, rate
 from train_page import write
-
-PEER = ROOT / ".venv-peers" / "bin" / "python"
 
 
 def documents(path: Path, vocab: int, rows: int, steps: int, width: int = WIDTH) -> None:
@@ -167,37 +146,16 @@ def round_of(
     """What one round in a process of its own prints; by the peers' Python, unless `system` is ptf."""
     own = system.startswith("ptf")
     command = [sys.executable, script, "--one"] if own else [str(PEER), peer]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT) if own else "",
-        **(HEAP if system.endswith(KEPT_HEAP) else {}),
-    }
-    done = subprocess.run(
-        [*command, json.dumps(given)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT) if own else ""}
+    heap = grid.HEAP if system.endswith(grid.KEPT_HEAP) else {}
+    return last_line([*command, json.dumps(given)], system, **environment, **heap)
 
 
 def asked_of(about: str | None, **lists: Sequence[str]) -> argparse.Namespace:
     """The options of a benchmark of other steps: lists of what is compared, dtypes and rounds. Exits where the peer's
     environment is missing."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, choices in ({**lists, "dtypes": list(APART)}).items():
-        parser.add_argument(f"--{name}", nargs="+", default=list(choices), choices=choices)
-    for name, default in (("rounds", 3), ("steps", 3), ("warmup", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    asked = parser.parse_args()
-    if not PEER.exists():
-        sys.exit(f"{sys.argv[0]} needs the peer's environment: make peers")
+    asked = options(about, **lists, dtypes=APART, rounds=3, steps=3, warmup=1)
+    need_peer()
     return asked
 
 
@@ -214,48 +172,48 @@ def compared(name: str, dtype: str, rounds: int, until: float) -> None:
     """The rounds that are missing, unless the time is over. Raises AssertionError where two did not do the same."""
     from ptf.compute.provenance import code
 
-    hardware = cpu()
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware, "code": code()}
+    about = {**here(), "code": code()}
+    hardware, own = about["hardware"], about["code"]
     with tempfile.TemporaryDirectory() as directory:
         path, model = Path(directory) / "documents.npz", start(Path(directory), MODELS[name])
-        written = STEPS[name] + WARM
-        documents(path, MODELS[name]["vocab_size"], SEQUENCES[name], written)
+        written = grid.STEPS[name] + grid.WARM
+        documents(path, MODELS[name]["vocab_size"], grid.SEQUENCES[name], written)
         given = {
             "model": model,
             "documents": str(path),
             "width": WIDTH,
-            "rows": SEQUENCES[name],
+            "rows": grid.SEQUENCES[name],
             "dtype": dtype,
             "written": written,
-            "warmup": WARM,
-            "steps": STEPS[name],
+            "warmup": grid.WARM,
+            "steps": grid.STEPS[name],
             "lr": LR,
         }
-        while (system := planned(name, dtype, hardware, rounds, about["code"])) and time.monotonic() < until:
-            cell, began = CELLS[system], time.monotonic()
+        while (system := grid.planned(name, dtype, hardware, rounds, own)) and time.monotonic() < until:
+            cell, began = grid.CELLS[system], time.monotonic()
             made = round_of(system, given | cell, peer=cell.get("script", TRL))
             if "refused" not in made:
                 made |= {"rate": round(rate(made))}
-                assert_same(made, next((one for one in kept(name, dtype, hardware, about["code"])), made), dtype)
+                first = grid.kept(name, dtype, hardware, own)[:1] or [made]
+                assert_same(made, first[0], dtype)
             row = {"model": name, "dtype": dtype, "system": system, **made, **about}
             print(json.dumps(row | {"wall_s": round(time.monotonic() - began)}), flush=True)
-            with KEPT.open("a") as file:
-                file.write(json.dumps(row | {"settings": settings(name, system)}) + "\n")
+            keep(KEPT, row | {"settings": grid.settings(name, system)})
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         ours(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--dtypes", nargs="+", default=list(APART), choices=list(APART))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no further round is begun")
-    parser.add_argument("--anew", action="store_true", help="forget the rounds that are kept")
-    asked = parser.parse_args()
-    if not PEER.exists():
-        sys.exit("benchmarks/train_step.py needs the peer's environment: make peers")
+    asked = options(
+        __doc__,
+        models=MODELS,
+        dtypes=APART,
+        rounds=3,
+        minutes=(float("inf"), "after which no further round is begun"),
+        anew=(False, "forget the rounds that are kept"),
+    )
+    need_peer()
     if asked.anew:
         KEPT.unlink(missing_ok=True)
     until = time.monotonic() + 60 * asked.minutes

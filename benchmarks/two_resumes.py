@@ -9,23 +9,19 @@ alone, as two machines do. In every third trial the resume that holds the lease 
 on without waiting. Prints a JSON line for each trial; ends with status 1 if anything is not so.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
+from commands import ROOT, options
+from flow_runs import results_page
+from pages import head, table, write_page
+
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.flow_runs import cpu, results_page  # noqa: E402
-
-RESULTS = results_page("two_resumes.md")
 STORES = {"disk": "disk (one directory)", "s3": "S3 (a directory each, checkpoints shared)"}
 
 
@@ -44,41 +40,37 @@ def trials(store: str, count: int, seed: int, scratch: Path) -> list[dict]:
     return found
 
 
-def row(store: str, found: list[dict]) -> str:
+ABOUT = """\
+A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) at a random moment and resumed twice at once,
+the second after 0 to 0.5 s. In every third trial the resume that holds the lease is killed as well, as soon as the
+other one has been refused, and a third one is started.
+
+"""
+NAMES = (
+    "store | trials | holder killed too | one ended, one said why it stopped | one after the other, both ended | "
+    "something else"
+)
+END = """
+Every run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, and the
+SHA-256 of weights and optimizer in its last checkpoint. Every other one named the process that holds the lease, since
+when, and how to take over. None waited for a heartbeat of a process that was killed."""
+
+
+def row(store: str, found: list[dict]) -> list[object]:
     ways = Counter((one["ended"], one["refused"]) for one in found)
     wrong = sum(bool(one["wrong"]) for one in found)
     killed = sum(one["killed"] for one in found)
-    return f"| {STORES[store]} | {len(found)} | {killed} | {ways[1, 1]} | {ways[2, 0]} | **{wrong}** |\n"
+    return [STORES[store], len(found), killed, ways[1, 1], ways[2, 0], f"**{wrong}**"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+def main() -> int:
+    asked = options(__doc__, trials=50, seed=0)
     with tempfile.TemporaryDirectory() as scratch:
         found = {store: trials(store, asked.trials, asked.seed, Path(scratch)) for store in STORES}
-    RESULTS.write_text(
-        "# Two resumes at once\n\n"
-        f"Command: `{' '.join(['python', 'benchmarks/two_resumes.py', *sys.argv[1:]])}`  \n"
-        f"Hardware: {cpu()}  \nDate: {time.strftime('%Y-%m-%d')}\n\n"
-        "A tiny SFT run of 24 steps with a checkpoint every 5 is killed (SIGKILL) "
-        "at a random moment and resumed twice at once, the second\n"
-        "after 0 to 0.5 s. In every third trial the resume that holds the lease is killed as well, "
-        "as soon as the other one has been refused,\n"
-        "and a third one is started.\n\n"
-        "| store | trials | holder killed too | one ended, one said why it stopped | one after the other, "
-        "both ended | something else |\n"
-        "|---|---|---|---|---|---|\n" + "".join(row(store, of) for store, of in found.items()) + "\n"
-        "Every run that ended has the bits of the one that never stopped: metrics but clock fields, exported weights, "
-        "and the SHA-256 of\n"
-        "weights and optimizer in its last checkpoint. Every other one named the process that holds the lease, "
-        "since when, and how to take\n"
-        "over. None waited for a heartbeat of a process that was killed.\n"
-    )
-    print(f"wrote {RESULTS.relative_to(ROOT)}")
-    sys.exit(1 if any(one["wrong"] for of in found.values() for one in of) else 0)
+    lines = table(NAMES, [row(store, of) for store, of in found.items()])
+    wrong = [store for store, of in found.items() if any(one["wrong"] for one in of)]
+    return write_page(results_page("two_resumes.md"), head("Two resumes at once") + ABOUT, [lines, END], wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

