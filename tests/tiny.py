@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
+from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.model.families import Family
 
 SIZES = {
     "vocab_size": 97,
@@ -34,6 +38,14 @@ def checkpoint(directory: Path, *, tied: bool = True, seed: int = 0, **changes: 
             parameter.normal_(1.0, 0.2) if name.endswith("norm.weight") else parameter.normal_(0, 0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def loaded(directory: Path, **parts: Any) -> tuple[Decoder, Family]:
+    """The model of a checkpoint, in the checkpoint's precision on the CPU, and its family."""
+    model, family = bridge.build(directory, **parts)
+    bridge.materialize(model, torch.device("cpu"))
+    bridge.load_hf(model, directory, family)
+    return model, family
 
 
 def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: float = 0.6) -> Sample:
@@ -86,14 +98,20 @@ def arithmetic(directory: Path, *, rows: int = 200) -> dict:
     write_jsonl(directory / "train.jsonl", chats[:rows])
     write_jsonl(directory / "held_out.jsonl", chats[rows:])
     write_jsonl(directory / "prompts.jsonl", prompts)
+    sources, held_out = ({"path": str(directory / f"{name}.jsonl")} for name in ("train", "held_out"))
+    return small_job(directory, {"sums": sources}, {"held_out": held_out})
+
+
+def small_job(directory: Path, sources: dict, validation: dict, model: Path | None = None) -> dict:
+    """A raw job of twelve steps on a CPU, from random weights of the model in `directory`."""
     return {
         "recipe": "sft",
         "output": str(directory / "runs"),
         "seed": 1,
-        "model": {"path": str(directory / "model"), "init": "random"},
+        "model": {"path": str(model or directory / "model"), "init": "random"},
         "data": {
-            "sources": {"sums": {"path": str(directory / "train.jsonl")}},
-            "validation": {"held_out": {"path": str(directory / "held_out.jsonl")}},
+            "sources": sources,
+            "validation": validation,
             "partitions": 4,
             "seq_len": 64,
             "shuffle_buffer": 16,
@@ -110,4 +128,18 @@ def arithmetic(directory: Path, *, rows: int = 200) -> dict:
         "compute": {"launcher": "local", "device": "cpu", "threads": 1},
         "checkpoint": {"every": 5},
         "track": {"tensorboard": False},
+    }
+
+
+def online(raw: dict, directory: Path, reward: str = "tests.rl.plugs:by_length", **rollout: object) -> dict:
+    """The job of `arithmetic` as GRPO of its prompts, whose responses the native engine samples; the arguments are
+    the keys of the section rollout that differ."""
+    prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
+    usual = {"engine": "native", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6}
+    return {
+        **raw,
+        "recipe": "grpo",
+        "data": {**raw["data"], "sources": {"p": prompts}, "validation": {}},
+        "train": {**raw["train"], "validate_every": 0},
+        "rollout": {**usual, **({"reward": {"use": reward}} if reward else {}), **rollout},
     }
