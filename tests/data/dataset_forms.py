@@ -87,6 +87,16 @@ verl = {
 }
 hermes_system = "You may call <tools>" + json.dumps(WRAPPED) + "</tools>"
 alpaca = {"instruction": "Translate.", "input": "due", "output": "two"}
+human_eval = {
+    "prompt": "def f(a, b):",
+    "canonical_solution": " return a+b",
+    "test": "assert f(1, 1) == 2",
+    "entry_point": "f",
+}
+hermes = {
+    "conversations": ft(("system", hermes_system), ("human", "Rome?"), ("gpt", "<tool_call>…")),
+    "tools": json.dumps([WRAPPED]),
+}
 mbpp = {
     "task_id": 2,
     "text": "Add two numbers.",
@@ -438,23 +448,13 @@ FORMS = (
     Form(CODE, mbpp, {"prompt": "Add two numbers."}, recipe="grpo", columns={"prompt": "text"}),
     Form(
         CODE,
-        {
-            "prompt": "def f(a, b):",
-            "canonical_solution": " return a+b",
-            "test": "assert f(1, 1) == 2",
-            "entry_point": "f",
-        },
+        human_eval,
         {"prompt": "def f(a, b):"},
         recipe="grpo",
     ),
     Form(
         CODE,
-        {
-            "prompt": "def f(a, b):",
-            "canonical_solution": " return a+b",
-            "test": "assert f(1, 1) == 2",
-            "entry_point": "f",
-        },
+        human_eval,
         refused=r"columns: \{completion: canonical_solution\}",
     ),
     Form(
@@ -514,18 +514,12 @@ FORMS = (
     ),
     Form(
         CALLS,
-        {
-            "conversations": ft(("system", hermes_system), ("human", "Rome?"), ("gpt", "<tool_call>…")),
-            "tools": json.dumps([WRAPPED]),
-        },
+        hermes,
         refused=r"the tools are in the system message and in `tools`.*\{tools: null\} leaves the latter out",
     ),
     Form(
         CALLS,
-        {
-            "conversations": ft(("system", hermes_system), ("human", "Rome?"), ("gpt", "<tool_call>…")),
-            "tools": json.dumps([WRAPPED]),
-        },
+        hermes,
         {
             "messages": [
                 {"role": "system", "content": hermes_system},

@@ -1,33 +1,27 @@
 """A Hub on loopback: the few requests by which commits, their files and ranges of bytes are asked for."""
 
 import hashlib
-import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from tests import loopback
+from tests.loopback import Loopback
 
-class HubStub(ThreadingHTTPServer):
+
+class HubStub(Loopback):
     """`commits`: commit → files; `branches`: (id, branch) → commit. `asked`: every path and range, in order. `fails`:
     so many requests for bytes are answered with 503. `refused`: a part of a path → the status and the code of the
     answer."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(Answers)
         self.commits: dict[str, Mapping[str, bytes]] = {}
         self.branches: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
         self.fails = 0
         self.refused: dict[str, tuple[int, str]] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def push(self, id: str, files: Mapping[str, bytes], branch: str = "main") -> str:
         """A new commit of a dataset."""
@@ -40,9 +34,8 @@ class HubStub(ThreadingHTTPServer):
         return sum(part in path for path, _ in self.asked)
 
 
-class Answers(BaseHTTPRequestHandler):
-    server: HubStub
-    protocol_version = "HTTP/1.1"
+class Answers(loopback.Answers):
+    server: HubStub  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)
@@ -80,7 +73,7 @@ class Answers(BaseHTTPRequestHandler):
                 {"type": "file", "path": name, "oid": hashlib.sha1(data).hexdigest(), "size": len(data)}
                 for name, data in hub.commits[commit].items()
             ]
-            return self.answer(json.dumps(entries).encode(), 200, {"Content-Type": "application/json"})
+            return self.answer(entries, headers={"Content-Type": "application/json"})
         body = {
             "id": id,
             "sha": commit,
@@ -91,25 +84,10 @@ class Answers(BaseHTTPRequestHandler):
             "tags": [],
             "siblings": [],
         }
-        self.answer(json.dumps(body).encode(), 200, {"Content-Type": "application/json"})
-
-    def answer(self, body: bytes, code: int, headers: Mapping[str, str]) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the console."""
+        self.answer(body, headers={"Content-Type": "application/json"})
 
 
 @contextmanager
 def running() -> Iterator[HubStub]:
-    with HubStub() as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
+    with loopback.running(HubStub()) as hub:
+        yield hub

@@ -7,7 +7,6 @@ With `page`, a Markdown file is written that says how it was. Ends with status 1
 """
 
 import json
-import pickle
 import sys
 import tempfile
 import time
@@ -17,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from ptf.data.batch import Batch
-from ptf.data.loader import Loader
-from ptf.data.partitions import Partitions
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
+from tests.data.trials import BASE, SEQ_LEN, Trial, ranks, state_of
 
-BASE, PARTITIONS, SEQUENCES, SEQ_LEN = 1000, 8, 16, 256
+PARTITIONS, SEQUENCES = 8, 16
 
 
 def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
@@ -52,47 +50,18 @@ def ledger(samples: int, directory: Path) -> np.ndarray:
         name: SourceSpec(str(directory / f"{name}.jsonl"), weight, epochs=1)
         for name, weight in {"a": 1.0, "b": 1.5}.items()
     }
+    run = Trial({}, {}, {}, PARTITIONS, SEQUENCES, 1, {"exhausted": "drop"}, 64, None, [], 0, False, seed=1)
     state: dict[str, Any] | None = None
     counts = np.zeros(samples, np.int32)
     steps = samples * 20 // (SEQUENCES * SEQ_LEN)  # about
     for world, share in ((1, 0.2), (2, 0.3), (4, 0.3), (1, 9.0)):
-        loaders = []
-        for rank in range(world):
-            partitions = Partitions(
-                sources,
-                None,
-                numbered,
-                partitions=PARTITIONS,
-                seed=1,
-                shuffle=64,
-                seq_len=SEQ_LEN,
-                lookahead=16,
-                exhausted="drop",
-            )  # type: ignore[arg-type]
-            loaders.append(
-                Loader(
-                    partitions,
-                    partitions=PARTITIONS,
-                    sequences=SEQUENCES,
-                    rank=rank,
-                    world_size=world,
-                    micro_batch_sequences=SEQUENCES,
-                    seq_len=SEQ_LEN,
-                )
-            )
-            if state:
-                loaders[-1].load_state_dict(state)
-        for _ in range(int(share * steps) + 1):
-            found = np.concatenate([numbers(batch) for loader in loaders for batch in next(loader)])
-            np.add.at(counts, found, 1)
-            if not len(found):
-                break
-        states = [loader.state_dict() for loader in loaders]
-        state = pickle.loads(
-            pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}})
-        )
-        for loader in loaders:
-            loader.close()
+        with ranks(run, sources, None, world, state, encode=numbered) as loaders:
+            for _ in range(int(share * steps) + 1):
+                found = np.concatenate([numbers(batch) for loader in loaders for batch in next(loader)])
+                np.add.at(counts, found, 1)
+                if not len(found):
+                    break
+            state = state_of(loaders)
     return counts
 
 

@@ -1,94 +1,16 @@
-"""The mask against an oracle that knows neither template nor prefix: it looks for what was said,
-by character offsets, in each sample's text."""
+"""What of a conversation is trained, and what is refused; its masks are compared with an oracle's in test_oracle.py."""
 
-import gzip
-import itertools
-import json
-import re
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ptf.data.chat import chat_samples
 from ptf.data.rendering import Rendering
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from tests.data.templates import ONE_SAMPLE, SPLIT, UNSERVED, templated
-
-WHOLE = (
-    "plain",
-    "generation_markers",
-    "first_system_only",
-    "developer",
-    "system_folded",
-    "next_role_stop",
-    "date",
-    "end_of_document",
-)  # one sample, whatever is said
-REWRITTEN = ("drops_thinking", "return_or_end")  # a sample for each turn
-
-
-# The complexity: one condition for each way in which a mask can be wrong.
-def oracle(samples: list[Sample], messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str | None:  # noqa: C901
-    """What is wrong with the masks, if anything. The contents of the messages must not occur in one another."""
-    trained = dict.fromkeys((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
-    stops = {tokenizer.decode([i]) for i in tokenizer.stop_ids}
-    header = tokenizer.render_text([{"role": "user", "content": "Nr."}], True).split("Nr.")[-1]
-    for sample in samples:
-        text = tokenizer.decode(sample.tokens)
-        spans = offsets(sample, text, header, tokenizer)
-        if spans is None:
-            return "the sample is not its text"
-        on = np.zeros(len(text) + 1, bool)
-        for (a, b), weight in zip(spans, sample.loss_weights, strict=True):
-            on[a:b] = weight > 0
-        for i, message in enumerate(messages):
-            said = message["content"].strip()
-            at = text.find(said)
-            if at < 0:
-                continue
-            if message["role"] != "assistant":
-                if on[at : at + len(said)].any():
-                    return f"message {i} ({message['role']}) is trained"
-                continue
-            if not on[at]:
-                if on[at : at + len(said)].any():
-                    return f"turn {i} is trained in part"
-                continue
-            trained[i] += 1
-            end = at + len(said)
-            stop = next((s for s in stops if text.startswith(s, end)), None)
-            if stop is None or not on[at : end + len(stop)].all():
-                return f"turn {i} is not trained to the end of the turn"
-            if on[end + len(stop)]:
-                return f"what follows turn {i} is trained"
-        starts = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_weights])) > 0)
-        for start in starts:  # what is trained before the content, if anything, is what the model itself must write
-            before = tokenizer.decode(sample.tokens[:start])
-            if not before.endswith(header[-6:]):
-                return "a span does not start where the generation prompt ends"
-    if any(n != 1 for n in trained.values()):
-        return f"turns are trained {trained} times"
-    return None
-
-
-def offsets(sample: Sample, text: str, header: str, tokenizer: Tokenizer) -> list[tuple[int, int]] | None:
-    """The characters of each token: of the text as a whole or, where a token would span the end of a generation prompt
-    (Qwen3.5), of its pieces."""
-    for pieces in ([text], re.split(f"(?<={re.escape(header)})", text)):
-        encoded = [tokenizer.hf(piece, add_special_tokens=False, return_offsets_mapping=True) for piece in pieces]
-        if [i for piece in encoded for i in piece["input_ids"]] == sample.tokens.tolist():
-            starts = itertools.accumulate(map(len, pieces), initial=0)
-            return [
-                (a + at, b + at) for at, piece in zip(starts, encoded, strict=False) for a, b in piece["offset_mapping"]
-            ]
-    return None
+from tests.data.templates import templated
 
 
 def numbered(texts: list[str], roles: list[str]) -> list[dict[str, Any]]:
@@ -98,97 +20,12 @@ def numbered(texts: list[str], roles: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def alternating(n: int, system: bool) -> list[str]:
-    return ["system"] * system + ["user", "assistant"] * n
-
-
-TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t  <>|/"), max_size=40).map(
-    # Qwen's tokenizer normalizes; the oracle compares characters
-    lambda text: unicodedata.normalize("NFC", text).replace("<|", "|")
-)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    roles = alternating(draw(st.integers(1, 4)), draw(st.booleans()))
-    return numbered([draw(TEXTS) for _ in roles], roles)
-
-
-def masks_agree(tokenizer: Tokenizer, one: bool, examples: int, system: bool = True) -> None:
-    @settings(max_examples=examples, deadline=None)
-    @given(conversations())
-    def check(messages: list[dict[str, Any]]) -> None:
-        messages = [m for m in messages if system or m["role"] != "system"]
-        samples = chat_samples(messages, tokenizer)
-        assert oracle(samples, messages, tokenizer) is None
-        turns = sum(m["role"] == "assistant" for m in messages)
-        assert len(samples) == (1 if one else turns)
-        last = chat_samples(messages, tokenizer, train_on="last")
-        assert len(last) == 1
-        assert (
-            oracle(
-                last,
-                [m | {"role": "user"} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages],
-                tokenizer,
-            )
-            is None
-        )
-
-    check()
-
-
-@pytest.mark.hypothesis  # the property is inside
-@pytest.mark.parametrize("template", [*WHOLE, *REWRITTEN])
-def test_masks_agree_with_the_oracle(template: str) -> None:
-    masks_agree(templated(template), template in WHOLE, 20)
-
-
-@pytest.mark.long
-@pytest.mark.hypothesis
-def test_masks_of_real_templates_agree_with_the_oracle(shared: Path) -> None:
-    # Mistral-Nemo shows the system message only before the first answer: see below
-    for template in (*ONE_SAMPLE, *SPLIT):
-        masks_agree(templated(template, shared), template in ONE_SAMPLE, 10, template != "mistral-nemo")
-
-
-@pytest.mark.parametrize("template", ["drops_thinking", "end_of_document"])
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_the_oracle_catches_a_mask_that_is_off_by_one(template: str, shift: int) -> None:
-    tokenizer = templated(template)
-    messages = numbered(["a", "b", "c", "d"], alternating(2, False))
-    wrong = [Sample(s.tokens, np.roll(s.loss_weights, shift)) for s in chat_samples(messages, tokenizer)]
-    assert oracle(wrong, messages, tokenizer) is not None
-
-
-def refused_as_never_served(tokenizer: Tokenizer) -> None:
+def test_a_turn_that_is_never_served_is_refused() -> None:
+    tokenizer = templated("thinking_opened")
     with pytest.raises(
-        UserError,
-        match=rf"chat template {re.escape(tokenizer.template_name)}, turn 1: the generation prompt ends in '<think>",
+        UserError, match=f"chat template {tokenizer.template_name}, turn 1: the generation prompt ends in '<think>"
     ):
         chat_samples(numbered(["a", "b"], ["user", "assistant"]), tokenizer)
-
-
-def test_a_turn_that_is_never_served_is_refused() -> None:
-    refused_as_never_served(templated("thinking_opened"))
-
-
-def test_a_turn_that_is_never_served_by_a_real_template_is_refused(shared: Path) -> None:
-    for template in UNSERVED:
-        refused_as_never_served(templated(template, shared))
-
-
-def test_a_moving_system_message_is_refused() -> None:
-    """As Mistral-Nemo, it shows the system message with the last user message only while that is the last message."""
-    with pytest.raises(UserError, match="turn 2: the generation prompt"):
-        chat_samples(numbered(["a", "b", "c"], ["system", "user", "assistant"]), templated("moving_tools"))
-
-
-@pytest.mark.parametrize("template", ["drops_tools", "system_folded", "end_of_document"])
-def test_a_template_that_drops_tool_calls_is_refused(template: str) -> None:
-    call = {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": '{"x": 1}'}}
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    with pytest.raises(UserError, match="turn 1: the template leaves out 'lookup'"):
-        chat_samples(messages, templated(template))
 
 
 def calling(content: str, *names: str) -> list[dict[str, Any]]:
@@ -302,17 +139,6 @@ def test_a_token_over_the_end_of_the_prompt_is_cut_as_a_server_cuts_it() -> None
     assert sample.tokens[: len(prompt)].tolist() == prompt != tokenizer.render(messages, False)[: len(prompt)]
     assert sample.loss_weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(sample) - len(prompt))
     assert tokenizer.decode(sample.tokens[len(prompt) :]) == "yes<|im_end|>"
-
-
-def test_real_conversations(shared: Path) -> None:
-    with gzip.open(shared / "chat/oasst_en100_paths.jsonl.gz") as lines:
-        conversations = [json.loads(line)["messages"] for line in itertools.islice(lines, 60)]
-    for template in ("qwen2.5", "qwen3", "gpt-oss", "minimind", "phi-3.5"):
-        tokenizer = templated(template, shared)
-        for messages in conversations:
-            contents = [m["content"].strip() for m in messages]
-            if not any(a in b for a, b in itertools.permutations(contents, 2)):
-                assert oracle(chat_samples(messages, tokenizer), messages, tokenizer) is None
 
 
 USER, CALL = {"role": "user", "content": "a"}, {"function": {"name": "f", "arguments": "{"}}

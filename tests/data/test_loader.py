@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
@@ -30,6 +27,7 @@ from ptf.data.training_length import DataPlan, planned, rows_taken
 from ptf.errors import UserError
 from tests.data.ledger import ledger
 from tests.data.peers import Threads, close
+from tests.data.trials import state_of
 
 PARTITIONS, SEQUENCES, SEQ_LEN = 4, 8, 64
 
@@ -91,7 +89,7 @@ def make(
     made = Partitions(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
     return Loader(
         made,
-        partitions=PARTITIONS,
+        partitions=options["partitions"],
         sequences=SEQUENCES,
         rank=rank,
         world_size=world,
@@ -131,15 +129,6 @@ def run(loaders: list[Loader], steps: int) -> list[list[tuple[bytes, bytes]]]:
         ranks = [sequences_of(next(loader)) for loader in loaders]
         out.append([ranks[j % len(ranks)][j // len(ranks)] for j in range(SEQUENCES)])
     return out
-
-
-def together(loaders: list[Loader]) -> dict[str, Any]:
-    """The states of all ranks, through what a checkpoint does to them."""
-    states = [loader.state_dict() for loader in loaders]
-    assert len({s["step"] for s in states}) == 1
-    return pickle.loads(
-        pickle.dumps({"step": states[0]["step"], "lanes": {k: v for s in states for k, v in s["lanes"].items()}})
-    )
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +176,7 @@ def test_ranks_exchange_sequences_by_work(sources: Any, characters: Tokenizer, w
     assert all(peer.sent for peer in peers)
     assert [sorted(loader._served) for loader in loaders] == [[rank] for rank in range(4)]
     assert sum(loader.counts["samples"] for loader in loaders) == alone.counts["samples"]
-    state = together(loaders)
+    state = state_of(loaders)
     close([*loaders, alone])
     again = make(sources, characters)
     again.load_state_dict(state)
@@ -242,21 +231,6 @@ def test_ranks_that_exchange_end_together(sources: Any, characters: Tokenizer, t
     assert threading.active_count() == before - 2
 
 
-@pytest.mark.long
-@settings(max_examples=15, deadline=None)
-@given(cuts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
-def test_resumes_after_any_step_and_again(sources: Any, characters: Tokenizer, whole: Any, cuts: list[int]) -> None:
-    loader, steps = make(sources, characters), []
-    for cut in [*cuts, 2]:
-        steps += run([loader], cut)
-        state = together([loader])
-        loader.close()
-        loader = make(sources, characters)
-        loader.load_state_dict(state)
-    assert steps == whole[: len(steps)]
-    assert loader.step == len(steps)
-
-
 def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Tokenizer, whole: Any) -> None:
     steps: list[Any] = []
     state = None
@@ -265,7 +239,7 @@ def test_elastic_resume_repeats_and_loses_nothing(sources: Any, characters: Toke
         for loader in loaders if state else []:
             loader.load_state_dict(state)
         steps += run(loaders, 7)
-        state = together(loaders)
+        state = state_of(loaders)
         close(loaders)
     assert steps == whole[:28]
 
@@ -405,21 +379,7 @@ def trained(
     """Of one epoch, the documents."""
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
 
-    def encode(row, name):
-        return encode_document(row, characters, name)
-
-    made = Partitions(
-        finite,
-        characters,
-        encode,
-        partitions=partitions,
-        seed=0,
-        shuffle=shuffle,
-        seq_len=SEQ_LEN,
-        lookahead=6,
-        **options,
-    )
-    loader = Loader(made, partitions=partitions, sequences=SEQUENCES, micro_batch_sequences=8, seq_len=SEQ_LEN)
+    loader = make(finite, characters, encode=once, partitions=partitions, shuffle=shuffle, reorder=False, **options)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))
@@ -451,10 +411,8 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
     assert trained(sources, characters, 2) == Counter([f"a{i}" for i in range(10)] + [f"b{i}" for i in range(500)])
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
 
-    def encode(row, name):
-        return encode_document(row, characters, name)
-
-    partition = Partitions(finite, characters, encode, partitions=1, seed=0, shuffle=2, seq_len=SEQ_LEN, lookahead=6)(0)
+    made = make(finite, characters, encode=once, partitions=1, shuffle=2, reorder=False)
+    partition = made._factory(0)
     order = [sample.source for sequence in partition for unit in sequence for sample in unit]
     at = [i for i, name in enumerate(order) if name == "a"]
     assert len(order) == 510

@@ -151,10 +151,13 @@ TOOLS = [
     ("name", "messages", "turn", "reason"),
     [
         ("drops_tools", [said("user", "a"), CALL], 1, "left out"),
+        ("system_folded", [said("user", "a"), CALL], 1, "left out"),
+        ("end_of_document", [said("user", "a"), CALL], 1, "left out"),
         # not shown beside a call, if some of it is found in the name
         ("moving_tools", [said("user", "a"), {**CALL, "content": "loo"}], 1, "left out"),
         ("drops_thinking", [said("user", "a"), said("assistant", "thi<think>b</think>c")], 1, "left out"),
         ("thinking_opened", TWO_TURNS, 1, "never served"),
+        ("moving_tools", [said("system", "a"), said("user", "b"), said("assistant", "c")], 2, "never served"),
         ("moving_tools", [said("user", "a"), said("system", "b"), said("assistant", "c")], 2, "template refuses"),
         ("no_system", [said("user", "a"), said("assistant", "b<|end|>c")], 1, "stop inside"),
         ("plain", [said("assistant", "b")], 0, "speaks first"),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ptf.data.packing import Packer, _first_of_last, balanced, pack_all
 from ptf.data.sample import PackUnit, Sample, length
-from ptf.data.stream import settle
 from ptf.errors import UserError
 
 
@@ -59,17 +58,6 @@ def test_no_unit_waits_longer_than_the_lookahead(lengths: list[int], lookahead: 
             assert r <= entered + lookahead
     sequences = numbers([next(packer) for _ in range(40)])
     assert all(sequence[0] == min(sequence) for sequence in sequences)  # the oldest leads
-
-
-@given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 1000))
-def test_resumes_in_mid_window(lookahead: int, steps: int, seed: int) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 60, 97)
-    one = Packer(Numbered(lengths), 64, lookahead)
-    for _ in range(steps):
-        next(one)
-    other = Packer(Numbered(lengths), 64, lookahead)
-    other.load_state_dict(settle(one.state_dict()))
-    assert numbers([next(one) for _ in range(20)]) == numbers([next(other) for _ in range(20)])
 
 
 def test_two_units_of_one_length_are_needed_for_a_pair() -> None:

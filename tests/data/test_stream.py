@@ -42,19 +42,6 @@ def test_shuffle_yields_every_item_of_an_epoch_before_any_of_the_next(n: int, wi
         assert Counter(items[e * n : (e + 1) * n]) == Counter((e, i) for i in range(n))
 
 
-@given(st.integers(1, 30), st.integers(0, 40), st.integers(0, 70), st.integers(0, 70))
-def test_shuffle_resumes_anywhere_and_again(n: int, window: int, first: int, second: int) -> None:
-    whole = take(shuffled(n, window), first + second + 40)
-    one = shuffled(n, window)
-    parts = take(one, first)
-    for steps in (second, 40):
-        other = shuffled(n, window)
-        other.load_state_dict(settle(one.state_dict()))
-        parts += take(other, steps)
-        one = other
-    assert parts == whole
-
-
 def test_shuffle_shuffles_by_its_key_and_by_epoch() -> None:
     a, b = take(shuffled(100, 100), 200), take(shuffled(100, 100, "another"), 100)
     first, second = [i for _, i in a[:100]], [i for _, i in a[100:]]

@@ -16,6 +16,7 @@ from ptf.data.probes import PROBES
 from ptf.data.tokenizer import MOST_DECODED, Tokenizer
 from ptf.data.tokenizer_files import PLAIN_CLASSES, PLAIN_FAMILIES, tokenizer_class
 from ptf.errors import UserError
+from tests.child import run_python
 from tests.data.templates import OWN, templated
 
 HEAVY = ["transformers.generation.utils", "sklearn", "torch._dynamo"]
@@ -168,9 +169,7 @@ def test_a_document_begins_as_servers_begin_it(shared: Path) -> None:
 def test_fingerprint_is_the_same_in_another_process(characters: Tokenizer) -> None:
     code = "import sys; from ptf.data.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).fingerprint())"
     env = os.environ | {"PYTHONHASHSEED": "1"}
-    found = subprocess.run(
-        [sys.executable, "-c", code, characters.hf.name_or_path], capture_output=True, text=True, check=True, env=env
-    ).stdout.strip()
+    found = run_python("-c", code, characters.hf.name_or_path, check=True, env=env).stdout.strip()
     assert found == characters.fingerprint()
 
 

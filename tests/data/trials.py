@@ -140,10 +140,10 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
     return found
 
 
-def partitions_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer) -> Partitions:
+def partitions_of(trial: Trial, sources: dict[str, SourceSpec], tokenizer: Tokenizer | None) -> Partitions:
     return Partitions(
         sources,
-        tokenizer,
+        tokenizer,  # type: ignore[arg-type]
         encode,
         partitions=trial.partitions,
         seed=trial.seed,
@@ -169,7 +169,7 @@ def documents(batch: Batch, sequence: int) -> list[tuple[int, ...]]:
 def ranks(
     trial: Trial,
     sources: dict[str, SourceSpec],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     world: int,
     state: Any,
     exchange: bool = False,
@@ -202,6 +202,7 @@ def ranks(
 def state_of(loaders: list[Loader]) -> dict[str, Any]:
     """The state of all ranks together, as a checkpoint holds it."""
     states = [loader.state_dict() for loader in loaders]
+    assert len({state["step"] for state in states}) == 1
     partitions = {partition: one for state in states for partition, one in state["lanes"].items()}
     return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": partitions}))
 

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import fingerprint, rows_once
 from ptf.errors import UserError
 from ptf.run import dataset_commits, resolved, write_job_file
+from tests.child import run_python
 from tests.data.hub_stub import HubStub, running
 
 README = b"""---
@@ -247,13 +246,7 @@ try:
 except UserError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment},
-    )
+    done = run_python("-c", script, timeout=120, env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment})
     (sentence,) = done.stdout.strip().splitlines()
     assert "there is no file or directory open/gsm here" in sentence
     assert (
