@@ -4,7 +4,6 @@ A family's list of names is read in both directions, and a tensor is read from s
 process owns, so that loading a sharded model needs no whole copy anywhere.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -40,7 +39,7 @@ from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, Merged, adapter_names, initial_value, raise_if_unmatched_targets
+from ptf.model.lora import Lora, Merged, adapter_names, initial_value, keyed, raise_if_unmatched_targets, whole
 from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weight_map
@@ -49,6 +48,7 @@ from ptf.workspace import progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30
+CPU = torch.device("cpu")
 CHAT_TEMPLATES = ("chat_template", "additional_chat_templates/")  # how the names of their files begin
 Carried = tuple[str, Tensor, torch.dtype]  # name in a checkpoint, tensor, dtype in which it is stored
 
@@ -209,6 +209,21 @@ def materialize(model: Decoder, device: torch.device) -> None:
         model.head._parameters["weight"] = model.embed._parameters["weight"]
 
 
+def load(
+    directory: Path,
+    device: torch.device = CPU,
+    *,
+    head: Literal["lm", "scalar"] | None = None,
+    factory: LayerFactory | None = None,
+    seed: int = 0,
+) -> tuple[Decoder, Family]:
+    """Return the model of a directory with its weights, whole, on a device, and its family (`build`, `load_hf`)."""
+    model, family = build(directory, head=head, factory=factory)
+    materialize(model, device)
+    load_hf(model, directory, family, seed)
+    return model, family
+
+
 def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
     """Fill a parameter with what `read` returns for the slices that this process owns."""
     with torch.no_grad():
@@ -296,11 +311,9 @@ def _initialise(name: str, parameter: Tensor, config: DecoderConfig, seed: int) 
     if name.endswith(("norm.weight", "bias", "sinks", "a_log")):
         fill(parameter, lambda part: torch.full([s.stop - s.start for s in part], constant))
         return
-    key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
     rows = config.vocab if _in_vocabulary(name, config) else len(parameter)
-    values = torch.empty(rows, *parameter.shape[1:]).normal_(
-        0, config.init_std, generator=torch.Generator().manual_seed(key)
-    )
+    generator = torch.Generator().manual_seed(keyed(seed, name))
+    values = torch.empty(rows, *parameter.shape[1:]).normal_(0, config.init_std, generator=generator)
     fill(parameter, partial(PaddedRows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
 
 
@@ -438,17 +451,12 @@ def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family)
 
     A sharded tensor is gathered. Tensors that have no Hugging Face name come last, under ours (`own:…`).
     """
-
-    def whole(name):
-        return value.full_tensor() if isinstance(value := values[name], DTensor) else value
-
     for mapping in checkpoint_mappings(model, family):
-        for name, tensor in zip(
-            mapping.theirs(model.config.experts), mapping.write([whole(ours) for ours in mapping.ours]), strict=True
-        ):
+        written = mapping.write([whole(values[ours]) for ours in mapping.ours])
+        for name, tensor in zip(mapping.theirs(model.config.experts), written, strict=True):
             yield family.prefix + name, tensor
     for name in own_tensors(model, family):
-        yield OWN + name, whole(name)
+        yield OWN + name, whole(values[name])
 
 
 def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -506,35 +514,23 @@ def save_hf(
     only when it is complete.
     """
     dtype, dtypes, hf = export_dtype(source), stored_dtypes(source), read_config(source)
+    if not writes:
+        for _ in tensors:
+            pass
+        return
     temporary = directory.with_name(directory.name + ".tmp")
-    shards: list[dict[str, Tensor]] = [{}]
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    size = total = 0
-    numbers: dict[str, int] = {}
-    own: dict[str, dict[str, Tensor]] = {}
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    shards, own = _Shards(temporary), dict[str, dict[str, Tensor]]()
     trained = ((name, t, dtypes.get(name, dtype)) for name, t in tensors)
-    kept = _carried_tensors(source) if carried is None else carried
-    for name, tensor, stored in itertools.chain(trained, kept if writes else ()):
-        if not writes:
-            continue
+    for name, tensor, stored in itertools.chain(trained, _carried_tensors(source) if carried is None else carried):
         tensor = tensor.to("cpu", stored).contiguous()
         if name.startswith(OWN):
             ours = name.removeprefix(OWN)
             own.setdefault(file_of(ours), {})[ours] = tensor
-            continue
-        if size and size + tensor.nbytes > SHARD_BYTES:
-            _write_shard(temporary, shards)
-            size = 0
-        shards[-1][name] = tensor
-        numbers[name] = len(shards) - 1
-        size += tensor.nbytes
-        total += tensor.nbytes
-    if not writes:
-        return
-    _write_shard(temporary, shards)
-    _name_shards(temporary, len(shards) - 1, numbers, total)
+        else:
+            shards.add(name, tensor)
+    shards.finish()
     for file, inside in own.items():
         save_file(inside, temporary / file, metadata={"format": "pt"})
     _copy_other_files(source, tokenizer, temporary)
@@ -580,20 +576,34 @@ def _carried_tensors(source: Path) -> Iterator[Carried]:
                 yield name, tensor, tensor.dtype
 
 
-def _write_shard(directory: Path, shards: list[dict[str, Tensor]]) -> None:
-    """Write the last shard under a temporary name, and begin the next."""
-    save_file(shards[-1], directory / f"shard-{len(shards) - 1}.safetensors", metadata={"format": "pt"})
-    shards[-1] = {}  # frees its memory
-    shards.append({})
+class _Shards:
+    """The files of a checkpoint, written one after the other; `finish` names them as transformers does."""
 
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.tensors = directory, dict[str, Tensor]()
+        self.numbers = dict[str, int]()  # of each tensor's file
+        self.count = self.size = self.total = 0
 
-def _name_shards(directory: Path, count: int, numbers: Mapping[str, int], total: int) -> None:
-    """Give the shards their final names and write the index, as transformers does."""
-    if count == 1:
-        os.replace(directory / "shard-0.safetensors", directory / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for i, name in enumerate(names):
-        os.replace(directory / f"shard-{i}.safetensors", directory / name)
-    index = {"metadata": {"total_size": total}, "weight_map": {n: names[i] for n, i in numbers.items()}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, with the others of its file."""
+        if self.size and self.size + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self.tensors[name], self.numbers[name] = tensor, self.count
+        self.size += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def _write(self) -> None:
+        save_file(self.tensors, self.directory / f"shard-{self.count}.safetensors", metadata={"format": "pt"})
+        self.tensors, self.size, self.count = {}, 0, self.count + 1  # frees its memory
+
+    def finish(self) -> None:
+        """Write the last file; give the files their final names, and write the index."""
+        self._write()
+        if self.count == 1:
+            os.replace(self.directory / "shard-0.safetensors", self.directory / "model.safetensors")
+            return
+        names = [f"model-{i + 1:05}-of-{self.count:05}.safetensors" for i in range(self.count)]
+        for i, name in enumerate(names):
+            os.replace(self.directory / f"shard-{i}.safetensors", self.directory / name)
+        index = {"metadata": {"total_size": self.total}, "weight_map": {n: names[i] for n, i in self.numbers.items()}}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

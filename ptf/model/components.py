@@ -5,7 +5,6 @@ A tensor that has the name and shape of the one it replaces is loaded and export
 by its unified name, keeps the values that its constructor gave it, and is exported beside the model.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import adapter_names
+from ptf.model.lora import adapter_names, keyed, kinds
 from ptf.model.quantised_weights import weight_shapes
 
 # prefix of unified names → the file of an export that holds them
@@ -47,13 +46,9 @@ def raise_if_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
     """Raise UserError naming every pattern that replaces nothing."""
     used = {factory.pattern(place) for place in places(c)}
     if unused := [pattern for pattern in factory.replace if pattern not in used]:
-        kinds = dict.fromkeys(
-            ".".join("*" if word.isdigit() else word for word in place.split(".")) for place in places(c)
-        )
         raise UserError(
             f"model.replace: {', '.join(unused)} matches nothing, or only what an earlier pattern replaces; "
-            f"there is {', '.join(kinds)} "
-            f"(layers 0…{c.num_layers - 1})"
+            f"there is {', '.join(kinds(places(c)))} (layers 0…{c.num_layers - 1})"
         )
 
 
@@ -90,9 +85,8 @@ def constructor_values(model: Decoder, names: Iterable[str], seed: int) -> dict[
     for path, make in model.factory.constructors.items():
         if not any(name.startswith(f"{path}.") for name in wanted):
             continue
-        key = int.from_bytes(hashlib.sha256(f"init/{seed}/{path}".encode()).digest()[:8], "little") >> 1
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(key)
+            torch.manual_seed(keyed(seed, path))
             module: nn.Module = make()
         values |= {n: p.detach() for name, p in module.named_parameters() if (n := f"{path}.{name}") in wanted}
     return values

@@ -7,7 +7,7 @@ stacked in one parameter are no modules, and get none.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.hf_language_model import raise_if_outside
-from ptf.model.lora import Adapter, Lora, adapter_names, adapters, whole
+from ptf.model.lora import Adapter, Lora, adapter_config, adapter_names, adapters, kinds, merged, whole
 
 PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
 DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers has none
@@ -91,11 +91,6 @@ def stacked_matrices(model: Any) -> list[str]:
     return kinds(names)
 
 
-def kinds(names: Collection[str]) -> list[str]:
-    """Return names with `*` in place of numbers, each once."""
-    return list(dict.fromkeys(".".join("*" if word.isdigit() else word for word in n.split(".")) for n in names))
-
-
 def adapt(model: Any, lora: Lora) -> None:
     """Give adapters to the modules that the targets match: by default the linear modules of the layers but routers and
     what PEFT does not adapt.
@@ -146,10 +141,15 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Adapted{kind.__name__}", (Adapted, kind), {})
 
 
+def _paths(weights: Iterable[str]) -> list[str]:
+    """Return transformers' names of the modules of these weights."""
+    return [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in weights]
+
+
 def described(model: Any) -> str:
     """Return what adapters adapt and what has none, for a run's first lines."""
-    names = [name.removeprefix(PREFIX).removesuffix(".weight") for name in adapters(model)]
-    line = f"lora: {len(names)} adapters: {', '.join(kinds(names))}"
+    paths = _paths(adapters(model))
+    line = f"lora: {len(paths)} adapters: {', '.join(kinds(paths))}"
     experts = stacked_matrices(model)
     return line + (f"; none for the stacked matrices {', '.join(experts)}" if experts else "")
 
@@ -163,16 +163,13 @@ def uncalled_kinds(model: Any, called: Collection[str]) -> list[str]:
     return [kind for kind in kinds(names) if kind not in kinds(called)]
 
 
-def merged(model: Any, pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
+def with_adapter(model: Any, pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
     """Return a whole tensor of transformers' name, with its adapter merged if it has one."""
     weight = whole(tensor.detach())
     if (adapter := pairs.get(PREFIX + name)) is None:
         return weight
     a, b = (whole(model.get_parameter(n).detach()) for n in (adapter.a, adapter.b))
-    update = adapter.scale * (b.float() @ a.float())
-    owner = model.hf.get_submodule(name.rpartition(".")[0])
-    update = update.t() if is_transposed(owner) else update
-    return (weight.float() + update).to(torch.promote_types(weight.dtype, a.dtype))
+    return merged(weight, a, b, adapter.scale, is_transposed(model.hf.get_submodule(name.rpartition(".")[0])))
 
 
 class HFPeftFormat:
@@ -181,13 +178,12 @@ class HFPeftFormat:
     def __init__(self, model: Any) -> None:
         assert model.factory.lora is not None
         self.model, self.lora, self.adapters = model, model.factory.lora, adapters(model)
-        self.rank = self.lora.rank
+        self.rank, self.paths = self.lora.rank, _paths(self.adapters)
 
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
         of_adapters = adapter_names(self.model)
-        paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
-        refused = [f"{path} (PEFT does not adapt it)" for path in paths if _refused_by_peft(self.model, path)]
+        refused = [f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.model, path)]
         return refused + [
             f"{name.removeprefix(PREFIX)} (not an adapter)"
             for name, p in self.model.named_parameters()
@@ -196,10 +192,9 @@ class HFPeftFormat:
 
     def _places(self) -> Iterator[tuple[str, str]]:
         """Yield (name in the file, name of the parameter)."""
-        for weight, adapter in self.adapters.items():
-            module = weight.removeprefix(PREFIX).removesuffix(".weight")
-            yield f"base_model.model.{module}.lora_A.weight", adapter.a
-            yield f"base_model.model.{module}.lora_B.weight", adapter.b
+        for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
+            yield f"base_model.model.{path}.lora_A.weight", adapter.a
+            yield f"base_model.model.{path}.lora_B.weight", adapter.b
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
@@ -229,30 +224,13 @@ class HFPeftFormat:
 
         `target_modules` are the last words of modules that are adapted wherever they are, else whole names.
         """
-        paths = [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in self.adapters]
         with self.model.whole():
             everywhere = [path for path, m in self.model.hf.named_modules() if hasattr(m, "weight")]
 
         def leaves(names: Collection[str]) -> Counter[str]:
             return Counter(name.rpartition(".")[2] for name in names)
 
-        adapted, there = leaves(paths), leaves(everywhere)
-        targets = {leaf if adapted[leaf] == there[leaf] else p for p in paths for leaf in [p.rpartition(".")[2]]}
-        alpha = self.lora.scale * self.rank
-        transposed = any(is_transposed(self.model.hf.get_submodule(path)) for path in paths)
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "target_modules": sorted(targets),
-            "use_rslora": False,
-            "use_dora": False,
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "fan_in_fan_out": transposed,
-            "inference_mode": True,
-            "init_lora_weights": True,
-            "modules_to_save": None,
-        }
+        adapted, there = leaves(self.paths), leaves(everywhere)
+        targets = {leaf if adapted[leaf] == there[leaf] else p for p in self.paths for leaf in [p.rpartition(".")[2]]}
+        transposed = any(is_transposed(self.model.hf.get_submodule(path)) for path in self.paths)
+        return adapter_config(base, self.rank, self.lora.scale, sorted(targets), transposed=transposed)

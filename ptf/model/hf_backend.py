@@ -20,7 +20,6 @@ weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc
 """
 
 import contextlib
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +39,12 @@ from ptf.model.decoder import HeadFn
 from ptf.model.delta_rule import Documents
 from ptf.model.families import Family
 from ptf.model.head import Head
-from ptf.model.hf_adapters import PREFIX, adapt, merged
+from ptf.model.hf_adapters import PREFIX, adapt, with_adapter
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
 from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renamings, stored_groups, stored_names
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, adapter_names, adapters
+from ptf.model.lora import Lora, adapter_names, adapters, keyed
 from ptf.model.scalar import Scalar, is_scalar
 from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
 
@@ -193,7 +192,9 @@ class HFDecoder(nn.Module):
             self.reshard()
         values, pairs = self._stored(), adapters(self)
         for group in stored_groups(self.hf, list(values)):
-            yield from revert_weight_conversion(self.hf, {n: merged(self, pairs, n, values[n]) for n in group}).items()
+            yield from revert_weight_conversion(
+                self.hf, {n: with_adapter(self, pairs, n, values[n]) for n in group}
+            ).items()
 
     def hf_names(self) -> set[str]:
         """Return the names under which `hf_tensors` gives the tensors."""
@@ -408,8 +409,9 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
         if model.outside is not None:
             model.outside.drawn = {name: values.pop(name) for name in model.outside_names}
         new: tuple[str, ...] = ()
-        _, problems = fill_from(model.hf, InMemory(values), model._adapter_names(), converted=False)
-        assert not problems, problems
+        for name, target in model.hf.state_dict(keep_vars=True).items():
+            if name not in model._adapter_names():
+                bridge.fill(target, values[name].__getitem__)
     else:
         with TensorFiles(directory) as files:
             new = fill_from_files(model, files)
@@ -477,11 +479,10 @@ def _other_heads(model: HFDecoder) -> Any:
 
 
 def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:
-    """Draw a new parameter, by seed and name, so that sharding changes nothing."""
-    key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    """Draw a new parameter, by seed and name."""
     std = getattr(c, "initializer_range", None) or 0.02
-    values = torch.empty(parameter.shape).normal_(0, std, generator=torch.Generator().manual_seed(key))
-    bridge.fill(parameter, values.__getitem__)
+    generator = torch.Generator().manual_seed(keyed(seed, name))
+    bridge.fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,9 +1,10 @@
 """Checks of the assembled model (`model.backend: hf`) against transformers' own forward pass, before anything is
 trained."""
 
+import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,12 +48,7 @@ def check(model: "HFDecoder") -> None:
     _raise_if_wrong_chunks(model, device)
     part, whole = probe_lengths(model)
     tokens = _probe(model, whole).to(device)
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))
-        for path, module in model.hf.named_modules()
-        if getattr(module, "adapters", None)
-    ]
+    factor = model.scale
 
     def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
         theirs, (model.scale, model.softcap) = _their_logits(model, tokens)
@@ -65,13 +61,11 @@ def check(model: "HFDecoder") -> None:
         most = moved.max() if head.weight.dtype == torch.float32 else moved.median()
         return float(most), float(apart), head.weight.dtype
 
-    factor = model.scale
-    computed: set[int] = set()
-    hooks += [layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i)) for i, layer in enumerate(model.layers)]
     before = [_version(p) for p in model.parameters()]
     positions = torch.arange(tokens.shape[1], device=device)[None]
     try:
-        moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
+        with _calls(model) as (called, computed):
+            moved, apart, dtype = model(tokens, positions, torch.zeros_like(positions), compare)
     except RuntimeError as error:
         if (mixed := _computed_in(model)) == torch.float32 or not UNSUPPORTED.search(str(error)):
             raise
@@ -79,8 +73,6 @@ def check(model: "HFDecoder") -> None:
             f"model.backend: hf: transformers cannot compute {name} in {str(mixed).removeprefix('torch.')} on this "
             f"{device.type} ({str(error).splitlines()[0]}); set train.precision: fp32"
         ) from error
-    for hook in hooks:
-        hook.remove()
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
     if kinds := uncalled_kinds(model, called):
@@ -101,6 +93,20 @@ def check(model: "HFDecoder") -> None:
             "ptf cannot train it"
         )
     _raise_if_idle_layers_train(model, [i for i in range(len(model.layers)) if i not in computed])
+
+
+@contextlib.contextmanager
+def _calls(model: "HFDecoder") -> Iterator[tuple[set[str], set[int]]]:
+    """Record which modules with an adapter, by name, and which layers are called inside the `with` block."""
+    called, computed = set[str](), set[int]()
+    adapted = [(path, module) for path, module in model.hf.named_modules() if getattr(module, "adapters", None)]
+    hooks = [module.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, module in adapted]
+    hooks += [layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i)) for i, layer in enumerate(model.layers)]
+    try:
+        yield called, computed
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _computed_in(model: "HFDecoder") -> torch.dtype:

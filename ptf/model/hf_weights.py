@@ -39,19 +39,18 @@ def fill_from(
     stored: TensorFiles | InMemory,
     without: Collection[str],
     *,
-    converted: bool = True,
     lacks: Collection[str] = (),
     ignores: Callable[[str], bool] = lambda _: False,
     carried: Collection[str] = (),
 ) -> tuple[tuple[str, ...], list[str]]:
     """Fill the parameters and the stored buffers of transformers' model, but those of `without`.
 
-    `converted` is False for tensors under the model's own names. `lacks` may be missing, and `ignores` says which
-    tensors may be unexpected. `carried` are parameters that are not filled and may be missing. Return the names of
-    `lacks` that are missing, and a line for each tensor that is missing, unexpected or misshapen.
+    `lacks` may be missing, and `ignores` says which tensors may be unexpected. `carried` are parameters that are not
+    filled and may be missing. Return the names of `lacks` that are missing, and a line for each tensor that is missing,
+    unexpected or misshapen.
     """
     targets = _targets(hf, without)
-    renamed, groups, unexpected = _assigned(hf, stored.names, targets, converted)
+    renamed, groups, unexpected = _assigned(hf, stored.names, targets)
     filled, problems = set[int](), list[str]()
 
     def fill(name: str, shape: tuple[int, ...], source: str, read: Callable[[Slices], Tensor]) -> None:
@@ -67,7 +66,7 @@ def fill_from(
         if name in carried:
             continue
         first = read_from.setdefault(id(targets[name]), source)
-        if converted and first != source and not equal(stored, first, source):
+        if first != source and not equal(stored, first, source):
             problems.append(f"unlike: {source} is not {first}, to which the config ties it")
         fill(name, stored.shape(source), source, partial(stored.read, source))
     for name, (converter, sources) in groups.items():
@@ -120,7 +119,7 @@ Groups = dict[str, tuple[Any, list[tuple[str, str]]]]  # parameter → converter
 
 
 def _assigned(
-    hf: Any, names: Collection[str], targets: Mapping[str, Tensor], converted: bool
+    hf: Any, names: Collection[str], targets: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], Groups, list[str]]:
     """Return the stored name of each parameter that is only renamed, the others' converters, and what has no place.
 
@@ -130,8 +129,6 @@ def _assigned(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    if not converted:
-        return {n: n for n in names if n in targets}, {}, [n for n in names if n not in targets]
     conversions = get_model_conversion_mapping(hf)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
@@ -156,12 +153,12 @@ def _assigned(
 
 def renamings(hf: Any, names: Collection[str], without: Collection[str]) -> dict[str, str]:
     """Return the stored name of each parameter that is only renamed; `names` are those of a checkpoint."""
-    return _assigned(hf, names, _targets(hf, without), converted=True)[0]
+    return _assigned(hf, names, _targets(hf, without))[0]
 
 
 def stored_names(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> set[str]:
     """Return which of a checkpoint's `names` become parameters other than those of `carried`."""
-    renamed, groups, _ = _assigned(hf, names, _targets(hf, without), converted=True)
+    renamed, groups, _ = _assigned(hf, names, _targets(hf, without))
     taken = {source for name, source in renamed.items() if name not in carried}
     return taken | {source for name, (_, of) in groups.items() if name not in carried for source, _ in of}
 

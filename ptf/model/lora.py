@@ -7,7 +7,7 @@ Adapters are decided where a projection is constructed (layers.LayerFactory), an
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -130,6 +130,11 @@ def projection_name(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
+def keyed(seed: int, name: str) -> int:
+    """Return the seed of the initial value of a tensor, or of a component, by its name: sharding changes nothing."""
+    return int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
+
+
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     """Return the initial value of an adapter's tensor, keyed by seed and name.
 
@@ -137,8 +142,8 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     """
     if name.endswith("lora_b"):
         return torch.zeros(shape)
-    key = int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
-    return torch.empty(shape).uniform_(-1, 1, generator=torch.Generator().manual_seed(key)) * shape[-1] ** -0.5
+    generator = torch.Generator().manual_seed(keyed(seed, name))
+    return torch.empty(shape).uniform_(-1, 1, generator=generator) * shape[-1] ** -0.5
 
 
 def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:
@@ -148,14 +153,50 @@ def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Mod
     """
     reached = [projection_name(weight) for weight in adapters(model)]
     if unused := [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in reached)]:
-        adaptable = [projection_name(weight) for weight in adapters(all_targets)]
-        kinds = dict.fromkeys(
-            ".".join("*" if word.isdigit() else word for word in path.split(".")) for path in adaptable
-        )
+        adaptable = kinds(projection_name(weight) for weight in adapters(all_targets))
         raise UserError(
-            f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(kinds)} (the head has no "
-            "adapter: to train it whole, name it in model.trainable)"
+            f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(adaptable)} (the head has "
+            "no adapter: to train it whole, name it in model.trainable)"
         )
+
+
+def kinds(names: Iterable[str]) -> list[str]:
+    """Return names with `*` in place of numbers, each once."""
+    return list(dict.fromkeys(".".join("*" if word.isdigit() else word for word in n.split(".")) for n in names))
+
+
+def adapter_config(
+    base: str, rank: int, scale: float, modules: list[str] | str, *, transposed: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return PEFT's adapter_config.json of adapters of these modules, with this rank in the file and this factor s."""
+    alpha = scale * rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": modules,
+        **more,
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool = False) -> Tensor:
+    """Return a weight [.., out, in] with its adapter, or one that is [in, out] if it is `transposed`.
+
+    It has the wider dtype of the two: fp32 where the adapter trains, also over a base that is held in bf16.
+    """
+    update = scale * (b.float() @ a.float())
+    update = update.t() if transposed else update
+    return (weight.float() + update).to(torch.promote_types(weight.dtype, a.dtype))
 
 
 class Merged(Mapping[str, Tensor]):
@@ -185,9 +226,7 @@ class Merged(Mapping[str, Tensor]):
         weight = self._weight(name)
         if (adapter := self.pairs.get(name)) is None:
             return weight
-        dtype = self.tensors[adapter.a].dtype  # fp32 where it trains, also over a base that is held in bf16
-        a, b = whole(self.tensors[adapter.a]).float(), whole(self.tensors[adapter.b]).float()
-        return (weight.float() + adapter.scale * (b @ a)).to(torch.promote_types(weight.dtype, dtype))
+        return merged(weight, whole(self.tensors[adapter.a]), whole(self.tensors[adapter.b]), adapter.scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -200,9 +200,8 @@ def _on_rank(
     whole = loss.detach().clone()
     if shards > 1:
         dist.all_reduce(whole)
+    by_name = {n: t.clone() for n, t in verify.own_gradients(model, family)}
     with torch.no_grad():
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-        by_name = {n: t.clone() for n, t in bridge.under_hf_names(gradients, model, family)}
         for p in model.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)

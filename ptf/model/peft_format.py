@@ -30,7 +30,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.hf_adapters import HFPeftFormat
-from ptf.model.lora import adapter_names, adapters, projection_name, whole
+from ptf.model.lora import adapter_config, adapter_names, adapters, projection_name, whole
 from ptf.model.quantised_weights import weight_shapes
 
 # PEFT 0.21.2 converts the experts of other families as it would those of this one, which it leaves out
@@ -142,37 +142,14 @@ class PeftFormat:
 
     def config(self, base: str) -> dict[str, Any]:
         """Return adapter_config.json, for the base model called `base`."""
-        modules = [
-            m
-            for mapping in self.mappings
-            if not isinstance(mapping, Transpose | Interleave)
-            for m in self._modules(mapping)
-        ]
-        alpha = self.lora.scale * self.rank
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "target_modules": self._target_modules(modules),
-            "target_parameters": sorted(
-                {
-                    self.family.prefix + mapping.theirs(0)[0]
-                    for mapping in self.mappings
-                    if isinstance(mapping, Transpose | Interleave)
-                }
-            )
-            or None,
-            "use_rslora": False,
-            "use_dora": False,
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "init_lora_weights": True,
-            "modules_to_save": None,
-        }
+        modules, parameters = list[str](), set[str]()
+        for mapping in self.mappings:
+            if isinstance(mapping, Transpose | Interleave):
+                parameters.add(self.family.prefix + mapping.other)
+            else:
+                modules += self._modules(mapping)
+        targets = self._target_modules(modules)
+        return adapter_config(base, self.rank, self.lora.scale, targets, target_parameters=sorted(parameters) or None)
 
     def _target_modules(self, modules: list[str]) -> list[str] | str:
         """Return `target_modules`: the last word of modules that are adapted in every layer and of experts, else the
@@ -206,9 +183,8 @@ class PeftFormat:
     def _pair(self, name: str) -> Pair:
         """Return A and B of a weight in fp32, zero where it has no adapter."""
         if (adapter := self.adapters.get(name)) is not None:
-            return whole(self.parameters[adapter.a]).detach().float(), whole(
-                self.parameters[adapter.b]
-            ).detach().float()
+            a, b = (whole(self.parameters[n]).detach().float() for n in (adapter.a, adapter.b))
+            return a, b
         *experts, out, into = self.shapes[name]
         device = next(self.model.parameters()).device
         a, b = (*experts, self.lora.rank, into), (*experts, out, self.lora.rank)

@@ -9,8 +9,8 @@ bytes is held. There are two forms: NF4 rounds any weight (`nf4.py`), MXFP4 hold
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +24,9 @@ from ptf.model import mxfp4, nf4
 FORMS = {"nf4": nf4, "mxfp4": mxfp4}
 
 
-class Quantised(NamedTuple):
-    """The shape of a module's weight that is held in four bits, and its form."""
-
-    shape: torch.Size
-    form: str
-
-
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """The unified names of a quantised weight's parameters, the shape of the weight itself, and its form."""
+    """The names of a quantised weight's parameters, the shape of the weight itself, and its form."""
 
     codes: str
     scales: str
@@ -62,17 +55,17 @@ def quantise_weight(module: nn.Module, weight: str, name: str, form: str) -> Non
     for part, width in (("codes", shape[-1] // 2), ("scales", shape[-1] // block * FORMS[form].SCALE_BYTES)):
         values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
         module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
-    module.quantised = {**getattr(module, "quantised", {}), weight: Quantised(shape, form)}  # type: ignore[assignment]
+    of = QuantisedWeight(f"{weight}_codes", f"{weight}_scales", shape, form)
+    module.quantised = {**getattr(module, "quantised", {}), weight: of}  # type: ignore[assignment]
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
-    """Return the quantised weights of a model by the unified name of the weight."""
-    found: dict[str, QuantisedWeight] = {}
-    for path, module in model.named_modules():
-        for weight, quantised in getattr(module, "quantised", {}).items():
-            name = f"{path}.{weight}"
-            found[name] = QuantisedWeight(f"{name}_codes", f"{name}_scales", *quantised)
-    return found
+    """Return the quantised weights of a model by the unified name of the weight; its parts have unified names, too."""
+    return {
+        f"{path}.{weight}": replace(of, codes=f"{path}.{of.codes}", scales=f"{path}.{of.scales}")
+        for path, module in model.named_modules()
+        for weight, of in getattr(module, "quantised", {}).items()
+    }
 
 
 def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -124,7 +117,8 @@ def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> T
 
 def _parts(module: Any, weight: str) -> tuple[Tensor, Tensor, str]:
     """Return a quantised weight's codes, its scales and its form."""
-    return getattr(module, f"{weight}_codes"), getattr(module, f"{weight}_scales"), module.quantised[weight].form
+    of = module.quantised[weight]
+    return getattr(module, of.codes), getattr(module, of.scales), of.form
 
 
 class _Product(Function):

@@ -31,15 +31,21 @@ def quiet() -> None:
 def reference(directory: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Return transformers' model of a checkpoint."""
     quiet()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    kind = (
-        AutoModelForImageTextToText
-        if hasattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "text_config")
-        else AutoModelForCausalLM
-    )
-    model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
-    return corrected(model)
+    return _loaded(_kind(AutoConfig.from_pretrained(directory, trust_remote_code=False)), directory, dtype)
+
+
+def _kind(config: Any) -> Any:
+    """Return transformers' class of models that write text, by their config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+
+
+def _loaded(kind: Any, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model of this class in a directory."""
+    return corrected(kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager", trust_remote_code=False))
 
 
 def exact_reference(directory: Path) -> "PreTrainedModel":
@@ -81,13 +87,12 @@ def corrected(model: "PreTrainedModel") -> "PreTrainedModel":
 
 def random_reference(config: dict[str, Any], seed: int) -> "PreTrainedModel":
     """Return transformers' model of a config.json, every parameter drawn so that each matters to the result."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     hf = AutoConfig.for_model(**config)
-    kind = AutoModelForImageTextToText if hasattr(hf, "text_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind.from_config(hf, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
+        model = _kind(hf).from_config(hf, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("A_log"):  # states that last for many tokens: otherwise they hardly matter
@@ -172,10 +177,7 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
     quiet()
     ids, wanted = torch.tensor([list(tokens)]), torch.tensor(values)
     if not factory.pattern("head"):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-        )
-        corrected(model)
+        model = _loaded(AutoModelForSequenceClassification, directory)
         theirs = [model(input_ids=ids[:, :n]).logits[0, 0] for n in range(1, len(tokens) + 1)]
         two = [list(tokens), list(tokens[: len(tokens) // 2])]
         batch = AutoTokenizer.from_pretrained(directory, trust_remote_code=False).pad(
@@ -184,11 +186,6 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         theirs += list(model(**batch).logits[:, 0])
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
         return rounding.difference(torch.stack(theirs), wanted)
-    ours, family = bridge.build(directory, factory=factory)
-    bridge.materialize(ours, torch.device("cpu"))
-    bridge.load_hf(ours, directory, family)
-    body = AutoModel.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    hidden = corrected(body)(input_ids=ids).last_hidden_state
+    ours, _ = bridge.load(directory, factory=factory)
+    hidden = _loaded(AutoModel, directory)(input_ids=ids).last_hidden_state
     return rounding.difference(ours.head(hidden)[0].float(), wanted)

@@ -68,10 +68,16 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
+def bound_of(error: float, bound: float, own: Callable[[], float]) -> float:
+    """Return the bound that an error in bf16 is judged by: the given one, and where it is beyond that, `FACTOR` times
+    the model's `own` rounding, if that is more. `own` is called only then."""
+    return bound if error <= bound else max(bound, FACTOR * own())
+
+
 def difference(found: Any, wanted: Any) -> float:
     """Return the largest difference between two lists of log-probs, or of a head's values.
 
-    One that is beyond the bound of its precision is measured beside the model's own rounding in bf16 (`FACTOR`):
+    One that is beyond the bound of its precision is measured beside the model's own rounding in bf16 (`bound_of`):
     SmolLM2-135M, trained in bf16, gives random tokens up to 26 nats, 0.8 from fp32; transformers' bf16 is 0.5 from it.
     """
     one, other = (torch.as_tensor(values, dtype=torch.float64) for values in (found, wanted))

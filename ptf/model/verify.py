@@ -330,9 +330,7 @@ class Reference:
         """Compare our decoder, to which `change` is applied after loading (to test that a mistake is caught)."""
         found: list[Finding] = []
         try:
-            ours, family = bridge.build(self.directory)
-            bridge.materialize(ours, torch.device("cpu"))
-            bridge.load_hf(ours, self.directory, family)
+            ours, family = bridge.load(self.directory)
             problems = self._coefficients(ours) + (round_trip(ours, family, self.directory) if change is None else [])
             if change is not None:
                 change(ours)
@@ -346,12 +344,12 @@ class Reference:
 
     def _findings(self, ours: Decoder, family: Family) -> Iterator[Finding]:
         tokens, positions, segments = self.inputs.packed()
-        mine = _record(ours, _our_modules(ours), lambda: _logits(ours, tokens, positions, segments))
-        logits, balance = self._split(mine.result), ours.load_balancing_loss()
+        computed, outputs = _record(_modules(ours.layers), lambda: _logits(ours, tokens, positions, segments))
+        logits, balance = self._split(computed), ours.load_balancing_loss()
         loss = None if balance is None else float(balance.detach())
         for finding in self._judged(_Result([x.detach() for x in logits], balance=loss)):
             differ = not finding.passed and "loss" not in finding.what
-            place = first_difference(mine.outputs, self.exact.outputs, segments, finding.tolerance) if differ else ""
+            place = first_difference(outputs, self.exact.outputs, segments, finding.tolerance) if differ else ""
             yield replace(finding, place=place)
         if torch.is_grad_enabled():
             end = torch.stack([(a * b).sum() for a, b in zip(logits, self.inputs.upstream, strict=True)]).sum()
@@ -436,7 +434,7 @@ def _theirs(
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
-        recorded = _record(hf, _their_modules(hf), run)
+        logits, outputs = _record(_modules(_layers(hf)), run)
         if torch.is_grad_enabled() and (balance := their_balance(hf, inputs.documents)) is not None:
             (BALANCE * balance).backward()
         if inputs.long is not None and long is None:
@@ -447,7 +445,7 @@ def _theirs(
         gradients = stored_gradients(hf, family, [sums.get(p) for p in hf.parameters()])
     sums.clear()  # the parameters' hooks hold it, and it them
     loss = None if balance is None else float(balance.detach())
-    return _Result(recorded.result, long, gradients, loss, recorded.outputs)
+    return _Result(logits, long, gradients, loss, outputs)
 
 
 def their_balance(hf: Any, documents: Iterable[Tensor]) -> Tensor | None:
@@ -529,16 +527,8 @@ def round_trip(ours: Decoder, family: Family, directory: Path) -> list[str]:
     return problems
 
 
-@dataclass(slots=True)
-class _Recording:
-    """The result of a run, and the outputs of some modules during it."""
-
-    result: Any
-    outputs: dict[str, list[Tensor]]  # name of a module → its outputs, call by call
-
-
-def _record(model: nn.Module, modules: dict[str, nn.Module], run: Callable[[], Any]) -> _Recording:
-    """Run a function and record the outputs of these modules."""
+def _record(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]]]:
+    """Return the result of a run, and the outputs of these modules during it, call by call."""
     outputs: dict[str, list[Tensor]] = {name: [] for name in modules}
 
     def hook(name: str) -> Callable[..., None]:
@@ -548,7 +538,7 @@ def _record(model: nn.Module, modules: dict[str, nn.Module], run: Callable[[], A
 
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
     try:
-        return _Recording(run(), outputs)
+        return run(), outputs
     finally:
         for handle in handles:
             handle.remove()
@@ -570,25 +560,14 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
     return [m for m in hf.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
-def _our_modules(model: Decoder) -> dict[str, nn.Module]:
-    """Return the modules of our decoder to compare, by name."""
-    modules: dict[str, Any] = {}
-    for i, layer in enumerate(model.layers):
-        modules |= {
-            f"layer {i}, attention": layer.attn,
-            f"layer {i}, mlp": layer.mlp or layer.moe,
-            f"layer {i}, output": layer,
-        }
-    return modules
-
-
-def _their_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the corresponding modules of transformers' model, of those that it calls by these names."""
-    modules: dict[str, Any] = {}
-    for i, layer in enumerate(_layers(model)):
-        attention = layer.linear_attn if hasattr(layer, "linear_attn") else getattr(layer, "self_attn", None)
-        parts = {"attention": attention, "mlp": getattr(layer, "mlp", None), "output": layer}
-        modules |= {f"layer {i}, {part}": module for part, module in parts.items() if module is not None}
+def _modules(layers: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of our layers to compare, by name, or the corresponding ones of transformers'."""
+    modules: dict[str, nn.Module] = {}
+    for i, layer in enumerate(layers):
+        parts = dict(layer.named_children())
+        for what, names in (("attention", ("attn", "linear_attn", "self_attn")), ("mlp", ("mlp", "moe"))):
+            modules |= {f"layer {i}, {what}": parts[name] for name in names if parts.get(name) is not None}
+        modules[f"layer {i}, output"] = layer
     return modules
 
 

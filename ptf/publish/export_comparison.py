@@ -16,7 +16,7 @@ from ptf.model.adapter_directory import TENSORS, AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.hf_adapters import HFPeftFormat
 from ptf.model.reference import export_difference, export_rounding, head_difference
-from ptf.model.rounding import FACTOR
+from ptf.model.rounding import bound_of
 from ptf.model.scalar import is_scalar
 from ptf.train.adapter import difference_of, raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
@@ -57,8 +57,8 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
         difference = export_difference(model, kept["tokens"], kept["logprobs"], trained.stop_ids)
     whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
     bound = LOGPROB_TOLERANCE["fp32" if whole else "bf16"]
-    if difference > bound and not whole and "logprobs" in kept:
-        bound = max(bound, FACTOR * export_rounding(model, kept["tokens"]))
+    if not whole and "logprobs" in kept:
+        bound = bound_of(difference, bound, lambda: export_rounding(model, kept["tokens"]))
     if not difference <= bound:
         raise UserError(
             f"not published: loaded in transformers, {model} differs from the trained model by {difference:.3g} in a "
@@ -83,14 +83,13 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
         HFPeftFormat(model).fill(adapter / TENSORS)
     else:
         factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-        model, family = bridge.build(base, head=head, factory=factory)
-        bridge.materialize(model, torch.device("cpu"))
-        bridge.load_hf(model, base, family)
+        model, family = bridge.load(base, head=head, factory=factory)
         stored.fill(model.eval(), family)
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
     bound, found = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision], probe(model, World(), kept["tokens"])
-    if bound == LOGPROB_TOLERANCE["bf16"] < difference_of(kept, found):
+    if bound == LOGPROB_TOLERANCE["bf16"]:
+        error = difference_of(kept, found)
         with torch.autocast("cpu", torch.bfloat16):
-            bound = max(bound, FACTOR * difference_of(found, probe(model, World(), kept["tokens"])))
+            bound = bound_of(error, bound, lambda: difference_of(found, probe(model, World(), kept["tokens"])))
     return raise_if_difference(adapter, kept, found, bound)

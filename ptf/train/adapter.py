@@ -44,11 +44,15 @@ def export_adapter(
 
     def checked(directory: Path, loaded_in: Callable[[str], Decoder], bound: float) -> float:
         """Return the difference, of which the model's own rounding is allowed if it is beyond the bound."""
-        loaded = probe(loaded_in(precision), world, trained["tokens"])
-        if precision == "bf16" and world.broadcast_object(difference_of(trained, loaded) > bound):
+
+        def probed(precision: str) -> dict[str, list]:
             gc.collect()  # modules refer to each other: the first model would stay beside the second
-            exact = probe(loaded_in("fp32"), world, trained["tokens"])
-            bound = max(bound, rounding.FACTOR * difference_of(exact, loaded))
+            return probe(loaded_in(precision), world, trained["tokens"])
+
+        loaded = probed(precision)
+        if precision == "bf16":
+            error = world.broadcast_object(difference_of(trained, loaded))
+            bound = rounding.bound_of(error, bound, lambda: difference_of(probed("fp32"), loaded))
         return raise_if_difference(directory, trained, loaded, bound)
 
     if spec.quantization:

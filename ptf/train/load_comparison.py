@@ -19,7 +19,7 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.hf_backend import first_line
 from ptf.model.reference import quiet, reference
-from ptf.model.rounding import FACTOR
+from ptf.model.rounding import bound_of
 from ptf.train.export import logprobs_of
 from ptf.train.trainer import forget_forwards
 
@@ -82,8 +82,8 @@ def _compared(
         try:
             theirs = _their_loss(place, tokens)
             bound, error = TOLERANCE[precision] * max(1.0, theirs), abs(ours - theirs)
-            if error > bound and precision == "bf16":
-                bound = max(bound, FACTOR * abs(_their_loss(place, tokens, torch.bfloat16) - theirs))
+            if precision == "bf16":
+                bound = bound_of(error, bound, lambda: abs(_their_loss(place, tokens, torch.bfloat16) - theirs))
         except Exception as raised:  # of a dozen kinds, and each means that there is nothing to compare with
             return True, f"transformers' loss was not compared: transformers cannot compute it: {first_line(raised)}"
     line = f"transformers' loss of {len(tokens)} tokens of a row is {theirs:.4f}, ptf's {ours:.4f} ({of})"

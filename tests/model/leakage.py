@@ -140,9 +140,7 @@ def model_of(mixer: Mixer) -> Any:
             random.Random(f"attention/{mixer.model_type}")
         )
         random_reference({**drawn, **dict(mixer.settings)}, 0).save_pretrained(directory)
-        model, family = bridge.build(directory)
-        bridge.materialize(model, torch.device("cpu"))
-        bridge.load_hf(model, directory, family)
+        model, _ = bridge.load(directory)
         return model.to(mixer.dtype)
 
 

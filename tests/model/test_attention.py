@@ -34,9 +34,7 @@ def model_from(config: dict[str, Any]) -> Decoder:
     """A decoder with the random weights of a config.json."""
     with tempfile.TemporaryDirectory() as directory:
         random_reference(config, 0).save_pretrained(directory)
-        model, family = bridge.build(bridge.Path(directory))
-        bridge.materialize(model, torch.device("cpu"))
-        bridge.load_hf(model, bridge.Path(directory), family)
+        model, _ = bridge.load(bridge.Path(directory))
     return model
 
 

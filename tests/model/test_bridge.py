@@ -16,9 +16,7 @@ from tests.tiny import checkpoint
 
 
 def ours(directory: Path) -> Decoder:
-    model, family = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, _ = bridge.load(directory)
     return model
 
 

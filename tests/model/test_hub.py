@@ -158,9 +158,7 @@ def test_a_file_uri_and_a_missing_one(model, tmp_path):
 
 def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
     def loaded(directory: Path):
-        found, family = bridge.build(directory)
-        bridge.materialize(found, torch.device("cpu"))
-        bridge.load_hf(found, directory, family)
+        found, family = bridge.load(directory)
         return found, family
 
     first, family = loaded(model)

@@ -54,9 +54,7 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
 
 
 def loaded(directory: Path, lora: Lora | None, **parts) -> tuple[Decoder, Family]:
-    model, family = bridge.build(directory, factory=LayerFactory(lora=lora, **parts))
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, family = bridge.load(directory, factory=LayerFactory(lora=lora, **parts))
     return model, family
 
 
@@ -320,9 +318,7 @@ def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lo
     assert config["r"] == 3 * lora.rank
     save(form.tensors(), config, tmp_path / "adapter", writes=True)
     stored = AdapterDirectory.read(tmp_path / "adapter")
-    again, family = bridge.build(directory, factory=stored.factory(directory))
-    bridge.materialize(again, torch.device("cpu"))
-    bridge.load_hf(again, directory, family)
+    again, family = bridge.load(directory, factory=stored.factory(directory))
     stored.fill(again, family)
     torch.testing.assert_close(logits(again), logits(model))
     odd = {**config, "r": 4}

@@ -95,7 +95,7 @@ def test_an_untied_head_is_found_in_shards_and_by_engines(tmp_path, monkeypatch)
     assert (shards / "model.safetensors.index.json").is_file()
     assert bridge.unties(shards)
     assert expected_names(shards).required == whole.keys()
-    assert _model_arguments(str(shards), 0, "float32", 64)["hf_overrides"] == {"tie_word_embeddings": False}
+    assert _model_arguments(shards, 0, "float32", 64)["hf_overrides"] == {"tie_word_embeddings": False}
     engine = NativeEngine(str(shards), device=torch.device("cpu"), dtype=FP32, version=0)
     tokens = sample(9, 0).tokens.astype(np.int32)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=FP32).eval()

@@ -21,9 +21,7 @@ from tests.tiny import checkpoint
 
 
 def loaded(directory: Path) -> tuple[Decoder, Family]:
-    model, family = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, family = bridge.load(directory)
     return model, family
 
 

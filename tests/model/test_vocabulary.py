@@ -42,9 +42,7 @@ def checkpoint(model_type: str, directory: Path, tied: bool | None = None) -> Pa
 
 
 def loaded(directory: Path) -> Decoder:
-    model, family = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, _ = bridge.load(directory)
     return model
 
 

@@ -11,7 +11,6 @@ from ptf.config import loads
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.errors import UserError
 from ptf.model import rounding
-from ptf.publish import export_comparison
 from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.run import run
 from tests.tiny import SIZES, arithmetic, checkpoint
@@ -45,7 +44,7 @@ def test_a_model_beyond_the_bound_by_its_own_rounding_is_published_and_another_o
     made = run(job, "sharp")
     assert model_difference(job, made, made / "model") > LOGPROB_TOLERANCE["bf16"]
     with monkeypatch.context() as without:
-        without.setattr(export_comparison, "FACTOR", 0.0)
+        without.setattr(rounding, "FACTOR", 0.0)
         with pytest.raises(UserError, match=r"differs from the trained model by .* \(bound 0\.2\)"):
             model_difference(job, made, made / "model")
     damage(made / "model" / "model.safetensors")

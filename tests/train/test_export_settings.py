@@ -45,9 +45,7 @@ def base(tmp_path: Path) -> Path:
 
 def exported(source: Path, head: Literal["lm", "scalar"] = "lm") -> Path:
     """Export the model in `source` as a run does."""
-    model, family = bridge.build(source, head=head)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, source, family)
+    model, family = bridge.load(source, head=head)
     if head == "scalar":
         torch.nn.init.normal_(model.get_parameter("head.weight"))
     directory = source.parent / "run" / "model"

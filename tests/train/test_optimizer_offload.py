@@ -28,9 +28,7 @@ LIMIT = 40_000  # bytes: several buckets, and one parameter that is larger
 
 
 def model_of(directory: Any) -> Any:
-    model, family = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, _ = bridge.load(directory)
     return model
 
 

@@ -36,9 +36,7 @@ def directory(request, tmp_path) -> Path:
 
 def sent(directory: Path) -> set[str]:
     """The names that a policy sends that was loaded from a checkpoint."""
-    model, family = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, family = bridge.load(directory)
     return {name for name, _ in bridge.hf_tensors(model, family)}
 
 
