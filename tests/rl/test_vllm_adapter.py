@@ -68,9 +68,7 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = bridge.build(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
+    model, family = bridge.load(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in sorted(adapter_names(model)):
@@ -154,7 +152,7 @@ def test_adapters_are_sent_to_our_engine_one_after_the_other(tmp_path):
 def test_room_for_an_adapter(tmp_path, rank, more, said):
     (tmp_path / "config.json").write_text(json.dumps(more))
     if isinstance(said, int):
-        assert max_lora_rank(rank, str(tmp_path), "float32") == said
+        assert max_lora_rank(rank, tmp_path, "float32") == said
     else:
         with pytest.raises(UserError, match=said):
-            max_lora_rank(rank, str(tmp_path), "float32")
+            max_lora_rank(rank, tmp_path, "float32")

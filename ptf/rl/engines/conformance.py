@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model import bridge
 from ptf.model.sampling import ROUNDING, nucleus, restrict
+from ptf.rl.engines.generation_checks import generation_errors
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
 from ptf.rl.sampler import make_engine
@@ -34,7 +36,7 @@ from ptf.train.trainer import load_model
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96
 FIRST = 7  # the version of the first sync
 FP32_BOUND = 1e-5
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "torch_dtype": "float32",
@@ -183,6 +185,10 @@ class ConformanceSuite:
         """Return the engine's responses to requests that are submitted at once."""
         return generate_all(self.engine, requests, self.timeout_s)
 
+    def answered(self) -> list[list[int]]:
+        """Return the ids of the engine's responses to the requests that are asked again and again."""
+        return [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
+
     def declares(self) -> None:
         """Check that the engine has a name, declares whether it answers in batches, and holds its first version."""
         if not isinstance(self.engine.name, str) or not isinstance(self.engine.in_batches, bool):
@@ -205,25 +211,16 @@ class ConformanceSuite:
             )
 
     def answers(self) -> None:
-        """Check that a response has its context, int32 ids, and a float32 log-prob and the version of each id."""
+        """Check that a response has its context, int32 ids of the vocabulary, and a float32 log-prob and the version of
+        each id."""
         for request, generation in zip(requests := self.ask(), self.generate(requests), strict=True):
             kinds = {"context": np.int32, "sampled_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
             if wrong := [name for name, kind in kinds.items() if getattr(generation, name).dtype != kind]:
                 raise Violation(
                     f"{wrong[0]} is of type {getattr(generation, wrong[0]).dtype}, not {np.dtype(kinds[wrong[0]])}"
                 )
-            if not np.array_equal(generation.context, request.context):
-                raise Violation("a response has another request's context")
-            if not 1 <= len(generation.sampled_ids) == len(generation.logprobs) == len(generation.versions):
-                raise Violation(
-                    f"{len(generation.sampled_ids)} ids with {len(generation.logprobs)} log-probs "
-                    f"and {len(generation.versions)} versions"
-                )
-            if set(generation.versions.tolist()) != {self.engine.version}:
-                raise Violation(
-                    f"tokens have the versions {sorted(set(generation.versions.tolist()))}, "
-                    f"the engine's version is {self.engine.version}"
-                )
+            if faults := generation_errors(generation, request, self.engine.version, CONFIG["vocab_size"]):
+                raise Violation(f"it answered with {' and '.join(faults)}")
 
     def logprobs(self) -> None:
         """Check that log-probs are those of the distribution that was sampled from, after temperature."""
@@ -365,7 +362,7 @@ class ConformanceSuite:
     def refuses(self) -> None:
         """Check that weights that are stale, missing, garbled, swapped, duplicate or not announced are refused, and
         that the engine keeps those that it had."""
-        before = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
+        before = self.answered()
         for fault, (buckets, manifest) in self.corrupted_syncs().items():
             try:
                 self.engine.load_weights(buckets, manifest)
@@ -373,10 +370,7 @@ class ConformanceSuite:
                 pass
             else:
                 raise Violation(f"it took weights that were {fault}")
-            if (
-                self.engine.version != FIRST
-                or [generation.sampled_ids.tolist() for generation in self.generate(self.ask())] != before
-            ):
+            if self.engine.version != FIRST or self.answered() != before:
                 raise Violation(f"it refused weights that were {fault}, but answers otherwise than before")
 
     def corrupted_syncs(self) -> dict[str, tuple[Buckets, Manifest]]:
@@ -404,7 +398,7 @@ class ConformanceSuite:
 
     def second_sync(self) -> None:
         """Check that after a sync, which may be in files, the new weights and version are used, and no old prefix."""
-        old = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
+        old = self.answered()
         pairs = (pair for bucket in self.sent for pair in bucket)
         buckets, manifest = write_buckets(pairs, self.place / "sync", FIRST + 1, limit=1 << 14)
         self.acknowledged(self.engine.load_weights(buckets, manifest), manifest)
@@ -417,8 +411,8 @@ class ConformanceSuite:
 
     def sleeps(self) -> None:
         """Check that the engine answers the same after sleeping and waking."""
-        before = [generation.sampled_ids.tolist() for generation in self.generate(self.ask())]
+        before = self.answered()
         self.engine.sleep()
         self.engine.wake()
-        if [generation.sampled_ids.tolist() for generation in self.generate(self.ask())] != before:
+        if self.answered() != before:
             raise Violation("its greedy outputs changed after sleep and wake")

