@@ -157,7 +157,7 @@ CHECKS = {
         "count",
         algo=EXPLORING | {"clip_high": 0.28, "overlong_buffer_tokens": 2, "entropy_coef": 0.1},
         steps=300,
-        rollout={"zero_variance_groups": "replace", "max_resampling_rounds": 3, "max_new_tokens": 8},
+        rollout={"max_resampling_rounds": 3, "max_new_tokens": 8},
     ),
     "GSPO": Check(
         "count",

@@ -3,7 +3,7 @@
     python benchmarks/loader_cost.py [--documents 400000]
 
 Writes a tokenized data set of that many documents (log-normal lengths, mean about 298 tokens, ids without a pattern)
-and measures, with the defaults of `data.shuffle_buffer` and `data.packing_lookahead`: what is read before the first
+and measures, with the defaults of `data.shuffle_buffer` and of the look-ahead: what is read before the first
 sequence at 8, 64 and 512 partitions that one rank serves; documents per CPU-second from the files to batches (reading,
 decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is
 compared once before, is not in it), and by stage; memory and the size of a partition's state; and how a set that is
@@ -175,7 +175,7 @@ def main() -> None:
         firsts = {partitions: first_sequence(made(data, tokenizer, partitions)) for partitions in (8, 64, 512)}
     about = f"""\
 {given.documents:,} tokenized documents of {mean:.0f} tokens on the average, in row groups of {ROWS_IN_GROUP:,}, packed
-into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, `data.packing_lookahead: {LOOKAHEAD}`. Times are
+into sequences of {SEQ_LEN:,} tokens; `data.shuffle_buffer: {SHUFFLE}`, a look-ahead of {LOOKAHEAD} samples. Times are
 CPU time of the process, the machine's load average being {os.getloadavg()[1]:.0f}.
 
 """

@@ -6,7 +6,7 @@ Writes results/logprob_guard.md, and logprob_guard.jsonl as it goes.
 A unit is one step of a model with weights drawn by a seed: 256 answers of 128 tokens that the native engine samples,
 whose log-probs are compared with the trainer's. The engine attends over a cache in fp32, the trainer over packed
 documents in its own precision. A unit that the ledger has is not made again, and after so many minutes no further one
-is begun. Ends with status 1 if a limit of ptf (rollout.max_logprob_diff_mean, …_share) would have stopped a step
+is begun. Ends with status 1 if a limit of ptf (ptf/config/logprob_limits.py) would have stopped a step
 without a fault, or a fault was found by no check.
 """
 

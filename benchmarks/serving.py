@@ -56,7 +56,7 @@ def ranking(directory: Path) -> tuple[Path, str, list[str]]:
 
     made = directory / "made"
     generated(str(made), users=200, items=1000, kinds=10)
-    tokens = TokensConfig(file=str(made / "tokens.jsonl"), init="vectors", vectors=str(made / "tokens.safetensors"))
+    tokens = TokensConfig(file=str(made / "tokens.jsonl"), init=str(made / "tokens.safetensors"))
     model = ModelConfig(path=str(made / "model"), init="random", tokens=tokens)
     place = extended(model, made / "model", directory, 0)[1]
     rows = [json.loads(line) for line in (made / "held_out.jsonl").read_text().splitlines()]

@@ -30,7 +30,7 @@ class Artifact:
     prepared: str | None = None  # directory that data.prepare wrote
     # path → published version, of models that are `job:`s or directories of versions
     models: Mapping[str, str] = field(default_factory=dict)
-    commits: Mapping[str, str] = field(default_factory=dict)  # key of a source → commit, of datasets of the Hub
+    datasets: Mapping[str, str] = field(default_factory=dict)  # key of a source → its path at a commit of the Hub
     # source → stamp of its files when they were prepared (ptf.data.sources.rows.stamps)
     data: Mapping[str, str] = field(default_factory=dict)
     tokenized: Mapping[str, str] = field(default_factory=dict)  # source → directory of tokenized parquet
@@ -46,7 +46,9 @@ class Artifact:
             from ptf.data.prepare import raise_if_damaged
 
             raise_if_damaged(self.prepared, job.verify_bytes)
-        return resolve(job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, commits=self.commits)
+        return resolve(
+            job, prepared=self.prepared, models=self.models, tokenized=self.tokenized, datasets=self.datasets
+        )
 
     def with_changes(self, **changes: Any) -> "Artifact":
         """Return a copy with these fields changed."""

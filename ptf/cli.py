@@ -188,7 +188,7 @@ def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | On
     from ptf.train.roofline import roofline
 
     job = _planned_job(options, setting)
-    directory = config_directory(job.model.path, job.model.revision)
+    directory = config_directory(job.model.path)
     bound = roofline(job, directory, setting.gpus, options.gpu_type) if options.roofline else None
     mfu = bound.mfu if bound else options.mfu
     counted = online_budget if job.rollout else budget
@@ -196,7 +196,7 @@ def _plan(options: argparse.Namespace, setting: "Setting") -> "tuple[Budget | On
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print the data as training will see it. Returns 1 where rows are bad and data.on_bad_row is error: training would
+    """Print the data as training will see it. Returns 1 where a row is bad and none may be skipped: training would
     stop there."""
     with only_ours(options.json) as out:
         try:
@@ -219,7 +219,7 @@ def inspect(options: argparse.Namespace) -> int:
             print(f"inspect: written to {options.html}")
         else:
             terminal.show(inspected, console(width=180, highlight=False))
-    return 1 if any(source.bad for source in inspected.survey.sources) and job.data.on_bad_row == "error" else 0
+    return 1 if any(source.bad for source in inspected.survey.sources) and not job.data.max_bad_rows_share else 0
 
 
 def write_page(options: argparse.Namespace, show: "Callable[[Console], None]") -> None:
@@ -529,7 +529,7 @@ serve: serve a model at an address with OpenAI's API: responses, or scores or ra
   --max-running N: responses that the native engine samples at a time; others wait (default: 128)
   --catalogue FILE: catalogue.json of ptf.events.prepare, whose items are ranked (default: that of the run's
     evaluate.ranking)
-  --beam N: beginnings of items that are kept on each level (default: that of evaluate.ranking, or 100)
+  --beam N: beginnings of items that are kept on each level (default: 100)
 publish: publish a trained run; list what is published, or go back
   RUN_OR_PLACE: the directory of a run; for --list and --rollback a job's YAML, or the directory or URI of versions
   --set A.B=VALUE: override one key that may change after training, like publish.gate=off; may be repeated

@@ -30,7 +30,6 @@ from ptf.config.plugin_code import code_of, uses
 from ptf.config.sections.data import Source
 from ptf.data.prepare import prepare
 from ptf.data.sources import hub
-from ptf.data.sources.files import Location, repo_of
 from ptf.errors import Retryable, UserError
 from ptf.recipes import registry
 from ptf.storage import published_versions
@@ -118,29 +117,30 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def dataset_commits(job: Job, run_name: str | None = None) -> dict[str, str]:
-    """Map the key of each source that is a dataset on the Hub to the commit to read; omit sources that name a commit.
+def datasets_at_commits(job: Job, run_name: str | None = None) -> dict[str, str]:
+    """Map the key of each source that is a dataset on the Hub to its path at the commit to read; omit sources that name
+    a commit.
 
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
     it is the commit that an earlier attempt at the run read; otherwise it is the revision's newest commit.
     """
     text = begun_job(Path(job.output) / run_name) if run_name else None
     before = sources_of(loads(text)) if text else {}
-    commits = {}
+    datasets = {}
     for key, source in sources_of(job).items():
-        repo = (
-            None if source.kind == "tokenized" or source.path.startswith("prepare:") else repo_of(Location.of(source))
-        )
+        is_elsewhere = source.kind == "tokenized" or source.path.startswith("prepare:")
+        repo = None if is_elsewhere else hub.parse_location(source.path)
         if repo is not None and not (repo.revision and hub.COMMIT.fullmatch(repo.revision)):
             then = before.get(key) if repo.revision is None else None
-            commits[key] = (then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision)
-    return commits
+            datasets[key] = repo.at((then and _commit_read(then)) or hub.commit_of(repo.id, repo.revision))
+    return datasets
 
 
 def _commit_read(source: Source) -> str | None:
     """Return the commit that a recorded job read from the Hub, when it was tokenized or while it trained."""
     if source.kind != "tokenized":
-        return source.revision
+        repo = hub.parse_location(source.path)
+        return repo.revision if repo else None
     manifest = f"{source.path.rstrip('/')}/{storage.MANIFEST}"
     return json.loads(storage.read_text(manifest)).get("commit") if storage.exists(manifest) else None
 
@@ -164,7 +164,7 @@ def resolved(job: Job, models: Mapping[str, str] = {}, run_name: str | None = No
             f"{key}: {config} has published no model yet; make it first: "
             f"python flows/{flow_of(load(config))}_flow.py run --config {config}"
         )
-    return resolve(job, prepared=prepared_directory(job), models=models, commits=dataset_commits(job, run_name))
+    return resolve(job, prepared=prepared_directory(job), models=models, datasets=datasets_at_commits(job, run_name))
 
 
 def remove_leftovers(job: Job, run_name: str) -> None:

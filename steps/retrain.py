@@ -34,10 +34,10 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         raise UserError(
             "publish.metric: retraining compares with the published version; name a metric of the evaluate stage"
         )
-    if not job.evaluate.measure_starting_model:
+    if not job.publish.measures_start:
         raise UserError(
-            "evaluate.measure_starting_model: retraining compares with the published version, which it starts from; "
-            "leave it true"
+            "publish.gate: retraining compares with the published version, which it starts from and must measure; "
+            "use starting_model or off"
         )
     if job.publish.what == "adapter":
         raise UserError(
@@ -119,7 +119,7 @@ def refusal(job: Job, artifact: Artifact) -> str:
     metric, allowed = job.publish.metric, job.publish.max_regression
     if before is None or now is None:
         return f"was not published: {_change(job, before, now)}"
-    regression = now - before if job.publish.metric_direction == "min" else before - now
+    regression = now - before if job.publish.less_is_better else before - now
     if allowed and regression > allowed:
         moved = "fell" if now < before else "rose"
         return (
@@ -141,9 +141,7 @@ def _change(job: Job, before: float | None, now: float | None) -> str:
 
 
 def _on_published(job: Job) -> Job:
-    model = job.model.model_copy(
-        update={"path": job.versions, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
-    )
+    model = job.model.model_copy(update={"path": job.versions, "init": "pretrained", "tokenizer": None, "tokens": None})
     return job.model_copy(update={"model": model})
 
 

@@ -16,7 +16,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     from ptf.evaluate.evaluation_check import check_evaluation
     from ptf.run import (
         check_run_name,
-        dataset_commits,
+        datasets_at_commits,
         prepared_directory,
         published_models,
         recorded_models,
@@ -39,7 +39,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         _run_stages(load(waiting[0]), f"{artifact.run_name}-{Path(waiting[0]).stem}")
     artifact = artifact.with_changes(
         models=published_models(job) | recorded_models(job, artifact.run_name),
-        commits=dataset_commits(job, artifact.run_name),
+        datasets=datasets_at_commits(job, artifact.run_name),
     )
     return artifact.with_changes(data=stamps(specs(artifact.resolve(job).data.sources)))
 
@@ -64,9 +64,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
 
     resolved = artifact.resolve(job)
     model = resolved.model
-    tokenizer = tokenizer_of(
-        model.tokenizer or str(locate(model.path, model.revision, verify_up_to=job.verify_bytes)), model.tokens
-    )
+    tokenizer = tokenizer_of(model.tokenizer or str(locate(model.path, verify_up_to=job.verify_bytes)), model.tokens)
     tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.run_name)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.with_changes(tokenized=made)

@@ -23,9 +23,7 @@ def measured_by(job: Job) -> dict[str, Any]:
         "data.prepare": job.data.prepare,
         "data.seq_len": job.data.seq_len,
         "the reward": reward,
-        "rollout.rewards": rollout and rollout.rewards,
         "rollout.environment": rollout and rollout.environment,
-        "rollout.environments": rollout and rollout.environments,
         "rollout.play": rollout and rollout.play,
         "rollout.harness": rollout and rollout.harness,
     }
@@ -57,7 +55,7 @@ def trials(job: Job) -> list[str]:
 
 def best(job: Job, metrics: Sequence[Mapping[str, float]]) -> int:
     """Return the number of the best trial, and print the metric of all. Raises UserError if no trial has the metric."""
-    name, sign = str(job.publish.metric), 1 if job.publish.metric_direction == "max" else -1
+    name, sign = str(job.publish.metric), -1 if job.publish.less_is_better else 1
     values = [trial.get(name, math.nan) for trial in metrics]
     if all(map(math.isnan, values)):
         there = sorted({key for trial in metrics for key in trial})

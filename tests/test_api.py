@@ -96,7 +96,7 @@ def test_a_job_that_has_published_nothing_is_refused_with_what_publishes(
 
 
 def test_the_evaluation_of_a_model_is_checked_before_the_model_is_read(tmp_path: Path) -> None:
-    job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other", "publish.metric_direction=min"])
+    job = ptf.load(config(tmp_path), overrides=["publish.metric=loss/other"])
     with pytest.raises(UserError, match=r"publish\.metric: .*loss/other"):
         evaluate_model(job, str(tmp_path / "no-model"))
 

@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None
     """Of an online job, that of its fullest pool in its fullest phase, engine and frozen roles included."""
     raw["compute"] = {"launcher": "ray", "workers": 2}
     offline = loads(json.dumps(raw))
-    directory = config_directory(offline.model.path, None)
+    directory = config_directory(offline.model.path)
     needed = budget(offline, directory, 2).memory.total / 2**30
     assert memory(offline) == f"memory: {needed:.1f} GiB on the fullest of 2 GPUs"
     job = loads(json.dumps(online(raw, tmp_path, "ptf.rl.rewards:numeric")))

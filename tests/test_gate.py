@@ -131,8 +131,6 @@ def test_the_metric_that_is_named_counts_and_no_other(raw: dict[str, Any], tmp_p
         gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "max_regression": 0.9}}))
     gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
-    job = loads(yaml.safe_dump(raw | {"publish": {"metric": "greedy_reward/test", "metric_direction": "min"}}))
-    gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     job = loads(yaml.safe_dump(raw | {"publish": {"metric": "pass@8/test"}}))  # which is not a mean over rows
     with pytest.raises(
         Worse, match=r"pass@8/test 0\.5 of the starting model, 0\.4 of the trained one; not a mean over rows"
@@ -266,7 +264,7 @@ def test_the_refusal_names_the_limit(tmp_path: Path) -> None:
 def test_max_regression_is_in_the_unit_of_the_named_metric_alone(raw: dict[str, Any], tmp_path: Path) -> None:
     """Default metrics, which stand in for one that was not measured on the starting model, may not be worse."""
     metrics = answers(tmp_path, [1] * 41 + [0] * 471, [1] * 9 + [0] * 503)
-    named = {"metric": "kl/dev", "metric_direction": "min", "max_regression": 0.5}
+    named = {"metric": "kl/dev", "max_regression": 0.5}
     job = loads(yaml.safe_dump(raw | {"publish": named}))
     compared = gate.comparisons(job, tmp_path, metrics | {"kl/dev": 1.0})
     assert [one.metric for one in compared] == ["greedy_reward/test", "greedy_pass_rate/test"]

@@ -99,7 +99,9 @@ def test_what_is_left_out_is_counted_by_its_reason(job, tmp_path, capfd):
     ]
     rows[0]["note"] = "nothing reads it"
     path = str(write_jsonl(tmp_path / "bad.jsonl", rows))
-    config = job(data={"sources": {"sums": {"path": path, "kind": "chat"}}, "too_long": "drop", "on_bad_row": "skip"})
+    config = job(
+        data={"sources": {"sums": {"path": path, "kind": "chat"}}, "too_long": "drop", "max_bad_rows_share": 0.01}
+    )
     source = inspected(capfd, config)["sources"]["sums"]
     assert (source["rows"], source["samples"]) == (6, 2)
     assert sum(source["left_out"].values()) == 4

@@ -92,11 +92,7 @@ def test_a_pointer_that_cannot_be_read_is_one_sentence(tmp_path, content, capsys
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"", None])
 def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, content):
-    job = loads(
-        short(
-            tmp_path, publish={"to": str(tmp_path / "versions"), "metric": "loss/held_out", "metric_direction": "min"}
-        ).read_text()
-    )
+    job = loads(short(tmp_path, publish={"to": str(tmp_path / "versions"), "metric": "loss/held_out"}).read_text())
     storage.finish(f"{job.versions}/one", {"version": "one", "data": {"sums": "then"}}, {})
     published_versions.point(job.versions, "one", None)
     file = Path(job.versions) / "retrained.json"

@@ -73,9 +73,14 @@ def raw(tmp_path: Path) -> dict:
         "limit": 2,
         "samples_per_prompt": 1,
         "max_new_tokens": 6,
-        "measure_starting_model": False,
     }
-    return raw | {"recipe": "grpo", "rollout": rollout, "evaluate": evaluate, "track": {"tensorboard": False}}
+    return raw | {
+        "recipe": "grpo",
+        "rollout": rollout,
+        "evaluate": evaluate,
+        "publish": {"gate": "unmeasured"},
+        "track": {"tensorboard": False},
+    }
 
 
 def stages(raw: dict, monkeypatch: pytest.MonkeyPatch) -> Recorded:

@@ -71,6 +71,11 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def codes(*levels: int) -> list[str]:
+    """Tokens of semantic ids: <a_0> …, <b_0> …, as many as each level has codes."""
+    return [f"<{letter}_{code}>" for letter, size in zip("abc", levels, strict=False) for code in range(size)]
+
+
 def arithmetic(directory: Path, *, rows: int = 200) -> dict:
     """Sums as chats, a character tokenizer and a model config in `directory`; the raw job that trains on them."""
     from ptf.data.character_tokenizer import character_tokenizer
@@ -115,7 +120,6 @@ def small_job(directory: Path, sources: dict, validation: dict, model: Path | No
             "partitions": 4,
             "seq_len": 64,
             "shuffle_buffer": 16,
-            "packing_lookahead": 8,
         },
         "train": {
             "steps": 12,

@@ -106,7 +106,8 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     loc = error["loc"]
     # pydantic names the member of a union that it tried
     members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUGIN]
-    path = tuple(step for step in loc if step != "[key]" and step not in members)
+    inner = tuple(step for step in loc if step != "[key]" and step not in members)
+    path = tuple(step for step in inner if step != "")  # the source of a plugin for all
     if (
         members
         and (members[0] == "Plugin") == isinstance(error["input"], str)
@@ -122,7 +123,7 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
     if kind == "missing":
         what = "is missing"
     elif kind == "extra_forbidden":
-        what = _unknown(name, path[:-1], job)
+        what = _unknown(name, inner[:-1], job)
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         what = f"expected one of {', '.join(choices)}, got {given(value)}" + (
@@ -155,7 +156,7 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     section = section_at(job, path)
     names = list(section.model_fields) if section else []
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
-    where = f"in {'.'.join(map(str, path))}" if path else "at the top"
+    where = f"in {'.'.join(map(str, filter(None, path)))}" if path else "at the top"
     algo = section_at(job, ["algo"])
     unfit = OFFLINE_ONLY if algo and getattr(algo, "online", False) else ()
     known = f"  (did you mean {elsewhere[0]}?)" if elsewhere else ""

@@ -96,6 +96,7 @@ FOREIGN: dict[str, Here] = {
     "dataset_num_proc": at("data.pretokenize", note="the tokenize stage takes all cores"),
     # model
     **dict.fromkeys(("model_name_or_path", "base_model", "model_name", "pretrained_model"), at("model.path")),
+    **dict.fromkeys(("revision", "model_revision"), at("model.path", note="its end: owner/name@revision")),
     **dict.fromkeys(("tokenizer_path", "tokenizer_name"), at("model.tokenizer")),
     "template": at("model.chat_template", note="by default the tokenizer's own"),
     **dict.fromkeys(("lora_r", "lora_rank"), at("model.lora.rank")),
@@ -138,7 +139,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_cfg", "soft_punish_cache"), at("algo.overlong_buffer_tokens")),
     **dict.fromkeys(
         ("dynamic_sampling", "filter_groups"),
-        at("rollout.zero_variance_groups", note="`replace` draws other prompts in place of groups with equal rewards"),
+        at("rollout.max_resampling_rounds", note="draws other prompts in place of groups with equal rewards"),
     ),
     "mask_truncated_completions": at("algo.overlong_filter"),
     "center_rewards_coefficient": at("algo.center_coef"),
@@ -162,7 +163,7 @@ FOREIGN: dict[str, Here] = {
     **dict.fromkeys(("save_steps", "save_freq", "save_interval"), at("checkpoint.every")),
     "save_total_limit": at("checkpoint.keep"),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), at("checkpoint.best", "evaluate.metrics")),
-    "early_stopping_patience": at("train.early_stopping.patience"),
+    "early_stopping_patience": at("train.early_stopping"),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), at("train.validate_every")),
     "logging_steps": at("track.print_every"),
     **dict.fromkeys(("report_to", "wandb", "project_name"), LOGGED),

@@ -87,17 +87,8 @@ def model_paths(job: Job) -> dict[str, str]:
 
 def sources_of(job: Job) -> dict[str, Source]:
     """Return all sources of the job by config key."""
-    sections = source_sections(job).items()
+    sections = job.sources_by_section.items()
     return {f"{section}.{name}": source for section, sources in sections for name, source in sources.items()}
-
-
-def source_sections(job: Job) -> dict[str, dict[str, Source]]:
-    """Return the sources for training, for validation and for held-out prompts, by section and name."""
-    return {
-        "data.sources": job.data.sources,
-        "data.validation": job.data.validation,
-        "evaluate.sources": job.evaluate.sources,
-    }
 
 
 def resolve(
@@ -106,12 +97,13 @@ def resolve(
     prepared: str | None = None,
     models: Mapping[str, str] = {},
     tokenized: Mapping[str, str] = {},
-    commits: Mapping[str, str] = {},
+    datasets: Mapping[str, str] = {},
 ) -> Job:
     """Return the job with the outputs of earlier stages filled in.
 
     `prepared` is the directory that replaces `prepare:`; `models` maps model paths to their replacements; `tokenized`
-    maps names of sources to their tokenized data; `commits` maps keys of sources to the commits of Hub datasets.
+    maps names of sources to their tokenized data; `datasets` maps keys of sources to their paths at a commit of
+    the Hub.
     """
 
     def placed(value: Any) -> Any:
@@ -132,13 +124,13 @@ def resolve(
         if path in models:
             *sections, last = key.split(".")
             reduce(dict.__getitem__, sections, values)[last] = models[path]
-    for key, commit in commits.items():
+    for key, path in datasets.items():
         section, part, name = key.split(".", 2)
-        values[section][part][name]["revision"] = commit
+        values[section][part][name]["path"] = path
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
             # the tokenized files contain exactly the rows that these keys select
-            read = dict.fromkeys(("revision", "limit", "row_count"))
+            read = dict.fromkeys(("limit", "row_count"))
             sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
@@ -168,7 +160,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[str]:
                 yield from _differences(getattr(old, name), getattr(new, name), f"{below}{name}")
     elif isinstance(old, dict) and isinstance(new, dict):
         for name in old | new:
-            yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{below}{name}")
+            yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{below}{name}" if name else key)
     elif old != new:
         yield f"{key}: {_shown(old)} → {_shown(new)}"
 

@@ -34,14 +34,9 @@ LIMITS_WITH_EXPERTS = {**LOGPROB_LIMITS, "fp32": LogprobLimits(1e-3, LOGPROB_TOL
 
 
 def logprob_limits(job: Job, *, experts: bool = False) -> LogprobLimits:
-    """Return the limits of a job with rollouts: its keys, or the defaults of its precision and of whether the model has
-    experts."""
+    """Return the limits of a job with rollouts: those of its precision, and of whether the model has experts, times
+    `rollout.logprob_tolerance`."""
     assert job.rollout is not None
-    default = (LIMITS_WITH_EXPERTS if experts else LOGPROB_LIMITS)[job.train.precision]
-    mean, threshold = job.rollout.max_logprob_diff_mean, job.rollout.logprob_diff_threshold
-    share = job.rollout.max_logprob_diff_share
-    return LogprobLimits(
-        default.mean if mean is None else mean,
-        default.threshold if threshold is None else threshold,
-        default.share if share is None else share,
-    )
+    mean, threshold, share = (LIMITS_WITH_EXPERTS if experts else LOGPROB_LIMITS)[job.train.precision]
+    factor = job.rollout.logprob_tolerance
+    return LogprobLimits(factor * mean, factor * threshold, share)

@@ -14,12 +14,12 @@ from ptf.config.inherited import inherited_errors
 from ptf.config.load import checked
 from ptf.config.plugin import on_path
 from ptf.config.recipes import JOB_ARGUMENTS
-from ptf.config.reward_signature import reward_fault
+from ptf.config.reward_signature import parameters, reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
 
 Keys = tuple[str | int, ...]  # from the top of a config
-REWARDS: tuple[Keys, ...] = (("rollout", "reward"), ("evaluate", "reward"))
+REWARDS: set[Keys] = {("rollout", "reward"), ("evaluate", "reward")}
 EPISODES: dict[Keys, tuple[str, ...]] = {  # what plays an episode → what it is called with
     ("rollout", "play"): ("prompt", "policy"),
     ("rollout", "harness", "agent"): ("row", "base_url", "api_key", "seed"),
@@ -60,11 +60,12 @@ def problems(root: Node) -> Iterator[Problem]:
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
             continue
         yield from unknown(root, (*where, "args"), target, args, use)
-        if (where in REWARDS or where[:-1] == ("rollout", "rewards")) and (error := reward_fault(target, use, args)):
+        of_source = where[:-1] if where[-1] != "args" else ()  # with the name of a source at the end
+        if {where, of_source} & REWARDS and (error := reward_fault(target, use, args)):
             yield problem(root, (*where, "use"), error)
         if where in EPISODES and (error := episode_fault(target, use, args, EPISODES[where])):
             yield problem(root, (*where, "use"), error)
-        is_environment = where == ("rollout", "environment") or where[:-1] == ("rollout", "environments")
+        is_environment = ("rollout", "environment") in (where, of_source)
         if is_environment and isinstance(target, type) and (error := environment_fault(target)):
             yield problem(root, (*where, "use"), f"{use} {error}")
         if where == ("recipe",):
@@ -145,14 +146,6 @@ def unknown(
     for name in given:
         if name not in names:
             yield problem(root, (*where, name), f"{use} has no argument {name!r}{near(name, names)}")
-
-
-def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Those of a function, a class or a callable; of one without a signature, one that takes anything."""
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
 def problem(root: Node, where: Keys, what: str) -> Problem:

@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined, core_schema
 from ptf.config.explain import core, section_at
 from ptf.config.schema import Job, PluginJob, jobs, online_recipes
 from ptf.config.section import Plugin, Section
+from ptf.config.sections.rollout import SourcePlugin
 
 INTRO = """# Config
 
@@ -42,7 +43,6 @@ MOST_SET = (
     "output",
     "seed",
     "model.path",
-    "model.revision",
     "model.init",
     "model.lora",
     "data.sources",
@@ -67,6 +67,7 @@ MOST_SET = (
     "compute.workers",
     "checkpoint.every",
     "evaluate.sources",
+    "evaluate.max_new_tokens",
     "publish.metric",
 )
 MOST_SET_HEAD = f"""## The {len(MOST_SET)} keys that most jobs set
@@ -152,6 +153,11 @@ def json_schema() -> dict[str, Any]:
     )
     for definition in schema["$defs"].values():
         definition.pop("required", None)
+        for name, property in definition.get("properties", {}).items():
+            if property.get("additionalProperties") == (plugin := {"$ref": "#/$defs/SourcePlugin"}):
+                text = property["description"]
+                forms = [plugin, {"type": "object", "additionalProperties": plugin}, {"type": "null"}]
+                definition["properties"][name] = {"anyOf": forms, "description": text}
     for job in kinds:
         properties = schema["$defs"][job.__name__]["properties"]
         properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {
@@ -239,6 +245,8 @@ def _word(annotation: Any, limits: Any = ()) -> str:
         return _word(inner[0], [limit for field in inner[1:] for limit in getattr(field, "metadata", [field])])
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in inner)
+    if origin is dict and inner[1] is SourcePlugin:
+        return "plugin, or map: name → plugin"
     if origin is dict:
         return f"map: name → {_word(inner[1])}" if inner[1] is not Any else "keys and values"
     if origin is list:

@@ -41,12 +41,12 @@ def called(target: Any) -> Any:
     return next((vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)), None)
 
 
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; those of one that tells none are empty."""
+def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, a class or a callable; of one that tells none, one that takes anything."""
     try:
-        return inspect.signature(function).parameters
+        return inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return {}
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
 def reward_fault(target: Any, use: str, args: Mapping[str, Any]) -> str | None:

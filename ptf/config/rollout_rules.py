@@ -15,7 +15,7 @@ def rollout_errors(job: "Job") -> list[str]:
     if rollout_config is None:
         return []
     errors = reward_errors(job) + asynchronous_errors(job)
-    if rollout_config.environment and job.evaluate.reward:
+    if "" in rollout_config.environment and job.evaluate.reward:
         errors.append(
             "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
             "their rewards; remove it"
@@ -52,12 +52,6 @@ def rollout_errors(job: "Job") -> list[str]:
         errors.append(
             "compute.launcher: torchrun does not support rollouts; use ray, or local with rollout.engine: native"
         )
-    default = type(rollout_config).model_fields["cpu_kv_cache_gib"].default
-    if job.compute.device == "cuda" and rollout_config.cpu_kv_cache_gib != default:
-        errors.append(
-            "rollout.cpu_kv_cache_gib is for engines on a CPU; on a GPU the cache takes what "
-            "rollout.gpu_memory_utilization leaves beside the weights"
-        )
     if rollout_config.max_new_tokens >= job.data.seq_len:
         errors.append(
             f"rollout.max_new_tokens ({rollout_config.max_new_tokens}) leaves no room for a prompt in data.seq_len "
@@ -88,9 +82,7 @@ def asynchronous_errors(job: "Job") -> list[str]:
         "rollout.top_p must be 1 with rollout.max_staleness": config.top_p != 1,
         "rollout.constrained_decoding cannot be used with rollout.max_staleness yet": config.constrained_decoding
         is not None,
-        "rollout.zero_variance_groups: replace cannot be used with rollout.max_staleness yet": (
-            config.zero_variance_groups != "keep"
-        ),
+        "rollout.max_resampling_rounds cannot be used with rollout.max_staleness yet": config.max_resampling_rounds > 0,
         "rollout.harness cannot be used with rollout.max_staleness yet": config.harness is not None,
         "rollout.episode_timeout_s cannot be used with rollout.max_staleness yet": config.episode_timeout_s is not None,
         "rollout.reward_model cannot be used with rollout.max_staleness yet": config.reward_model is not None,
@@ -111,12 +103,8 @@ def reward_errors(job: "Job") -> list[str]:
     """Return the problems of the rewards: responses get one, from one place."""
     rollout_config = job.rollout
     assert rollout_config is not None
-    of_answers = [f"rollout.{name}" for name in ("reward", "rewards", "reward_model") if getattr(rollout_config, name)]
-    players = [
-        f"rollout.{name}"
-        for name in ("environment", "environments", "play", "harness")
-        if getattr(rollout_config, name)
-    ]
+    of_answers = [f"rollout.{name}" for name in ("reward", "reward_model") if getattr(rollout_config, name)]
+    players = [f"rollout.{name}" for name in ("environment", "play", "harness") if getattr(rollout_config, name)]
     if len(players) > 1:
         return [f"{players[1]}: {players[0]} plays the episodes; give one, not both"]
     usual = type(rollout_config).model_fields["max_turns"].default
@@ -133,14 +121,11 @@ def reward_errors(job: "Job") -> list[str]:
         return [
             "rollout.reward: responses need a reward; give rollout.reward, reward_model, environment, play or harness"
         ]
-    if rollout_config.reward and rollout_config.rewards:
-        return ["rollout.rewards: rollout.reward scores the responses of all sources; give one, not both"]
     if errors := _unknown_source_errors(job) + _unrewarded_source_errors(job):
         return errors
-    if of_answers and rollout_config.environment:
+    if of_answers and "" in rollout_config.environment:
         return [f"{of_answers[0]}: rollout.environment gives the rewards of its episodes; give one, not both"]
-    has_function = rollout_config.reward or rollout_config.rewards
-    if rollout_config.reward_model and not has_function and job.evaluate.sources and not job.evaluate.reward:
+    if rollout_config.reward_model and not rollout_config.reward and job.evaluate.sources and not job.evaluate.reward:
         return [
             (
                 "evaluate.sources needs evaluate.reward: rollout.reward_model is not used for evaluation, because "
@@ -156,9 +141,9 @@ def _unknown_source_errors(job: "Job") -> list[str]:
     known = {*job.data.sources, *job.evaluate.sources}
     return [
         f"rollout.{key}.{name}: no source has this name; there are {', '.join(sorted(known))}"
-        for key in ("rewards", "environments")
+        for key in ("reward", "environment")
         for name in getattr(job.rollout, key)
-        if name not in known
+        if name and name not in known
     ]
 
 
@@ -166,14 +151,15 @@ def _unrewarded_source_errors(job: "Job") -> list[str]:
     """Return the sources whose responses get no reward, where rewards or environments are given by source."""
     config = job.rollout
     assert config is not None
-    if not (config.rewards or config.environments) or config.reward or config.reward_model:
+    named = {*config.reward, *config.environment}
+    if not named or "" in named or config.reward_model:
         return []
     trained = {f"data.sources.{name}": name for name in job.data.sources}
     held_out = {} if job.evaluate.reward else {f"evaluate.sources.{name}": name for name in job.evaluate.sources}
     return [
-        f"{key}: neither rollout.rewards nor rollout.environments has {name}, so its responses get no reward"
+        f"{key}: neither rollout.reward nor rollout.environment has {name}, so its responses get no reward"
         for key, name in {**trained, **held_out}.items()
-        if name not in config.rewards and name not in config.environments
+        if name not in named
     ]
 
 

@@ -17,17 +17,12 @@ from ptf.workspace.credentials import is_secret
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
-SMALLER = ("loss/", "kl/", "ce/", "divergence/", "calibration_error/")  # metrics of which less is better
 NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
 
 
 def name_errors(job: "Job") -> list[str]:
     """Return the problems of names that, as part of a path, could lead out of their directory."""
-    by_key = {
-        "data.sources": job.data.sources,
-        "data.validation": job.data.validation,
-        "evaluate.sources": job.evaluate.sources,
-    }
+    by_key = job.sources_by_section
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
     rule = (
@@ -133,8 +128,6 @@ def deployment_errors(job: "Job") -> list[str]:
             f"publish.what: {job.publish.what} publishes an adapter, and the base model of this one has the tokens of "
             "model.tokens, which no published model has; use merged"
         )
-    if job.publish.metric_direction == "max" and (job.publish.metric or "").startswith(SMALLER):
-        errors.append(f"publish.metric_direction: {job.publish.metric} is better the lower it is; use min")
     return errors
 
 
@@ -170,32 +163,6 @@ def schedule_errors(job: "Job") -> list[str]:
     return errors
 
 
-def source_path_errors(job: "Job") -> list[str]:
-    """Return the problems of revisions that do not go with a source's path.
-
-    Whether the path is a dataset of the Hub, where a directory may have the same name, is known when it is read.
-    """
-    sections = {
-        "data.sources": job.data.sources,
-        "data.validation": job.data.validation,
-        "evaluate.sources": job.evaluate.sources,
-    }
-    errors = []
-    for key, source in (
-        (f"{section}.{name}", source) for section, sources in sections.items() for name, source in sources.items()
-    ):
-        if source.kind == "tokenized" and source.revision is not None:
-            errors.append(
-                f"{key}.revision cannot be used with kind: tokenized, which is read as it was stored; remove it"
-            )
-        elsewhere = "://" in source.path and not source.path.startswith("hf://")
-        if source.revision is not None and (elsewhere or source.path.startswith(("/", ".", "~", "prepare:"))):
-            errors.append(
-                f"{key}.revision is for a dataset of the Hugging Face Hub, which {source.path} is not; remove it"
-            )
-    return errors
-
-
 def length_errors(job: "Job") -> list[str]:
     """When the run ends, and what its data must be for that."""
     errors = []
@@ -211,8 +178,8 @@ def length_errors(job: "Job") -> list[str]:
             for section, there in {"train": job.train.epochs, **epochs}.items()
             if there
         ]
-        if job.data.on_bad_row != "error":
-            errors.append("data.on_bad_row: skip is for offline recipes; online recipes stop at a bad row")
+        if job.data.max_bad_rows_share:
+            errors.append("data.max_bad_rows_share is for offline recipes; online recipes stop at a bad row")
         if job.data.mix.by != "samples":
             errors.append("data.mix.by: tokens is for offline recipes; prompts are mixed by samples")
     bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
@@ -280,7 +247,7 @@ def deterministic_errors(job: "Job") -> list[str]:
 
 
 def watched_metric_errors(job: "Job") -> list[str]:
-    """Return a problem for each metric that train.early_stopping or checkpoint.best watches and nothing measures."""
+    """Return the problems of a held-out loss that train.early_stopping or checkpoint.best watches."""
     if not (job.train.early_stopping or job.checkpoint.best):
         return []
     if job.rollout:
@@ -288,14 +255,10 @@ def watched_metric_errors(job: "Job") -> list[str]:
     errors, known = [], [f"loss/{name}" for name in job.data.validation]
     if not (job.train.validate_every and known):
         errors.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
-    stop = job.train.early_stopping
-    watched = {"train.early_stopping.metric": stop and stop.metric, "checkpoint.best": job.checkpoint.best}
-    errors += [
-        f"{key}: {metric} cannot be watched; only held-out losses can: {', '.join(known)}"
-        for key, metric in watched.items()
-        if metric and known and metric not in known
-    ]
-    if job.checkpoint.best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
+    best = job.checkpoint.best
+    if best and known and best not in known:
+        errors.append(f"checkpoint.best: {best} cannot be watched; only held-out losses can: {', '.join(known)}")
+    if best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
         errors.append(
             "checkpoint.every must be a multiple of train.validate_every, "
             "so that every checkpoint has the metric of checkpoint.best"
@@ -306,10 +269,8 @@ def watched_metric_errors(job: "Job") -> list[str]:
 def own_component_errors(job: "Job") -> list[str]:
     """Return the problems of keys that do not go with components and tokens of the user's own."""
     model, tokens, errors = job.model, job.model.tokens, []
-    if tokens and not (tokens.added or tokens.file or tokens.semantic_ids):
-        errors.append("model.tokens adds none: give added, file or semantic_ids")
-    if tokens and (tokens.init == "vectors") != (tokens.vectors is not None):
-        errors.append("model.tokens.vectors and model.tokens.init: vectors need each other")
+    if tokens and not (tokens.added or tokens.file):
+        errors.append("model.tokens adds none: give added or file")
     if tokens and tokens.init == "description" and not tokens.file:
         errors.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
     can_share = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
@@ -342,7 +303,6 @@ RULES: tuple[Callable[["Job"], list[str]], ...] = (
     secret_errors,
     launch_errors,
     length_errors,
-    source_path_errors,
     schedule_errors,
     deterministic_errors,
     watched_metric_errors,

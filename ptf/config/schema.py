@@ -17,7 +17,7 @@ from ptf.config.rules import broken
 from ptf.config.section import AlgoConfig, Count, Plugin, Section, changeable
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import ComputeConfig
-from ptf.config.sections.data import DataConfig
+from ptf.config.sections.data import DataConfig, Source
 from ptf.config.sections.evaluate import EvaluateConfig
 from ptf.config.sections.flow import FlowConfig
 from ptf.config.sections.model import ModelConfig
@@ -57,6 +57,15 @@ class Job(Section):
     def versions(self) -> str:
         """Directory or URI below which its models are published."""
         return (self.publish.to or f"{self.output}/published").rstrip("/")
+
+    @property
+    def sources_by_section(self) -> dict[str, dict[str, Source]]:
+        """Return the sources for training, for validation and for held-out prompts, by section and name."""
+        return {
+            "data.sources": self.data.sources,
+            "data.validation": self.data.validation,
+            "evaluate.sources": self.evaluate.sources,
+        }
 
     @property
     def verify_bytes(self) -> float:

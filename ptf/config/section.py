@@ -51,9 +51,11 @@ Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 
 
 TRAIN_ON, DATE, WORD = r"^(assistant|last|all|field:.+)$", r"^\d{4}-\d\d-\d\d$", r"^\w+$"
+INIT = r"^(mean|description|.+\.safetensors)$"
 FORMS = {  # pattern of a key's text → what it accepts, in words
     TRAIN_ON: "assistant, last, all or field:NAME",
     DATE: "a date like 2026-01-31",
+    INIT: "mean, description or a safetensors file",
     WORD: "letters, digits and underscores",
 }
 

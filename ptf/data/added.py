@@ -1,13 +1,10 @@
-"""Tokens that a job adds to a tokenizer: special tokens, and semantic ids (TIGER, Rajput et al. 2023: an item is one
-code on each level).
+"""Tokens that a job adds to a tokenizer: special tokens, items, or semantic ids.
 
 The added tokens are a function of the config and the tokenizer alone, so every stage that reads the config gets the
 same ids.
 """
 
 import json
-import string
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptf import storage
@@ -25,32 +22,14 @@ class Added:
     descriptions: tuple[str, ...]  # "" where there is none
 
 
-def semantic_ids(levels: Sequence[int]) -> list[str]:
-    """Return the tokens <a_0> … <a_{n-1}>, <b_0> …: one letter per level.
-
-    Raises UserError for more than 26 levels.
-    """
-    if len(levels) > len(string.ascii_lowercase):
-        raise UserError(f"model.tokens.semantic_ids: {len(levels)} levels; at most 26 can be named by a letter")
-    return [
-        f"<{letter}_{code}>"
-        for letter, codes in zip(string.ascii_lowercase, levels, strict=False)
-        for code in range(codes)
-    ]
-
-
 def wanted(spec: TokensConfig) -> dict[str, str]:
-    """Return token → description, in the order of `added`, `file`, `semantic_ids`.
+    """Return token → description, in the order of `added` and `file`.
 
     Raises UserError that names the line of the file that is wrong, or a token that occurs twice.
     """
     descriptions: dict[str, str] = {}
     from_file = _rows(spec.file) if spec.file else []
-    for token, description in [
-        *((t, "") for t in spec.added),
-        *from_file,
-        *((t, "") for t in semantic_ids(spec.semantic_ids)),
-    ]:
+    for token, description in [*((t, "") for t in spec.added), *from_file]:
         if token in descriptions or not token:
             raise UserError(f"model.tokens: the token {token!r} is {'listed twice' if token else 'empty'}")
         descriptions[token] = description

@@ -125,7 +125,7 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
         if message.get(key):
             raise UserError(
                 f"{where} has `{key}`; ptf trains text only: leave such rows out with data.prepare, "
-                "or data.on_bad_row: skip"
+                "or set data.max_bad_rows_share"
             )
     for key in THOUGHTS:
         if not isinstance(message.get(key), str | None):
@@ -169,7 +169,7 @@ def _text(parts: Sequence[Any], where: str) -> str:
     if kinds != ["text"] or any(part.get(key) for part in parts for key in others):
         raise UserError(
             f"{where} holds {', '.join(kinds) or 'no parts'}; ptf trains text only: "
-            "leave such rows out with data.prepare, or data.on_bad_row: skip"
+            "leave such rows out with data.prepare, or set data.max_bad_rows_share"
         )
     if len(parts) > 1 or not isinstance(parts[0].get("text"), str):
         raise UserError(

@@ -16,7 +16,6 @@ from ptf.data.mixture import Mixture
 from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
 from ptf.data.sources.blocks import Row
-from ptf.data.sources.files import Location
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle, settle
@@ -27,7 +26,7 @@ from ptf.errors import UserError
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Yield every prompt of a source once, in file order; its position is its index."""
-    for index, place in enumerate(rows_once(Reader(Location.of(spec)), spec.limit)):
+    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
         yield _prompt(partial(_shaped, place, spec), place.where, name, tokenizer, index)
 
 
@@ -114,7 +113,7 @@ class Prompts:
     ):
         self._tokenizer, self._index = tokenizer, 0
         self.orders = {
-            name: Ordered(Reader(Location.of(spec)), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0)
+            name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0)
             for name, spec in sources.items()
         }
         streams: dict[str, Shuffle[Any]] = {}

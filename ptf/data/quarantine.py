@@ -1,4 +1,4 @@
-"""Bad rows that are set aside (`data.on_bad_row: skip`): one line of jsonl for each, with its location and the reason.
+"""Bad rows that are set aside (`data.max_bad_rows_share`): a line of jsonl for each, with its location and the reason.
 
 A row is written once, however often a resumed run meets it again, and a source whose share of bad rows is too large
 stops the run.

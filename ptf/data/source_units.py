@@ -6,7 +6,6 @@ from ptf.data import tokenized
 from ptf.data.encode import Encode, Encoder, SetAside, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.sample import PackUnit
-from ptf.data.sources.files import Location
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
@@ -16,7 +15,7 @@ from ptf.data.unread import Unread
 def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
     """Return a reader of the source's rows, and the specification with what was detected."""
     if spec.kind != "tokenized":
-        reader = Reader(Location.of(spec))
+        reader = Reader(spec.path)
         return reader, with_detected_kind(spec, reader)
     assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
     return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec

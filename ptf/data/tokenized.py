@@ -23,7 +23,6 @@ from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Row
-from ptf.data.sources.files import Location
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, blocks_once, place
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
@@ -96,7 +95,7 @@ def write(
     too_long: TooLong,
     tokenizer: Tokenizer,
     config_fingerprint: str,
-    max_bad_rows_share: float | None = None,
+    max_bad_rows_share: float = 0.0,
     processes: int = 1,
     read_keys: Iterable[str] = (),
 ) -> Mapping[str, Any]:
@@ -115,11 +114,11 @@ def write(
     with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
         counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share or 0.0)
-        reader = Reader(Location.of(spec))
+        quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share)
+        reader = Reader(spec.path)
         spec = with_detected_kind(spec, reader)
         unread = Unread(spec, tokenizer, read_keys, partial(print, f"tokenize: source {name}:", flush=True))
-        work = _Work(encode, name, seq_len, too_long, spec, max_bad_rows_share is not None, unread)
+        work = _Work(encode, name, seq_len, too_long, spec, max_bad_rows_share > 0, unread)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
             for columns, counted, bad, names in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)

@@ -22,6 +22,7 @@ from ptf.data.probes import PROBES, Closing, Message, closings_of, cuts_of, take
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokenizer
 from ptf.errors import UserError
+from ptf.storage.hub import at_revision
 
 MOST_DECODED = 256  # texts that a tokenizer keeps
 
@@ -40,13 +41,14 @@ class Tokenizer:
         self.last_encoded: tuple[str, list[int]] = ("", [])  # a text and its ids (ptf.data.incremental_encode)
 
     @classmethod
-    def load(cls, path: str, revision: str | None = None) -> "Tokenizer":
-        """Load a tokenizer from a directory or a Hugging Face id.
+    def load(cls, path: str) -> "Tokenizer":
+        """Load a tokenizer from a directory or a Hugging Face id (`owner/name` or `owner/name@revision`).
 
         The network is not used where HF_HUB_OFFLINE is set. Raises UserError where the files cannot be read.
         """
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
-        tokenizer = cls(read_tokenizer(path, revision, local), read_stop_ids(path, revision, local))
+        id, revision = (path, None) if os.path.isdir(path) else at_revision(path)
+        tokenizer = cls(read_tokenizer(id, revision, local), read_stop_ids(id, revision, local))
         tokenizer.rendering = Rendering.read(path)
         return tokenizer
 

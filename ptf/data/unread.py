@@ -13,7 +13,6 @@ from ptf.data.forms import Row, adopt_known_forms, rename_columns
 from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, label_of, shaped
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
-from ptf.data.sources.files import Location
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ class Unread:
 
     def read_first(self) -> "Unread":
         """Note the names in the first rows."""
-        for place in () if self._off else rows_once(Reader(Location.of(self._spec)), FIRST_ROWS):
+        for place in () if self._off else rows_once(Reader(self._spec.path), FIRST_ROWS):
             try:
                 raw = place.read()
                 self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.columnar), place.where)

@@ -12,7 +12,8 @@ from ptf.episode_preview import scripts
 from ptf.episode_preview.scripts import Script
 from ptf.errors import UserError
 from ptf.model import bridge, hub
-from ptf.run import dataset_commits, prepared_directory, published_models, unpublished
+from ptf.run import datasets_at_commits, prepared_directory, published_models, unpublished
+from ptf.storage.hub import at_revision
 from ptf.train.job_tokenizer import rendered
 
 ECHO, EMPTY = "echo", "empty"
@@ -57,7 +58,8 @@ def script_of(name: str) -> Callable[[Tokenizer], Script]:
 
 def _with_paths(job: Job) -> Job:
     """Return the job with `prepare:` and `job:` replaced by paths; what has not been published stays."""
-    return resolve(job, prepared=prepared_directory(job), models=published_models(job), commits=dataset_commits(job))
+    datasets = datasets_at_commits(job)
+    return resolve(job, prepared=prepared_directory(job), models=published_models(job), datasets=datasets)
 
 
 def _with_model(job: Job, named: str) -> Job:
@@ -68,7 +70,7 @@ def _with_model(job: Job, named: str) -> Job:
         named = str(Path(named) / "model")
     elif not os.path.exists(named) and "://" not in named and not (_is_hub_id(named) and "/" in named):
         raise UserError(f"--policy: there is no file and no model {named}; without either: {', '.join(SCRIPTS)}")
-    whole = {"backend": "ptf", "init": "pretrained", "revision": None, "tokenizer": None}
+    whole = {"backend": "ptf", "init": "pretrained", "tokenizer": None}
     whole |= {"tokens": None, "lora": None, "trainable": None}
     return _with_paths(job.model_copy(update={"model": job.model.model_copy(update={"path": named, **whole})}))
 
@@ -86,7 +88,7 @@ def _why_not_own(job: Job) -> str | None:
         return None if there else f"{path} has no weights"
     if not _is_hub_id(path):
         return f"there is no directory {path}"
-    if hub.cached(path, job.model.revision) is None:
+    if hub.cached(path) is None:
         return f"{path} is not in the cache of this machine (--policy {path} downloads it)"
     return None
 
@@ -94,7 +96,7 @@ def _why_not_own(job: Job) -> str | None:
 def _is_hub_id(path: str) -> bool:
     """Return whether a path can only be a Hugging Face id."""
     is_place = os.path.isdir(path) or "://" in path or path.startswith((".", "/", "~"))
-    return path.count("/") <= 1 and not is_place
+    return at_revision(path)[0].count("/") <= 1 and not is_place
 
 
 def tokenizer_without_model(job: Job) -> Tokenizer:

@@ -52,12 +52,11 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     """
     job = settled(job)
     section = job.model.model_copy(
-        update={"path": model, "init": "pretrained", "revision": None, "tokenizer": None, "tokens": None}
+        update={"path": model, "init": "pretrained", "tokenizer": None, "tokens": None}
         | {"lora": None, "trainable": None}
     )
-    job = job.model_copy(
-        update={"model": section, "evaluate": job.evaluate.model_copy(update={"measure_starting_model": False})}
-    )
+    publish = job.publish.model_copy(update={"gate": "unmeasured"})
+    job = job.model_copy(update={"model": section, "publish": publish})
     check_evaluation(job)
     directory = bridge.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:

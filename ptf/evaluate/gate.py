@@ -79,12 +79,12 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
     was measured on both: mean reward and pass rate of greedy responses, NDCG of the ranking, the held-out loss. The
-    list is empty if nothing is held out or `evaluate.measure_starting_model` is off. Raises UserError if the stored
+    list is empty if nothing is held out or `publish.gate` is `unmeasured`. Raises UserError if the stored
     rows of the two models are not the same rows.
     """
     named = job.publish.metric
     if f"{START}{named}" in metrics:
-        more = job.publish.metric_direction == "max"
+        more = not job.publish.less_is_better
         return [_compared(str(named), more, _paired_values(job, run, str(named)), metrics)]
     measured = ([name for name in names if START + name in metrics] for names in defaults(job))
     names = next(filter(None, measured), [])
@@ -108,24 +108,24 @@ def defaults(job: Job) -> Iterator[list[str]]:
 
 
 def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
-    """Return the metrics of `defaults` that an evaluation has not measured: on the trained model, or, with
-    `evaluate.measure_starting_model`, on the one that training started from."""
+    """Return the metrics of `defaults` that an evaluation has not measured: on the trained model, or, unless
+    `publish.gate` is `unmeasured`, on the one that training started from."""
     names = [name for group in defaults(job) for name in group]
     # random weights are not ranked
     both = [n for n in names if job.model.init == "pretrained" or not n.startswith("all/")]
-    wanted = [*names, *(START + name for name in both if job.evaluate.measure_starting_model)]
+    wanted = [*names, *(START + name for name in both if job.publish.measures_start)]
     return [name for name in wanted if name not in metrics]
 
 
 def _is_scored(job: Job) -> bool:
     """Return whether responses to held-out prompts get rewards."""
     rollout = job.rollout
-    return bool(job.evaluate.reward or (rollout and (rollout.rewards_by_source or rollout.is_multi_turn)))
+    return bool(job.evaluate.reward or (rollout and (rollout.reward or rollout.is_multi_turn)))
 
 
 def needs_losses(job: Job) -> bool:
     """Return whether, by the config, the gate will compare the held-out loss of each row."""
-    if job.publish.gate == "off" or not job.evaluate.measure_starting_model:
+    if job.publish.gate != "starting_model":
         return False
     metric = job.publish.metric
     if metric is not None and not metric.startswith("train/"):
@@ -224,14 +224,12 @@ def quantile(freedom: int) -> float:
 
 def describe(job: Job, compared: Sequence[Comparison]) -> str:
     """Return the result of the gate as one line, for the console and the model card."""
-    if job.publish.gate == "off":
-        return "not compared with what training started from: publish.gate is off"
-    if not compared:
-        why = (
-            "evaluate.measure_starting_model is off"
-            if not job.evaluate.measure_starting_model
-            else "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
-        )
+    why = ""
+    if job.publish.gate != "starting_model":
+        why = f"publish.gate is {job.publish.gate}"
+    elif not compared:
+        why = "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
+    if why:
         return f"not compared with what training started from: {why}"
     return "; ".join(one.describe(_allowed(job, one)) for one in compared)
 
@@ -244,7 +242,8 @@ def _allowed(job: Job, one: Comparison) -> float:
 
 def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
-    if job.publish.gate != "off" and (worse := [one for one in compared if one.is_worse(_allowed(job, one))]):
+    worse = [one for one in compared if one.is_worse(_allowed(job, one))]
+    if worse and job.publish.gate == "starting_model":
         allowed = max(_allowed(job, one) for one in worse)
         limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
         said = "; ".join(one.describe(_allowed(job, one)) for one in worse)
@@ -256,16 +255,20 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
 
 
 def raise_if_regression(
-    metrics: Mapping[str, float], published: Mapping[str, float], metric: str, max_regression: float, mode: str = "max"
+    metrics: Mapping[str, float],
+    published: Mapping[str, float],
+    metric: str,
+    max_regression: float,
+    less_is_better: bool = False,
 ) -> None:
     """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
-    `max_regression`. `mode` is `max` if a higher value is better, otherwise `min`."""
+    `max_regression`."""
     if metric not in metrics:
         raise UserError(
             f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
         )
     before = published.get(metric)
-    if before is not None and not (metrics[metric] - before) * (1 if mode == "max" else -1) >= -max_regression:
+    if before is not None and not (metrics[metric] - before) * (-1 if less_is_better else 1) >= -max_regression:
         raise Worse(
             f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}; allowed "
             f"regression: {max_regression:g} (publish.max_regression)"

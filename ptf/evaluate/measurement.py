@@ -79,8 +79,8 @@ def measure_model(job: Job, run: Path) -> dict[str, float]:
 def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     """Return the recipe's held-out metrics of the trained model on each set of `data.validation`.
 
-    For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer response. With
-    `evaluate.measure_starting_model`, it adds the metrics of the model that training started from. If the job's workers
+    For pairs, it adds `length_baseline_accuracy`: the accuracy of always choosing the longer response. Unless
+    `publish.gate` is `unmeasured`, it adds the metrics of the model that training started from. If the job's workers
     run on Ray, as many of them as in training measure the model; otherwise this process does.
     """
     compute = job.compute
@@ -149,7 +149,7 @@ def measure_on_rank(text: str, directory: str) -> None:
         )
         losses = run / gate.LOSSES if gate.needs_losses(job) else None
         metrics = measure_sequences(model, recipe, sets, job, world, beside, losses)
-        if job.evaluate.measure_starting_model:
+        if job.publish.measures_start:
             place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
             before, losses = load(Path(str(place))), losses and losses / "start"
             of_start = measure_sequences(before, recipe, sets, job, world, beside, losses)
@@ -265,8 +265,8 @@ def _engine_here(job: Job, model: Path) -> str | Plugin:
 
 
 def measure_responses(job: Job, run: Path) -> dict[str, float]:
-    """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`; with
-    `evaluate.measure_starting_model`, also those of the model that training started from.
+    """Return the greedy pass rate, pass@k and the mean reward of the trained model on each of `evaluate.sources`;
+    unless `publish.gate` is `unmeasured`, also those of the model that training started from.
 
     The greedy responses are written to `run/responses/` and `run/responses/start/`.
     """
@@ -280,9 +280,9 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.prompts),
         trie_of(job.rollout, tokenizer),
     )
-    models = {"": run / "model"} | (
-        {"start/": starting.with_weights()} if evaluate_config.measure_starting_model else {}
-    )
+    models = {"": run / "model"}
+    if job.publish.measures_start:
+        models["start/"] = starting.with_weights()
     prompts, job = affordable(prompts, job, run / "model", len(models))
     metrics: dict[str, float] = {}
     length = (
@@ -343,9 +343,8 @@ def measure_responses_to(
 
 
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:
-    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; with
-    `evaluate.measure_starting_model`, also those of the model that training started from, unless its weights were
-    random.
+    """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; unless
+    `publish.gate` is `unmeasured` or its weights were random, also those of the model that training started from.
 
     The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
     """
@@ -354,7 +353,7 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     starting = StartingModel.of(job, run)
     tokenizer = starting.load_tokenizer()
     models = {"": run / "model"}
-    if job.evaluate.measure_starting_model and job.model.init == "pretrained":
+    if job.publish.measures_start and job.model.init == "pretrained":
         models["start/"] = starting.with_weights()
     prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}
@@ -367,7 +366,6 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     prompts=source_prompts,
                     catalogue=evaluate_config.catalogue,
                     k=evaluate_config.k,
-                    beam=evaluate_config.beam,
                     device=world.device,
                     factory=layer_factory_of(without_adapters(starting.section)),
                     answers=run / "ranked" / f"{prefix}{name}.jsonl",

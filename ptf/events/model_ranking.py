@@ -21,6 +21,8 @@ from ptf.events.catalogue import Catalogue, load_item_vectors
 from ptf.events.ranking_metrics import TASKS, coverage, diversity, measures
 from ptf.rl.engines.native import NativeEngine
 
+BEAM = 100  # beginnings of items that are kept on each level
+
 
 @dataclass(frozen=True)
 class Ranker:
@@ -130,16 +132,16 @@ def rank(
     prompts: Sequence[Prompt],
     catalogue: str,
     k: int,
-    beam: int,
     device: torch.device,
     factory: Any,
     answers: Path,
 ) -> dict[str, float]:
-    """Return the mean measures of one checkpoint, and write those of each user to `answers` (jsonl)."""
+    """Return the mean measures of one checkpoint, and write those of each user to `answers` (jsonl). Of items of
+    several tokens, `BEAM` beginnings are kept, and ten for each place of the list."""
     items = Catalogue.load(catalogue)
     items.raise_if_different(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)
     engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, factory=factory)
-    means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, beam), prompts, items, vectors, k)
+    means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, max(BEAM, 10 * k)), prompts, items, vectors, k)
     storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))
     return means

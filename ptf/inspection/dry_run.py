@@ -83,7 +83,7 @@ def rehearse(job: Job) -> None:
         tell(memory(job))
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
-        source = locate(job.model.path, job.model.revision, verify_up_to=None)
+        source = locate(job.model.path, verify_up_to=None)
         shrink(source, model)
         small = smaller(with_small_frozen_models(job, source, Path(scratch)), model, str(source), f"{scratch}/runs")
         tell(
@@ -103,7 +103,7 @@ def memory(job: Job) -> str:
     from ptf.rl.online_budget import online_budget
     from ptf.train.budget import budget, config_directory
 
-    directory, workers = config_directory(job.model.path, job.model.revision), job.compute.workers
+    directory, workers = config_directory(job.model.path), job.compute.workers
     if job.rollout and isinstance(job.rollout.engine, Plugin):
         return "memory: not counted, because the rollout engine is your own"
     if job.rollout:
@@ -234,10 +234,9 @@ def smaller_model(spec: ModelConfig, model: Path, source: str) -> ModelConfig:
     """Return the section `model` with the narrow model of random weights."""
     tokens = spec.tokens
     if tokens and tokens.vectors:  # they have the width of the real model
-        tokens = tokens.model_copy(update={"vectors": None, "init": "mean"})
+        tokens = tokens.model_copy(update={"init": "mean"})
     start = {
         "path": str(model),
-        "revision": None,
         "init": "random",
         "tokenizer": spec.tokenizer or source,
         "tokens": tokens,
@@ -266,6 +265,6 @@ def check_rewards(job: Job, directory: Path) -> None:
     """Raise UserError if the reward had no result for what the small model said."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     if job.rollout and (failed := rows[-1].get("no_result_share", 0.0)) > 0:
-        names = ("reward", "rewards", "environment", "environments", "play", "harness")
+        names = ("reward", "environment", "play", "harness")
         what = next((name for name in names if getattr(job.rollout, name)), "reward_model")
         raise UserError(f"rollout.{what} gave no result for {failed:.0%} of the responses; the lines above say why")

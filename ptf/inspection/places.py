@@ -10,6 +10,7 @@ from ptf.config.plugin_checks import problem
 from ptf.config.tree import Node, Problem
 from ptf.data.sources import hub
 from ptf.errors import UserError
+from ptf.storage.hub import at_revision
 
 MADE_LATER = ("prepare:", "job:")  # written by an earlier step, or looked up when the job is run
 ELSEWHERE = "; if the job runs on a different machine, or a different job writes it, use ptf check --skip-paths"
@@ -84,5 +85,5 @@ def _has_model(path: str) -> bool:
     """
     if path.startswith(MADE_LATER) or "://" in path or os.path.exists(path):
         return True
-    owner, _, name = path.partition("/")
+    owner, _, name = at_revision(path)[0].partition("/")
     return bool(name) and "/" not in name and not path.startswith((".", "/", "~")) and not os.path.isdir(owner)

@@ -65,7 +65,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     """
     job = settled(resolved(job))
     recipe = registry.build(job)
-    path = job.model.tokenizer or str(locate(job.model.path, job.model.revision, verify_up_to=None))
+    path = job.model.tokenizer or str(locate(job.model.path, verify_up_to=None))
     tokenizer = rendered(job, tokenizer_of(path, job.model.tokens), None)
     partitions = make_partitions(job, recipe, tokenizer)
     if job.rollout:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptf.config import Job, Plugin, model_paths, plugin, resolve, sources_of
-from ptf.config.load import source_sections
 from ptf.config.plugin_checks import plugins, warnings
 from ptf.config.plugin_code import code_of
 from ptf.config.reward_signature import RewardSignature
@@ -37,11 +36,11 @@ HOW = "`ptf inspect` prints the number of passes over the data and of steps"
 def touch(job: Job) -> list[str]:
     """Open what a job names and this machine has, and return sentences on what to know of it, such as the passes and
     steps of the run. Raise the UserError with which the run would stop."""
-    from ptf.model.hub import cached
+    from ptf.model.hub import cached, is_id
 
-    if job.model.path.count("/") == 1 and not is_here(job.model.path):
+    if is_id(job.model.path) and not is_here(job.model.path):
         with contextlib.suppress(ValueError):  # what is no id of the Hub
-            if snapshot := cached(job.model.path, job.model.revision):
+            if snapshot := cached(job.model.path):
                 job = resolve(job, models={job.model.path: str(snapshot)})
     raise_if_vllm_is_wrong(job)
     named = {key: source.path for key, source in sources_of(job).items()} | model_paths(job)
@@ -64,7 +63,7 @@ def fetched(job: Job) -> Job:
     from ptf.run import resolved
 
     job = resolved(job)
-    return resolve(job, models={job.model.path: str(locate(job.model.path, job.model.revision, verify_up_to=None))})
+    return resolve(job, models={job.model.path: str(locate(job.model.path, verify_up_to=None))})
 
 
 def raise_if_vllm_is_wrong(job: Job) -> None:
@@ -96,7 +95,7 @@ def look_at_models(job: Job) -> Path:
     from ptf.train.trainer import raise_if_unfit
 
     recipe, section = registry.build(job), without_head(job.model) if job.model.tokens else job.model
-    directory = locate(section.path, section.revision, verify_up_to=None)
+    directory = locate(section.path, verify_up_to=None)
     model = raise_if_unfit(directory, section, recipe.head)
     for role, one in recipe.frozen_models.items():
         if one.path is not None and is_here(one.path):
@@ -106,7 +105,7 @@ def look_at_models(job: Job) -> Path:
             if one.same_architecture:
                 raise_if_other_architecture(frozen_model, model, place, role)
     if job.rollout and (scorer := job.rollout.reward_model) and is_here(scorer.path):
-        place = located(FrozenModelSpec(scorer.path, scorer.revision), "rollout.reward_model.path", None)
+        place = located(FrozenModelSpec(scorer.path), "rollout.reward_model.path", None)
         raise_if_without_score(place)
         with errors_of("rollout.reward_model.path"):
             raise_if_unfit(place, ModelConfig(path=str(place), backend=backend_of(place, "ptf")), "scalar")
@@ -134,7 +133,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     lines: list[str] = []
     prompts: dict[str, Prompt] = {}
     longest = job.data.seq_len if recipe.online else 0
-    for section, sources in source_sections(job).items():
+    for section, sources in job.sources_by_section.items():
         some = {name: source for name, source in sources.items() if f"{section}.{name}" in here}
         partitions = make_partitions(job, recipe, tokenizer, sources=specs(some, verify_up_to=0))
         partitions = replace(partitions, share_prefixes=False)
@@ -147,7 +146,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
                         raise_if_too_long(prompt, job.data.seq_len - job.rollout.max_new_tokens)
                 continue
             found, units = survey_source(partitions, name, ROWS)
-            if found.bad and job.data.on_bad_row != "skip":
+            if found.bad and not job.data.max_bad_rows_share:
                 raise UserError(f"{found.bad[0].where} (source {name}): {found.bad[0].reason}")
             if found.bad and not units:
                 where, reason = found.bad[0].where, found.bad[0].reason
@@ -171,7 +170,7 @@ def try_rewards(job: Job, prompts: "Mapping[str, Prompt]") -> list[str]:
     from ptf.data.trajectory import Reward
     from ptf.rl.rewards.scoring import RewardWorkers
 
-    training: Mapping[str, Plugin] = job.rollout.rewards_by_source if job.rollout else {}
+    training: Mapping[str, Plugin] = job.rollout.reward if job.rollout else {}
     evaluation = {"": job.evaluate.reward} if job.evaluate.reward else training
     limits: dict[str, Any] = {"timeout_s": job.rollout.reward_timeout_s} if job.rollout else {}
     lines: dict[str, str] = {}
@@ -209,10 +208,10 @@ def not_called(reward: Plugin) -> str | None:
 
 def length_of_run(job: Job, recipe: "Recipe", tokenizer: "Tokenizer") -> str:
     """Return the passes over each source and the steps. Raise UserError if warm-up and decay do not fit into them."""
-    from ptf.data.sources.files import Location, resolve_files
+    from ptf.data.sources.files import resolve_files
     from ptf.train.dataloading import make_partitions, preview_data
     from ptf.train.source_specs import specs
 
-    if sum(sum(resolve_files(Location.of(spec)).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
+    if sum(sum(resolve_files(spec.path).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
         return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
     return preview_data(job, make_partitions(job, recipe, tokenizer), FEW_ROWS)[0].describe()

@@ -53,12 +53,10 @@ CHAT_TEMPLATES = ("chat_template", "additional_chat_templates/")  # how the name
 Carried = tuple[str, Tensor, torch.dtype]  # name in a checkpoint, tensor, dtype in which it is stored
 
 
-def locate(
-    path: str, revision: str | None = None, cache: str | None = None, verify_up_to: float | None = float("inf")
-) -> Path:
+def locate(path: str, cache: str | None = None, verify_up_to: float | None = float("inf")) -> Path:
     """Return the local directory of a model (`local_directory`). Raises UserError if there is none, it has no
     config.json or is not what was written."""
-    local = local_directory(path, revision, cache, verify_up_to)
+    local = local_directory(path, cache, verify_up_to)
     if not (local / "config.json").is_file():
         if (local / "adapter_config.json").is_file():
             raise UserError(
@@ -71,13 +69,11 @@ def locate(
     return local
 
 
-def local_directory(
-    path: str, revision: str | None = None, cache: str | None = None, verify_up_to: float | None = float("inf")
-) -> Path:
+def local_directory(path: str, cache: str | None = None, verify_up_to: float | None = float("inf")) -> Path:
     """Return the local directory of a model or an adapter: a directory (of versions: the one named by the pointer), a
-    URI (copied into `cache`), or a Hugging Face id, through its cache. A published version and a copy are verified
-    first (ptf.storage.file_verification), up to `verify_up_to` bytes; None is for callers that read no weights, and
-    verifies nothing. Raises UserError if there is no such model."""
+    URI (copied into `cache`), or a Hugging Face id (`owner/name`, `owner/name@revision`), through its cache. A
+    published version and a copy are verified first (ptf.storage.file_verification), up to `verify_up_to` bytes; None
+    is for callers that read no weights, and verifies nothing. Raises UserError if there is no such model."""
     path = published_versions.latest(path) or path
     if "://" in path:
         into = cache or os.path.join("runs", "models")
@@ -90,8 +86,8 @@ def local_directory(
         if verify_up_to is not None:
             published_versions.raise_if_damaged(Path(path), path, verify_up_to)
         return Path(path)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return hub.fetch(path, revision)
+    if hub.is_id(path):
+        return hub.fetch(path)
     raise UserError(f"model.path: there is no directory {path}")
 
 

@@ -141,6 +141,11 @@ class DecoderConfig:
         return sum(not layer.delta for layer in self.layers)
 
     @property
+    def cache_elements(self) -> int:
+        """The number of elements of the keys and values that a token has in all layers with softmax attention."""
+        return self.attention_layers * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
     def value_dim(self) -> int:
         """The dimensions of a head's values."""
         return self.latent.value_dim if self.latent else self.head_dim

@@ -9,55 +9,62 @@ from functools import partial
 from pathlib import Path
 
 from ptf.errors import UserError
-from ptf.storage.hub import Unreachable, commit_at, first_line, refusal
+from ptf.storage.hub import Unreachable, at_revision, commit_at, first_line, refusal
 
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 # files that hold the same weights in another place or format; in directories all but chat templates (.jinja)
 COPIES = ("*/*[!a]", "consolidated*", "*.bin", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot", "*.pt", "*.pth")
 
 
-def fetch(path: str, revision: str | None = None) -> Path:
-    """Return the complete snapshot of `path` at `revision` (branch, tag or commit; default: the main branch).
+def is_id(path: str) -> bool:
+    """Return whether a path that is no directory names a model of the hub."""
+    return at_revision(path)[0].count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def fetch(path: str) -> Path:
+    """Return the complete snapshot of `owner/name` or `owner/name@revision` (branch, tag or commit; default: the main
+    branch).
 
     Raise UserError where it cannot be had: there is no such model or revision, it may not be read, or the hub cannot be
     reached and the cache is incomplete.
     """
-    get = _download(path, revision)
+    get, (id, revision) = _download(path), at_revision(path)
     commit = revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
-    obstacle = _obstacle(path, revision, ask=not commit)
+    obstacle = _obstacle(id, revision, ask=not commit)
     if (commit or obstacle) and (snapshot := _cached(get)):
         if obstacle:
             print(f"model.path: {obstacle}; {path} is taken from the cache: commit {snapshot.name}", flush=True)
         return snapshot
     if obstacle:
-        raise UserError(_absent(path, revision, obstacle))
+        raise UserError(_absent(path, obstacle))
     try:
         return Path(get())
     except Exception as error:  # the hub raises a dozen kinds; each means that the model cannot be had
-        why = refusal(error, "model", path, revision) or f"{path} could not be fetched: {first_line(error)}"
+        why = refusal(error, "model", id, revision) or f"{path} could not be fetched: {first_line(error)}"
         raise UserError(f"model.path: {why}") from error
 
 
-def cached(path: str, revision: str | None = None) -> Path | None:
+def cached(path: str) -> Path | None:
     """Return the complete snapshot of `path` in the cache, without asking the hub; None if there is none."""
-    return _cached(_download(path, revision))
+    return _cached(_download(path))
 
 
-def _download(path: str, revision: str | None) -> partial[str]:
+def _download(path: str) -> partial[str]:
     """Return the call that downloads the files that training reads."""
     from huggingface_hub import snapshot_download
 
-    return partial(snapshot_download, path, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES))
+    id, revision = at_revision(path)
+    return partial(snapshot_download, id, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES))
 
 
-def _obstacle(path: str, revision: str | None, *, ask: bool) -> str:
+def _obstacle(id: str, revision: str | None, *, ask: bool) -> str:
     """Return why the hub cannot be asked; "" if it can, and has this revision."""
     from huggingface_hub import constants
 
     if not ask and not constants.is_offline_mode():
         return ""
     try:
-        commit_at("model", path, revision)
+        commit_at("model", id, revision)
     except Unreachable as error:
         return str(error)
     except UserError as error:
@@ -86,15 +93,15 @@ def _cached(get: partial[str]) -> Path | None:
     return snapshot if all((snapshot / name).is_file() for name in ("config.json", *weights)) else None
 
 
-def _absent(path: str, revision: str | None, obstacle: str) -> str:
+def _absent(path: str, obstacle: str) -> str:
     """Return the message for a model that neither the hub nor the cache gives."""
     from huggingface_hub import constants
 
+    id, revision = at_revision(path)
     at = f" --revision {revision}" if revision else ""
     return (
         f"model.path: there is no directory {path} here, {obstacle}, and its cache ({constants.HF_HUB_CACHE}) "
-        f"does not have all of {path}"
-        f"{f' at {revision}' if revision else ''}: run `hf download {path}{at}` where there is a network, "
+        f"does not have all of {path}: run `hf download {id}{at}` where there is a network, "
         "with HF_HOME on a disk that this machine "
         "can read, or give a directory"
     )

@@ -61,7 +61,7 @@ def raise_if_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None
         raise UserError(
             f"the tokenizer in {tokenizer} has ids up to {ids - 1}, but the model in {directory} has rows for "
             f"{model_rows} tokens (vocab_size). If tokens were added to the tokenizer, use the one that the model was "
-            "trained with and name them in model.tokens (added, file or semantic_ids), which gives them rows; else "
+            "trained with and name them in model.tokens (added or file), which gives them rows; else "
             "the two do not belong together"
         )
 
@@ -75,11 +75,11 @@ def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Te
         with storage.open_read(file) as stream:
             vectors = load(stream.read())
     except SafetensorError as error:
-        raise UserError(f"model.tokens.vectors: {file} cannot be read as safetensors: {error}") from error
+        raise UserError(f"model.tokens.init: {file} cannot be read as safetensors: {error}") from error
     wrong = [f"{n} is {tuple(t.shape)}" for n, t in vectors.items() if tuple(t.shape) != (tokens, width)]
     if wrong or not {"embed"} <= vectors.keys() <= ({"embed"} if tied else {"embed", "head"}):
         raise UserError(
-            f"model.tokens.vectors: {file} must hold `embed`{'' if tied else ' and may hold `head`'}, [{tokens}, "
+            f"model.tokens.init: {file} must hold `embed`{'' if tied else ' and may hold `head`'}, [{tokens}, "
             f"{width}] each "
             f"(new tokens, width); it has {', '.join(wrong or vectors)}"
         )

@@ -39,7 +39,7 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
             f"The directory has the whole model, those tensors in {FILES['layers.']}: "
             "to continue training from it, use the same model.replace"
         )
-    base = job.model.tokenizer or str(bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes))
+    base = job.model.tokenizer or str(bridge.locate(job.model.path, verify_up_to=job.verify_bytes))
     trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
     served = Tokenizer.load(str(model))
     served.rendering = trained.rendering  # not compared: a template may render the date, which differs when served
@@ -72,7 +72,7 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
 
     Raises UserError if the difference is too large.
     """
-    base = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
+    base = bridge.locate(job.model.path, verify_up_to=job.verify_bytes)
     spec, base = extended(job.model, base, run, job.seed)
     spec, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
     stored = AdapterDirectory.read(adapter)

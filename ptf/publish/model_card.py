@@ -18,8 +18,9 @@ from ptf import storage
 from ptf.artifact import Artifact, evaluated, figure
 from ptf.config import Job, dump, shown
 from ptf.config.sections.data import Source
-from ptf.data.sources.files import Location, repo_of
+from ptf.data.sources import hub
 from ptf.recipes import registry
+from ptf.storage.hub import at_revision
 
 SERVE = {
     "lm": "vllm serve {place}",
@@ -94,7 +95,8 @@ def base_model(path: str) -> str | None:
     """Return the Hub's id of the model that a path names: the id itself, or of a directory the base model that its own
     card names; None where neither is known."""
     if not os.path.isdir(path):
-        return path if HUB_ID.fullmatch(path) else None
+        id, _ = at_revision(path)
+        return id if HUB_ID.fullmatch(id) else None
     try:
         metadata = yaml.safe_load((Path(path) / "README.md").read_text().split("---\n", 2)[1])
         named = metadata["base_model"]
@@ -151,7 +153,7 @@ def _repository(source: Source) -> str | None:
     """Return the Hub's id of a data set; None for files."""
     if source.kind == "tokenized" or source.path.startswith("prepare:"):
         return None
-    repo = repo_of(Location.of(source))
+    repo = hub.parse_location(source.path)
     return repo.id if repo else None
 
 
@@ -191,9 +193,8 @@ def _strings(value: Any) -> Iterator[str]:
 def _source(name: str, source: Source, artifact: Artifact) -> str:
     """Return a row of the table of sources."""
     weight = "by rows" if source.sampling_weight is None else f"{source.sampling_weight:g}"
-    commit = artifact.commits.get(f"data.sources.{name}")
-    at = f", commit {commit}" if commit else f", revision {source.revision}" if source.revision else ""
-    return f"| {name} | `{_name(source.path)}`{at} | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
+    where = _name(artifact.datasets.get(f"data.sources.{name}", source.path))
+    return f"| {name} | `{where}` | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
 
 
 def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:

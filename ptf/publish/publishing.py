@@ -204,4 +204,4 @@ def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | 
         start = artifact.models.get(job.model.path, job.model.path)
         if manifest and START + metric in metrics and start == f"{job.versions}/{manifest['version']}":
             before = {metric: metrics[START + metric]}
-        gate.raise_if_regression(metrics, before, metric, section.max_regression, section.metric_direction)
+        gate.raise_if_regression(metrics, before, metric, section.max_regression, section.less_is_better)

@@ -113,13 +113,13 @@ class RewardedConfig(OnlineConfig):
         rollout = job.rollout
         if self.credit_level == "turn" and not rollout.is_multi_turn:
             errors.append(
-                "algo.credit_level: turn is for episodes (rollout.environment, environments, play or harness); a "
+                "algo.credit_level: turn is for episodes (rollout.environment, play or harness); a "
                 "response is one turn, whose credit is its reward; set algo.credit_level: episode"
             )
         if self.overlong_buffer_tokens and rollout.is_multi_turn:
             errors.append(
                 "algo.overlong_buffer_tokens applies to single responses, because rollout.max_new_tokens limits each "
-                "turn and not the episode (rollout.environment, environments, play or harness); set it to 0"
+                "turn and not the episode (rollout.environment, play or harness); set it to 0"
             )
         if self.overlong_buffer_tokens > job.rollout.max_new_tokens:
             errors.append(

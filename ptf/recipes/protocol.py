@@ -25,7 +25,6 @@ class FrozenModelSpec:
     """A frozen model that a loss uses."""
 
     path: str | None = None  # directory, Hugging Face id or URI; None: the model that training starts from
-    revision: str | None = None
     same_architecture: bool = True  # must have the trained model's architecture; otherwise only its tokenizer
 
 

@@ -173,13 +173,12 @@ class Controller:
         """Sample responses and score them.
 
         Returns the groups to train on, metrics over the rewards of all responses, and the seconds that scoring took
-        after the last response was there. With `rollout.zero_variance_groups: replace` (the dynamic sampling of DAPO),
-        prompts are drawn until the rewards differ within each of `rollout.prompts_per_step` groups, in at most
-        `rollout.max_resampling_rounds` rounds.
+        after the last response was there. With `rollout.max_resampling_rounds` (the dynamic sampling of DAPO), prompts
+        are drawn until the rewards differ within each of `rollout.prompts_per_step` groups, in at most so many rounds.
         """
         rollout_config, reward_s = self.rollout_config, 0.0
         sampled, usable, groups = list[Group](), list[Group](), list[Group]()
-        rounds = rollout_config.max_resampling_rounds if rollout_config.zero_variance_groups == "replace" else 1
+        rounds = rollout_config.max_resampling_rounds or 1
         for number in range(rounds):
             prompts = [next(self.prompts) for _ in range(rollout_config.prompts_per_step - len(usable))]
             sampling_arguments = (rollout_config.group_size, rollout_config.max_new_tokens, rollout_config.temperature)
@@ -205,11 +204,8 @@ class Controller:
             else:
                 groups = [tuple(map(mark_without_result, group)) for group in groups]
             sampled += groups
-            usable += (
-                groups
-                if rollout_config.zero_variance_groups == "keep"
-                else [group for group in groups if rewards_differ(group)]
-            )
+            resamples = rollout_config.max_resampling_rounds > 0
+            usable += [group for group in groups if rewards_differ(group)] if resamples else groups
             if len(usable) == rollout_config.prompts_per_step:
                 if number < rounds - 1:
                     self.rollout.call("expect_weights")
@@ -235,7 +231,7 @@ class Controller:
         retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
         if self.functions:  # then the environments of training are here, and the engines may be sampling
             return retried + self.functions.take_retries()
-        if self.rollout_config.environments_by_source:
+        if self.rollout_config.environment:
             retried += float(self.rollout.call("take_retries"))
         return retried
 
@@ -290,7 +286,7 @@ class Controller:
         found += [f"the rollout function {config.play.use}"] if config.play else []
         if self.rewards or self.reward_model:
             found.append(f"the reward {self.rewards.name}" if self.rewards else "the reward model")
-        names = (what.use for what in config.environments_by_source.values())
+        names = (what.use for what in config.environment.values())
         return " or ".join(found) or f"the environment {', '.join(names)}"
 
     def reward_by_source(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -52,11 +52,12 @@ class LogprobDifference:
         if not self.mean <= limits.mean:
             raise LogprobMismatch(
                 f"{what} differ by {self.mean:.3g} on average over {self.tokens} tokens "
-                f"(rollout.max_logprob_diff_mean is {limits.mean:g}), by up to {self.largest:.3g}. {LIKELY_CAUSES}"
+                f"(the limit is {limits.mean:g}, by rollout.logprob_tolerance), by up to {self.largest:.3g}. "
+                f"{LIKELY_CAUSES}"
             )
         if not self.share <= limits.share + 3 * math.sqrt(limits.share / self.tokens):
             raise LogprobMismatch(
-                f"{what} differ by more than {limits.threshold:g} (rollout.logprob_diff_threshold) for "
-                f"{self.share:.3%} of {self.tokens} tokens (rollout.max_logprob_diff_share is {limits.share:.3%}), "
+                f"{what} differ by more than {limits.threshold:g} (by rollout.logprob_tolerance) for "
+                f"{self.share:.3%} of {self.tokens} tokens (the limit is {limits.share:.3%}), "
                 f"by up to {self.largest:.3g}. {LIKELY_CAUSES}"
             )

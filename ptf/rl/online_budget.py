@@ -147,13 +147,9 @@ def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[
     for role, frozen_model in recipe.frozen_models.items():
         if _has_own_role(job, recipe, role):
             path = frozen_model.path
-            models[role] = (
-                directory if path is None else config_directory(str(path), frozen_model.revision),
-                "lm",
-                None,
-            )
+            models[role] = (directory if path is None else config_directory(str(path)), "lm", None)
     if reward := job.rollout.reward_model:
-        models["reward_model"] = (config_directory(reward.path, reward.revision), "scalar", 2 * job.data.seq_len)
+        models["reward_model"] = (config_directory(reward.path), "scalar", 2 * job.data.seq_len)
     for role, (place, head, length) in models.items():
         memory = frozen_memory(job, place, gpus, head, length)
         found[role] = RoleMemory(gpus, memory.weights, {role: memory.total - memory.weights})
@@ -170,7 +166,7 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     size = WIDTH[job.train.precision]
     weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor_parallel_size
     # bytes of a token; devices beyond the number of key-value heads repeat them
-    each = size * cache_elements(model.config) / min(rollout.tensor_parallel_size, model.config.kv_heads)
+    each = size * model.config.cache_elements / min(rollout.tensor_parallel_size, model.config.kv_heads)
     if rollout.engine == "vllm":
         held = rollout.gpu_memory_utilization * room
         cache = max(0.0, held - weights)
@@ -185,11 +181,6 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     cache = each * (contexts + answered * rollout.max_new_tokens) + states
     memory = RoleMemory(rollout.replicas, weights, {"rollout": cache})
     return Engine(memory, weights, cache, float(answered * rollout.replicas))
-
-
-def cache_elements(config: DecoderConfig) -> int:
-    """Return the number of elements of the keys and values that a token has in all layers with softmax attention."""
-    return config.attention_layers * config.kv_heads * (config.head_dim + config.value_dim)
 
 
 def state_elements(config: DecoderConfig) -> int:

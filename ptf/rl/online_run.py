@@ -273,9 +273,7 @@ def _reward_model(job: Job) -> dict[str, Any]:
     """Return the arguments of the reward model's role. Raises UserError if it has no scalar head."""
     reward_model = job.rollout and job.rollout.reward_model
     assert reward_model is not None
-    directory = located(
-        FrozenModelSpec(reward_model.path, reward_model.revision), "rollout.reward_model.path", job.verify_bytes
-    )
+    directory = located(FrozenModelSpec(reward_model.path), "rollout.reward_model.path", job.verify_bytes)
     raise_if_without_score(directory)
     return {
         "directory": str(directory),

@@ -22,6 +22,10 @@ from ptf.rl.rewards.by_source import Rewards
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
 from ptf.rl.sampler import Sampler
+from ptf.rl.weights.traffic import WIDTH
+
+# the key-value cache of a vLLM engine on a CPU has room for so many of the longest contexts, and this size at least
+CPU_CONTEXTS, CPU_CACHE_GIB = 4, 0.25
 
 
 def evaluation_engine(job: Job, gpu: bool, installed: bool, wrong: bool = False) -> str | Plugin:
@@ -75,10 +79,13 @@ def sampler_spec(
             f"use a divisor of {shape.heads}"
         )
     env: dict[str, str] = {}
+    engine_options = _engine_options(job, engine, trie, adapter, tensor_parallel_size)
     if engine == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
         env = engine_env(run / "vllm")
+        cached = CPU_CONTEXTS * length * shape.cache_elements * WIDTH[job.train.precision]
+        engine_options["cpu_kv_cache_gib"] = max(CPU_CACHE_GIB, cached / 2**30)
     kwargs = {
         "engine": engine,
         "directory": str(directory),
@@ -89,7 +96,7 @@ def sampler_spec(
         "max_length": length,
         "vocabulary": shape.vocab,
         "timeout_s": job.compute.timeout_s,
-        **_engine_options(job, engine, trie, adapter, tensor_parallel_size),
+        **engine_options,
         **rollout_options(job, trie),
     }
     return RoleSpec(
@@ -105,10 +112,7 @@ def _engine_options(
     if engine == "vllm":
         options["tensor"] = tensor_parallel_size
         if job.rollout:
-            options |= {
-                "cpu_kv_cache_gib": job.rollout.cpu_kv_cache_gib,
-                "gpu_share": job.rollout.gpu_memory_utilization,
-            }
+            options["gpu_share"] = job.rollout.gpu_memory_utilization
         if trie is not None:
             options["constrained_decoding"] = True
         if adapter and job.model.lora:
@@ -142,8 +146,8 @@ def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
         rollout_config.reward_retries,
     )
     environments = dict[str, EnvironmentSpec]()
-    for source, what in rollout_config.environments_by_source.items():
-        raise_if_wrong_environment(what.plugin, f"rollout.environments.{source}" if source else "rollout.environment")
+    for source, what in rollout_config.environment.items():
+        raise_if_wrong_environment(what.plugin, f"rollout.environment.{source}" if source else "rollout.environment")
         environments[source] = EnvironmentSpec(what.plugin, what.weight, *limits)
     return {**options, "environments": environments}
 
@@ -227,14 +231,14 @@ def with_logits_processing(
 def training_rewards(job: Job) -> Rewards | None:
     """Return the processes that score the responses of a step; None if there is no reward function."""
     assert job.rollout is not None
-    return _rewards(job, job.rollout.rewards_by_source)
+    return _rewards(job, job.rollout.reward)
 
 
 def evaluation_rewards(job: Job) -> Rewards | None:
     """Return the processes that score held-out responses: by `evaluate.reward`, otherwise as in training."""
     if reward := job.evaluate.reward:
         return _rewards(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
-    return _rewards(job, job.rollout.rewards_by_source) if job.rollout else None
+    return _rewards(job, job.rollout.reward) if job.rollout else None
 
 
 def _rewards(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:

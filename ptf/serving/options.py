@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 LONGEST = 8192  # tokens of a context with its response, unless another limit is given; the caches grow with it
-BEAM = 100  # as evaluate.ranking.beam
 
 
 @dataclass(frozen=True)
@@ -18,5 +17,5 @@ class ServingOptions:
     max_new_tokens: int = 1024  # of a response whose request gives no limit
     max_running: int = 128  # responses that are sampled at a time
     catalogue: str | None = None  # of items to rank; None: that of the run's `evaluate.ranking`
-    beam: int | None = None  # prefixes of items that are kept on each level; None: that of `evaluate.ranking`, or BEAM
+    beam: int = 100  # beginnings of items that are kept on each level
     caches: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))  # where vLLM keeps what it compiles

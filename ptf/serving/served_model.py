@@ -23,7 +23,7 @@ from ptf.model.layers import LayerFactory
 from ptf.model.served_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
-from ptf.serving.options import BEAM, LONGEST, ServingOptions
+from ptf.serving.options import LONGEST, ServingOptions
 from ptf.serving.ranking import RankService
 from ptf.serving.response_service import ResponseService
 from ptf.serving.scores import ScoreService, raise_if_not_scalar
@@ -59,7 +59,9 @@ class ServedModel:
             return [self._by_vllm(directory, tokenizer, options)]
         engine = self._native(directory, factory, device, options)
         length = max_length_of(engine.model.config, options)
-        services: list[Service] = [self._ranking(engine, tokenizer, catalogue, length)] if catalogue else []
+        services: list[Service] = []
+        if catalogue:
+            services.append(self._ranking(engine, tokenizer, catalogue, options.beam, length))
         if tokenizer.hf.chat_template:
             services.append(ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens))
         if not services:
@@ -105,20 +107,15 @@ class ServedModel:
         own = layer_factory_of(without_adapters(spec))
         return directory.factory(own if own.replace else None)
 
-    def _catalogue(self, options: ServingOptions) -> tuple[str, int] | None:
-        """Return the file of the catalogue that is ranked, and the beam; None if nothing is ranked."""
-        ranking = self.job.evaluate.ranking if self.job is not None else None
-        beam = options.beam or (ranking.beam if ranking is not None else BEAM)
-        if options.catalogue is not None:
-            return options.catalogue, beam
-        if ranking is None or self.run is None:
-            return None
-        return ranking.catalogue, beam
+    def _catalogue(self, options: ServingOptions) -> str | None:
+        """Return the file of the catalogue that is ranked; None if nothing is ranked."""
+        ranking = self.job.evaluate.ranking if self.job is not None and self.run is not None else None
+        return options.catalogue or (ranking.catalogue if ranking is not None else None)
 
     def _ranking(
-        self, engine: NativeEngine, tokenizer: Tokenizer, catalogue: tuple[str, int], length: int
+        self, engine: NativeEngine, tokenizer: Tokenizer, catalogue: str, beam: int, length: int
     ) -> RankService:
-        items = Catalogue.load(catalogue[0])
+        items = Catalogue.load(catalogue)
         items.raise_if_different(tokenizer, "the model's")
         serializer = None
         prepare = self.job.data.prepare if self.job is not None else None
@@ -126,7 +123,7 @@ class ServedModel:
             defaults = inspect.signature(prepare_events).parameters
             window, gaps = (prepare.args.get(name, defaults[name].default) for name in ("window", "gaps"))
             serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
-        return RankService(engine, tokenizer, self.name, items, serializer, beam=catalogue[1], max_length=length)
+        return RankService(engine, tokenizer, self.name, items, serializer, beam=beam, max_length=length)
 
     def _native(
         self, directory: ServedDirectory, factory: LayerFactory | None, device: torch.device, options: ServingOptions

@@ -20,6 +20,12 @@ class Unreachable(Exception):
     """The Hub was not asked or did not answer; the text says why."""
 
 
+def at_revision(path: str) -> tuple[str, str | None]:
+    """Return the id and the branch, tag or commit of `owner/name@revision`; None for an id alone."""
+    id, _, revision = path.partition("@")
+    return id, revision or None
+
+
 def commit_at(kind: Literal["dataset", "model"], id: str, revision: str | None) -> str:
     """Return the commit that a revision is at now.
 
@@ -59,7 +65,7 @@ def refusal(error: Exception, kind: str, id: str, revision: str | None) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"the {kind} {id} is gated: accept its terms on the Hub, and set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the {kind} {id} has no branch, tag or commit {revision!r}: correct `revision`"
+        return f"the {kind} {id} has no branch, tag or commit {revision!r}: correct what follows the @"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"there is no file or directory {id} here, and no such {kind} on the Hub that you may read (correct the "

@@ -21,6 +21,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.lora import whole
 from ptf.model.peft_format import format_of, save
+from ptf.storage.hub import at_revision
 from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe, probe_of, write_probe
 from ptf.train.trainer import load_model
@@ -153,4 +154,4 @@ def difference_of(one: dict[str, list], other: dict[str, list]) -> float:
 def base_name(spec: ModelConfig, source: Path) -> str:
     """Return the base model's name for the adapter's config: `model.path`, or the run's own copy if the run added
     tokens or drew weights."""
-    return spec.path if bridge.locate(spec.path, spec.revision, verify_up_to=None) == source else str(source)
+    return at_revision(spec.path)[0] if bridge.locate(spec.path, verify_up_to=None) == source else str(source)

@@ -29,12 +29,13 @@ from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.hub import is_id
 from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import check_mesh, parallelize
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
-from ptf.storage.hub import first_line, refusal, unreachable
+from ptf.storage.hub import at_revision, first_line, refusal, unreachable
 from ptf.train.components import layer_factory_of
 from ptf.train.frozen_models import forward_flops, needs_weights
 from ptf.train.optimizer_8bit import moment_bytes
@@ -399,7 +400,7 @@ def _frozen_model(
     if frozen_model.same_architecture:
         return None, forward_flops(model)
     try:
-        other, _ = bridge.build(config_directory(str(frozen_model.path), frozen_model.revision))
+        other, _ = bridge.build(config_directory(str(frozen_model.path)))
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(other)
@@ -424,20 +425,21 @@ def fake_mesh(gpus: int, replicate: int, tensor: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def config_directory(path: str, revision: str | None) -> Path:
+def config_directory(path: str) -> Path:
     """Return a directory with the config.json of a model; of a Hugging Face id, nothing else is downloaded.
 
     Raises UserError if there is none.
     """
-    if "://" in path or Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        return bridge.locate(path, revision, verify_up_to=None)
+    if "://" in path or Path(path).is_dir() or not is_id(path):
+        return bridge.locate(path, verify_up_to=None)
     from huggingface_hub import hf_hub_download
 
+    id, revision = at_revision(path)
     offline = unreachable()  # then its client would try for half a minute
     try:
-        return Path(hf_hub_download(path, "config.json", revision=revision, local_files_only=bool(offline))).parent
+        return Path(hf_hub_download(id, "config.json", revision=revision, local_files_only=bool(offline))).parent
     except Exception as error:  # the hub raises a dozen kinds; each means that there is no config
-        why = offline or refusal(error, "model", path, revision) or first_line(error)
+        why = offline or refusal(error, "model", id, revision) or first_line(error)
         raise UserError(
             f"model.path: {path} is no local directory, and its config.json cannot be downloaded from the hub: {why}\n"
             "A plan needs only that file: put it into a directory and give that with --set model.path=DIRECTORY"

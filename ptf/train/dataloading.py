@@ -50,9 +50,9 @@ def make_partitions(
         temperature=data.mix.temperature,
         by=data.mix.by,
         exhausted=data.mix.exhausted,
-        reorder=data.baskets == "shuffle",
+        reorder=True,
         share_prefixes=data.share_prefixes,
-        quarantine=str(run / "quarantine") if run and data.on_bad_row == "skip" else None,
+        quarantine=str(run / "quarantine") if run and data.max_bad_rows_share else None,
         max_bad_rows_share=data.max_bad_rows_share,
         read_keys=read_keys(job, recipe),
     )
@@ -153,7 +153,7 @@ def held_out_sequences(
 
     for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
-        set_aside = Quarantine(file, data.max_bad_rows_share).add if data.on_bad_row == "skip" else None
+        set_aside = Quarantine(file, data.max_bad_rows_share).add if data.max_bad_rows_share else None
         units = pack_units_once(
             {name: spec},
             tokenizer=tokenizer,

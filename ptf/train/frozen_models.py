@@ -86,7 +86,7 @@ def located(frozen_model: FrozenModelSpec, role: str, verify_up_to: float | None
     """Return the frozen model's local directory, verified as `bridge.locate` does. Raises UserError if there is
     none."""
     with errors_of(role):
-        return bridge.locate(str(frozen_model.path), frozen_model.revision, verify_up_to=verify_up_to)
+        return bridge.locate(str(frozen_model.path), verify_up_to=verify_up_to)
 
 
 @contextlib.contextmanager

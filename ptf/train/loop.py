@@ -333,12 +333,11 @@ class OfflineAttempt:
             and losses[f"loss/{next(iter(self.held_out))}"] <= train.lr_decay_at_loss
         ):
             self.end_at(min(self.ends, self.step + 1 + (self.trainer.schedule.decay or 0)))
-        if self.early_stopping and train.early_stopping and self.early_stopping(losses):
+        if self.early_stopping and self.early_stopping(losses):
             self.end_at(self.step + 1)
             if self.world.leads:
                 print(
-                    f"train: {train.early_stopping.metric} has not improved "
-                    f"{train.early_stopping.patience} times in a row: "
+                    f"train: {self.early_stopping.metric} has not improved {train.early_stopping} times in a row: "
                     "training stops now",
                     flush=True,
                 )
@@ -426,8 +425,9 @@ def first_document(batch: Batch) -> list[int]:
 
 def early_stopping_of(job: Job) -> EarlyStopping | None:
     """Return the early stopping of `train.early_stopping`, or None if the job has none."""
-    stop = job.train.early_stopping
-    return EarlyStopping(stop.metric, stop.patience) if stop else None
+    if job.train.early_stopping is None:
+        return None
+    return EarlyStopping(job.checkpoint.best or f"loss/{next(iter(job.data.validation))}", job.train.early_stopping)
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
@@ -458,7 +458,7 @@ COUNTED = {
     ("shortened_samples", "truncated"): lambda job: (
         job.data.too_long in ("truncate", "split") and not all_tokenized(job)
     ),
-    ("bad_rows", "bad"): lambda job: job.data.on_bad_row == "skip" and not all_tokenized(job),
+    ("bad_rows", "bad"): lambda job: job.data.max_bad_rows_share > 0 and not all_tokenized(job),
 }
 
 

@@ -16,7 +16,6 @@ def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("
             s.limit,
             s.epochs or epochs,
             s.row_count,
-            s.revision,
             verify_up_to=verify_up_to,
         )
         for name, s in sources.items()

@@ -43,7 +43,7 @@ class StartingModel:
         With `world`, all ranks call it: each downloads the model to its own machine, and the leading rank's directories
         are returned on all.
         """
-        directory = bridge.locate(job.model.path, job.model.revision, verify_up_to=job.verify_bytes)
+        directory = bridge.locate(job.model.path, verify_up_to=job.verify_bytes)
         if world is None:
             return cls._written(job, run, directory)
         return world.together(lambda: cls._written(job, run, directory))

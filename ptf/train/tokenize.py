@@ -7,7 +7,7 @@ from ptf.config import Job, fingerprint
 from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
 from ptf.data.encode import FORM
-from ptf.data.sources.files import Location, described, resolve_files
+from ptf.data.sources.files import described, resolve_files
 from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry
@@ -21,7 +21,6 @@ SETTINGS = (
     "data.seq_len",
     "data.too_long",
     "data.train_on",
-    "data.on_bad_row",
     "data.max_bad_rows_share",
 )
 
@@ -40,9 +39,8 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue
-        location = Location.of(source)
-        source_files = resolve_files(location)
-        print("\n".join(described(name, location, source_files)), flush=True)
+        source_files = resolve_files(source.path)
+        print("\n".join(described(name, source.path, source_files)), flush=True)
         files = list(source_files.stamps.items())
         shape = source.kind, sorted(source.columns.items()), source.limit
         key = hashlib.sha256(repr((files, made_by, shape)).encode()).hexdigest()[:16]
@@ -58,7 +56,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
                 too_long=data.too_long,
                 tokenizer=tokenizer,
                 config_fingerprint=key,
-                max_bad_rows_share=data.max_bad_rows_share if data.on_bad_row == "skip" else None,
+                max_bad_rows_share=data.max_bad_rows_share,
                 processes=processes,
                 read_keys=read_keys(job, recipe),
             )

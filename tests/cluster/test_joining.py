@@ -115,8 +115,8 @@ def test_an_evaluation_by_an_engine_beside_a_submitted_training_has_a_ray_of_its
         "samples_per_prompt": 1,
         "max_new_tokens": 4,
         "reward": {"use": "ptf.tasks.arithmetic:exact"},
-        "measure_starting_model": False,
     }
+    job["publish"] = {"gate": "unmeasured"}
     job["data"]["validation"], job["compute"]["address"] = {}, ordinary.jobs
     (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(job))
     line = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "evaluate.yaml"), str(tmp_path / "runs" / "a")]

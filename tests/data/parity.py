@@ -20,6 +20,7 @@ from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.texts import fuzzed
+from tests.tiny import codes
 
 REAL = ("qwen3", "gpt2", "phi3-mini", "minimind")
 CHARACTERS = string.ascii_letters + string.digits + " .,+-=\n\t"
@@ -52,9 +53,9 @@ def pairs(scratch: Path, shared: Path | None = None, *, once: bool = False) -> I
     from transformers import AutoTokenizer
 
     character_tokenizer(CHARACTERS, scratch / "characters")
-    semantic = TokensConfig(semantic_ids=[40, 40, 8], added=ADDED)
+    semantic = TokensConfig(added=[*ADDED, *codes(40, 40, 8)])
     plans: list[tuple[str, Path, TokensConfig | None, str]] = [("characters", scratch / "characters", None, CHARACTERS)]
-    plans.append(("characters, semantic ids", scratch / "characters", TokensConfig(semantic_ids=[9, 9]), CHARACTERS))
+    plans.append(("characters, semantic ids", scratch / "characters", TokensConfig(added=codes(9, 9)), CHARACTERS))
     for number, name in enumerate(REAL if shared is not None else ()):
         of_name = [
             (name, shared / "tokenizers" / name, None, ""),

@@ -106,7 +106,7 @@ def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     job["data"] |= {"validation": {"held": {"path": str(tmp_path / "a.jsonl")}}, "seq_len": 99}
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source held\): `tools`"):
         held_out_sequences(loads(yaml.safe_dump(job)), SFT(), characters)
-    job["data"] |= {"on_bad_row": "skip", "max_bad_rows_share": 0.1}
+    job["data"] |= {"max_bad_rows_share": 0.1}
     sets = held_out_sequences(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
     assert len([unit for sequence in sets["held"] for unit in sequence]) == 2
     assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]

@@ -33,9 +33,7 @@ def prepared_model(at: Path, ids: Any) -> Path:
     from ptf.config.sections.model import ModelConfig
 
     generated(str(at / "made"), users=20, items=24, kinds=3, ids=ids, window=64)
-    tokens = TokensConfig(
-        file=str(at / "made/tokens.jsonl"), init="vectors", vectors=str(at / "made/tokens.safetensors")
-    )
+    tokens = TokensConfig(file=str(at / "made/tokens.jsonl"), init=str(at / "made/tokens.safetensors"))
     model = ModelConfig(path=str(at / "made/model"), init="random", tokens=tokens)
     _, start = extended(model, at / "made/model", at, 0)
     assert start == at / "extended"
@@ -153,7 +151,6 @@ def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_
         prompts=prompts,
         catalogue=str(place / "made/catalogue.json"),
         k=10,
-        beam=50,
         device=torch.device("cpu"),
         factory=None,
         answers=tmp_path / "rows.jsonl",

@@ -45,11 +45,11 @@ import contextlib, io, json, sys
 from ptf.errors import UserError
 from ptf.model import hub
 found = []
-for path, revision in json.loads(sys.argv[1]):
+for path in json.loads(sys.argv[1]):
     out, directory = io.StringIO(), ""
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            directory = str(hub.fetch(path, revision))
+            directory = str(hub.fetch(path))
         except UserError as error:
             print(error)
     found.append([directory, out.getvalue().strip()])
@@ -57,8 +57,8 @@ print(json.dumps(found))
 """
 
 
-def located(home: Path, asked: list[tuple[str, str | None]], **environment: str) -> list[list[str]]:
-    """What `hub.fetch` gives for each path and revision in a process of its own, for the client reads its environment
+def located(home: Path, asked: list[str], **environment: str) -> list[list[str]]:
+    """What `hub.fetch` gives for each path in a process of its own, for the client reads its environment
     once: directory, and what it printed or its message."""
     run = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(asked)],
@@ -80,19 +80,19 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
 @pytest.mark.long
 @pytest.mark.parametrize("environment", [OFFLINE, NO_NETWORK], ids=["offline", "no network"])
 def test_a_cached_model_needs_no_network_and_its_revision_is_honoured(home, environment):
-    commits = {None: OTHER, "v1": COMMIT, COMMIT: COMMIT}
-    found = located(home, [("me/tiny", revision) for revision in commits], **environment)
-    for (revision, commit), (directory, said) in zip(commits.items(), found, strict=True):
+    commits = {"me/tiny": OTHER, "me/tiny@v1": COMMIT, f"me/tiny@{COMMIT}": COMMIT}
+    found = located(home, list(commits), **environment)
+    for (path, commit), (directory, said) in zip(commits.items(), found, strict=True):
         assert directory.endswith(f"models--me--tiny/snapshots/{commit}")
         # which one it is, where it might not be the newest
-        assert (commit in said) or (revision == COMMIT and environment is NO_NETWORK)
+        assert (commit in said) or (path.endswith(COMMIT) and environment is NO_NETWORK)
 
 
 @pytest.mark.long
 def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
     commands = {
-        ("me/other", None): "hf download me/other`",
-        ("me/tiny", "v2"): "hf download me/tiny --revision v2`",
+        "me/other": "hf download me/other`",
+        "me/tiny@v2": "hf download me/tiny --revision v2`",
     }
     for environment, why in ((OFFLINE, "HF_HUB_OFFLINE"), (NO_NETWORK, "cannot be reached")):
         found = located(home, list(commands), **environment)
@@ -106,7 +106,7 @@ def test_what_is_not_in_the_cache_is_said_with_what_to_do(home):
 def test_a_half_fetched_model_counts_as_absent(home):
     snapshot = home / "hub" / "models--me--tiny" / "snapshots" / OTHER
     (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
-    ((directory, said),) = located(home, [("me/tiny", None)], **OFFLINE)
+    ((directory, said),) = located(home, ["me/tiny"], **OFFLINE)
     assert directory == ""
     assert "does not have all of me/tiny" in said
 
@@ -180,16 +180,16 @@ def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("path", "revision", "message"),
+    ("path", "message"),
     [
-        ("me/gated", None, "model.path: the model me/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
-        ("me/closed", None, r"model.path: the Hub does not show the model me/closed \(403\): set HF_TOKEN to a token"),
-        ("me/none", None, "model.path: there is no file or directory me/none here, and no such model on the Hub"),
-        ("me/open", "v9", "model.path: the model me/open has no branch, tag or commit 'v9': correct `revision`"),
-        ("me/legal", None, "model.path: the Hub refuses: "),
+        ("me/gated", "model.path: the model me/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
+        ("me/closed", r"model.path: the Hub does not show the model me/closed \(403\): set HF_TOKEN to a token"),
+        ("me/none", "model.path: there is no file or directory me/none here, and no such model on the Hub"),
+        ("me/open@v9", "model.path: the model me/open has no branch, tag or commit 'v9': correct what follows the @"),
+        ("me/legal", "model.path: the Hub refuses: "),
     ],
 )
-def test_what_the_hub_refuses_is_said_with_what_to_do(path, revision, message, tmp_path, monkeypatch):
+def test_what_the_hub_refuses_is_said_with_what_to_do(path, message, tmp_path, monkeypatch):
     with running() as stub:
         monkeypatch.setattr(constants, "ENDPOINT", stub.url)
         monkeypatch.setattr(
@@ -204,7 +204,7 @@ def test_what_the_hub_refuses_is_said_with_what_to_do(path, revision, message, t
             "models/me/legal/tree": (451, ""),
         }
         with pytest.raises(UserError, match=message):
-            hub.fetch(path, revision)
+            hub.fetch(path)
 
 
 def test_an_error_is_told_by_its_first_line_or_by_its_class():

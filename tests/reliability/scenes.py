@@ -48,7 +48,7 @@ from ptf.train.tokenize import tokenize
 from steps import retrain
 from tests.data import hub_stub
 from tests.reliability.damage import HARMS, Scene, held
-from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.tiny import arithmetic, checkpoint, codes, write_jsonl
 
 PASSED_OVER = "is damaged|was never finished"
 TEXTS = ["1+2=", "30-4=26", "++", "", "0123456789", "<|im_start|><|user|>7+8=<|im_end|>", "10-10=0"]
@@ -287,7 +287,7 @@ def localised_model(made: Made) -> Scene:
 
 def retraining(made: Made) -> Scene:
     root, counterpart = versions(made, "retrained")
-    job = at(made.job, publish={"to": str(root), "metric": "loss/held_out", "metric_direction": "min"})
+    job = at(made.job, publish={"to": str(root), "metric": "loss/held_out"})
     artifact = Artifact("x", data={"sums": "changed"})
     for place, base in ((root, "two"), (counterpart, "third")):
         storage.write_record(
@@ -386,7 +386,7 @@ def starting_weights(made: Made) -> Scene:
 
 def extended_model(made: Made) -> Scene:
     def ask(job: Job, run: Path) -> Any:
-        job = at(job, model__tokens={"semantic_ids": [3, job.seed + 1]})
+        job = at(job, model__tokens={"added": codes(3, job.seed + 1)})
         return held(starting_model.extended(job.model, Path(job.model.path), run, job.seed)[1])
 
     return in_the_run(made, "extended", ask)

@@ -296,7 +296,7 @@ def test_without_staleness_nothing_of_it_counts(raw):
         ({"rollout": {"clock": "wall", "update_slices": 1}}, r"rollout\.environment_slices are for rollout\.clock: vi"),
         ({"rollout": {"in_flight": 5}}, r"rollout\.in_flight .*from 6 .* to 18"),
         ({"rollout": {"in_flight": 19}}, r"rollout\.in_flight .*from 6 .* to 18"),
-        ({"rollout": {"zero_variance_groups": "replace"}}, "cannot be used with rollout.max_staleness yet"),
+        ({"rollout": {"max_resampling_rounds": 8}}, "cannot be used with rollout.max_staleness yet"),
         ({"rollout": {"replicas": 3}}, r"rollout\.generation_batches .*at least rollout\.replicas"),
         ({"rollout": {"max_staleness": 0}}, r"rollout\.slice_tokens .*has no effect"),
         (

@@ -152,28 +152,30 @@ def test_it_learns_what_the_reward_asks_for(raw):
 @pytest.mark.long
 def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monkeypatch):
     """About half of the prompts have such groups: without replacement, fewer groups are trained."""
-    trained: dict[str, list[int]] = {"keep": [], "replace": []}
+    trained: dict[int, list[int]] = {0: [], 8: []}  # by the largest number of rounds
     credit = GRPO.compute_advantages
-    for equal in trained:
+    for rounds in trained:
         with monkeypatch.context() as patch:
             patch.setattr(
                 GRPO,
                 "compute_advantages",
-                lambda self, groups, equal=equal: (
-                    trained[equal].append(sum(map(rewards_differ, groups))) or credit(self, groups)
+                lambda self, groups, rounds=rounds: (
+                    trained[rounds].append(sum(map(rewards_differ, groups))) or credit(self, groups)
                 ),
             )
-            rollout = raw["rollout"] | {"reward": {"use": "tests.rl.plugs:of_odd_sums"}, "zero_variance_groups": equal}
-            rows = read_metrics(train({**raw, "rollout": rollout}, equal) / "metrics.jsonl")
+            rollout = raw["rollout"] | {
+                "reward": {"use": "tests.rl.plugs:of_odd_sums"},
+                "max_resampling_rounds": rounds,
+            }
+            rows = read_metrics(train({**raw, "rollout": rollout}, f"{rounds} rounds") / "metrics.jsonl")
         assert 0.2 < sum(row["zero_variance_share"] for row in rows) / len(rows) < 0.8
-    assert trained["replace"] == [8] * 6
-    assert max(trained["keep"]) < 8
+    assert trained[8] == [8] * 6
+    assert max(trained[0]) < 8
 
 
 def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replaced(raw):
     raw["rollout"] |= {
         "reward": {"use": "tests.rl.plugs:constant"},
-        "zero_variance_groups": "replace",
         "max_resampling_rounds": 3,
     }
     with pytest.raises(
@@ -187,7 +189,6 @@ def test_a_reward_that_never_differs_ends_the_run_where_equal_groups_are_replace
 def test_a_task_that_has_been_learned_is_no_fault(raw, capsys):
     raw["rollout"] |= {
         "reward": {"use": "tests.rl.plugs:settles"},
-        "zero_variance_groups": "replace",
         "max_resampling_rounds": 2,
     }
     rows = read_metrics(train(raw) / "metrics.jsonl")
@@ -552,9 +553,7 @@ def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, chan
 )
 def test_messages_name_what_gave_the_reward(harness, play, reward, model, named):
     environments = {"x": SimpleNamespace(use="c:E"), "y": SimpleNamespace(use="d:E")}
-    config = SimpleNamespace(
-        harness=harness, play=play and SimpleNamespace(use=play), environments_by_source=environments
-    )
+    config = SimpleNamespace(harness=harness, play=play and SimpleNamespace(use=play), environment=environments)
     controller = SimpleNamespace(
         rollout_config=config, rewards=reward and SimpleNamespace(name=reward), reward_model=model
     )

@@ -320,8 +320,8 @@ PLUGIN = {"use": "a:b"}
 
 @pytest.mark.parametrize(
     "episodes",
-    [{"environment": PLUGIN}, {"environments": {"a": PLUGIN}}, {"play": PLUGIN}, {"harness": {"agent": PLUGIN}}],
-    ids=lambda given: next(iter(given)),
+    [{"environment": PLUGIN}, {"environment": {"a": PLUGIN}}, {"play": PLUGIN}, {"harness": {"agent": PLUGIN}}],
+    ids=["environment", "by source", "play", "harness"],
 )
 def test_turns_have_credit_and_no_length_penalty_in_every_kind_of_episode(episodes):
     import yaml

@@ -53,18 +53,22 @@ def test_rounding_in_bf16_stops_nothing_whatever_the_number_of_tokens(tokens):
 @pytest.mark.parametrize(
     ("differences", "limits", "said"),
     [
-        (np.full(1000, 0.21), BF16, "0.21 on average over 1000 tokens (rollout.max_logprob_diff_mean is 0.2)"),
+        (
+            np.full(1000, 0.21),
+            BF16,
+            "0.21 on average over 1000 tokens (the limit is 0.2, by rollout.logprob_tolerance)",
+        ),
         (
             np.where(np.arange(1000) < 100, 0.6, 0.0),
             BF16,
-            "0.5 (rollout.logprob_diff_threshold) for 10.000% of",
+            "0.5 (by rollout.logprob_tolerance) for 10.000% of",
         ),
         (
             np.where(np.arange(10**6) < 1, 2e-3, 0.0),
             FP32,
-            "0.001 (rollout.logprob_diff_threshold) for 0.000%",
+            "0.001 (by rollout.logprob_tolerance) for 0.000%",
         ),
-        (np.full(1000, 2e-4), FP32, "rollout.max_logprob_diff_mean is 0.0001"),
+        (np.full(1000, 2e-4), FP32, "the limit is 0.0001, by"),
         (np.where(np.arange(1000) < 1, np.nan, 0.0), BF16, "differ by nan on average"),
     ],
 )
@@ -88,16 +92,14 @@ def test_in_fp32_one_token_whose_experts_changed_is_no_fault_in_a_model_with_exp
     ("precision", "experts", "default"),
     [("bf16", False, BF16), ("fp32", False, FP32), ("bf16", True, BF16), ("fp32", True, EXPERTS)],
 )
-def test_a_key_that_is_set_replaces_its_default_alone(precision, experts, default):
+def test_the_tolerance_is_a_factor_on_the_differences_and_not_on_the_share(precision, experts, default):
     def limits(**keys: float):
         rollout, train = {**JOB["rollout"], **keys}, {**JOB["train"], "precision": precision}
         job = loads(yaml.safe_dump({**JOB, "rollout": rollout, "train": train}))
         return logprob_limits(job, experts=experts)
 
     assert limits() == default
-    assert limits(max_logprob_diff_share=0.0) == default._replace(share=0.0)
-    assert limits(logprob_diff_threshold=0.3) == default._replace(threshold=0.3)
-    assert limits(max_logprob_diff_mean=0.3) == default._replace(mean=0.3)
+    assert limits(logprob_tolerance=2.0) == (2 * default.mean, 2 * default.threshold, default.share)
 
 
 @pytest.mark.parametrize("loss_aggregation", ["token_mean", "episode_mean", "constant_length"])

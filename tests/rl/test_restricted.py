@@ -103,7 +103,8 @@ def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
         return recipe, with_logits_processing(recipe, rollout, None)[1]
 
     monkeypatch.setattr(online_run, "with_logits_processing", unaware)
-    with pytest.raises(SyncError, match=r"rollout\.max_logprob_diff_mean is .*\. Either the engine computes otherwise"):
+    said = r"the limit is .*, by rollout\.logprob_tolerance\), .*\. Either the engine computes otherwise"
+    with pytest.raises(SyncError, match=said):
         train(allowed(raw, tmp_path))
 
 

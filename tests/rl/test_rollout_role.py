@@ -17,7 +17,7 @@ def job(**sections) -> Job:
         "model": {"path": "m", **sections.pop("model", {})},
         "data": {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}},
         "train": {"steps": 1, "lr": 1e-4},
-        "rollout": {"reward": {"use": "ptf.rl.rewards:exact"}, "cpu_kv_cache_gib": 3, "gpu_memory_utilization": 0.4},
+        "rollout": {"reward": {"use": "ptf.rl.rewards:exact"}, "gpu_memory_utilization": 0.4},
     }
     return loads(yaml.safe_dump(raw | sections))
 
@@ -34,7 +34,7 @@ def test_an_engine_is_given_what_it_takes_and_nothing_else():
     found = _engine_options(lora, "vllm", None, adapter=True, tensor_parallel_size=2)
     assert found.keys() & {"spec", "adapted"} == set()
     assert found["lora_rank"] == 4
-    assert (found["cpu_kv_cache_gib"], found["gpu_share"]) == (3, 0.4)
+    assert found["gpu_share"] == 0.4
     assert "lora_rank" not in _engine_options(lora, "vllm", None, adapter=False, tensor_parallel_size=1)
     assert "constrained_decoding" not in found
 
@@ -44,6 +44,20 @@ def test_the_limits_of_environments_are_those_of_rewards():
     made = job(rollout={"environment": {"use": "tests.rl.environments:Echo"}, **limits})
     spec = rollout_options(made, None)["environments"][""]
     assert (spec.processes, spec.timeout_s, spec.retries) == (2, 7, 3)
+
+
+def test_a_cache_on_a_cpu_holds_several_of_the_longest_contexts(tmp_path):
+    write_model(tmp_path, "abc")
+    file = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 28, "num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | {"max_position_embeddings": 4096}))
+    made = job(train={"steps": 1, "lr": 1e-4, "precision": "bf16"})
+    few = {"engine": "vllm", "for_training": True, "engines": 1}
+    caches = [
+        sampler_spec(made, tmp_path, str(tmp_path), tmp_path, length=length, **few).kwargs["cpu_kv_cache_gib"]
+        for length in (64, 4096)
+    ]
+    assert caches == [0.25, 4 * 4096 * 28 * 8 * 256 * 2 / 2**30]
 
 
 def test_a_model_that_an_engine_cannot_hold_is_refused_before_one_starts(tmp_path):

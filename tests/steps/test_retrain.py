@@ -32,7 +32,7 @@ def raw(tmp_path) -> dict:
     raw["data"]["sources"]["sums"]["path"] = str(tmp_path / "data")
     raw["train"] = {**raw["train"], "steps": 25, "validate_every": 0, "schedule": "constant"}
     sums(tmp_path, 0, 150)
-    return raw | {"publish": {"metric": "loss/held_out", "metric_direction": "min"}}
+    return raw | {"publish": {"metric": "loss/held_out"}}
 
 
 def sums(directory: Path, first: int, last: int, wrong: bool = False) -> None:
@@ -162,33 +162,33 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
 
 
 @pytest.mark.parametrize(
-    ("direction", "allowed", "before", "now", "said"),
+    ("metric", "allowed", "before", "now", "said"),
     [
-        ("max", 0.0, 0.6, 0.5, "was not better: greedy_reward/dev 0.6 → 0.5"),
-        ("min", 0.0, 0.6, 0.6, "was not better: greedy_reward/dev 0.6 → 0.6"),
+        ("greedy_reward/dev", 0.0, 0.6, 0.5, "was not better: greedy_reward/dev 0.6 → 0.5"),
+        ("loss/dev", 0.0, 0.6, 0.6, "was not better: loss/dev 0.6 → 0.6"),
         (
-            "max",
+            "greedy_reward/dev",
             0.02,
             0.6,
             0.5,
             "was not published: greedy_reward/dev fell from 0.6 to 0.5, more than publish.max_regression (0.02) allows",
         ),
         (
-            "min",
+            "loss/dev",
             0.02,
             0.5,
             0.6,
-            "was not published: greedy_reward/dev rose from 0.5 to 0.6, more than publish.max_regression (0.02) allows",
+            "was not published: loss/dev rose from 0.5 to 0.6, more than publish.max_regression (0.02) allows",
         ),
-        ("max", 0.2, 0.6, 0.5, "was not published: greedy_reward/dev 0.6 → 0.5"),
+        ("greedy_reward/dev", 0.2, 0.6, 0.5, "was not published: greedy_reward/dev 0.6 → 0.5"),
     ],
 )
 def test_a_model_that_is_not_published_is_called_worse_only_by_what_is_not_allowed(
-    raw, direction, allowed, before, now, said
+    raw, metric, allowed, before, now, said
 ):
-    publish = {"metric": "greedy_reward/dev", "metric_direction": direction, "max_regression": allowed}
+    publish = {"metric": metric, "max_regression": allowed}
     job = loads(yaml.safe_dump(raw | {"publish": publish}))
-    metrics = {"greedy_reward/dev": now, "starting_model/greedy_reward/dev": before}
+    metrics = {metric: now, f"starting_model/{metric}": before}
     assert retrain.refusal(job, Artifact("a", metrics=metrics)) == said
 
 
@@ -229,10 +229,10 @@ def test_a_file_that_was_written_over_is_new_whatever_its_size(raw, tmp_path, ca
     [
         ({"publish": {}}, r"publish\.metric: retraining compares with the published version; name a metric"),
         (
-            {"publish": {"metric": "train/loss", "metric_direction": "min"}},
+            {"publish": {"metric": "train/loss"}},
             r"publish\.metric: retraining compares with the published version",
         ),
-        ({"evaluate": {"measure_starting_model": False}}, r"evaluate\.measure_starting_model: retraining compares"),
+        ({"publish": {"metric": "loss/held_out", "gate": "unmeasured"}}, r"publish\.gate: retraining compares"),
     ],
 )
 def test_without_anything_to_compare_it_does_not_begin(raw, change, message):
@@ -244,7 +244,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(raw):
     with pytest.raises(
         UserError, match=r"publish\.metric: the evaluation will have no 'loss/dev'; it will have .* loss/held_out"
     ):
-        again(raw | {"publish": {"metric": "loss/dev", "metric_direction": "min"}}, "a")
+        again(raw | {"publish": {"metric": "loss/dev"}}, "a")
     assert published_versions.pointer(f"{raw['output']}/published") is None
 
 

@@ -13,7 +13,7 @@ from steps.sweep import best, trials
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 
-METRIC = {"metric": "loss/held_out", "metric_direction": "min"}
+METRIC = {"metric": "loss/held_out"}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_trials_are_the_job_with_other_values(raw):
             r"flow\.sweep\[1\]: data\.seq_len must be the same",
         ),
         (
-            {"publish": {"metric": "train/loss", "metric_direction": "min"}},
+            {"publish": {"metric": "train/loss"}},
             r"publish\.metric: a sweep chooses the best trial by a metric of the evaluate stage",
         ),
         (
@@ -83,28 +83,17 @@ def test_what_is_no_sweep_is_refused(raw, change, message):
 
 
 @pytest.mark.parametrize(
-    ("mode", "values", "chosen"),
+    ("metric", "values", "chosen"),
     [
-        ("min", [0.5, 0.25, 0.75], 1),
-        ("max", [0.5, 0.25, 0.75], 2),
-        ("max", [math.nan, 0.25, None], 1),
-        ("min", [0.5, 0.5, 0.5], 0),
+        ("kl/dev", [0.5, 0.25, 0.75], 1),
+        ("accuracy/dev", [0.5, 0.25, 0.75], 2),
+        ("accuracy/dev", [math.nan, 0.25, None], 1),
+        ("kl/dev", [0.5, 0.5, 0.5], 0),
     ],
 )
-def test_the_best_is_chosen_and_all_are_shown(raw, mode, values, chosen, capsys):
-    one = job(
-        raw
-        | {
-            "publish": {"metric": "kl/dev", "metric_direction": mode},
-            "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]},
-        }
-        if mode == "min"
-        else raw
-        | {
-            "publish": {"metric": "accuracy/dev", "metric_direction": mode},
-            "flow": {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]},
-        }
-    )
+def test_the_best_is_chosen_and_all_are_shown(raw, metric, values, chosen, capsys):
+    sweep = {"sweep": [{"train.lr": 1.0 + i} for i in range(3)]}
+    one = job(raw | {"publish": {"metric": metric}, "flow": sweep})
     found = [{} if value is None else {str(one.publish.metric): value} for value in values]
     assert best(one, found) == chosen
     lines = capsys.readouterr().out.splitlines()

@@ -111,10 +111,7 @@ def test_a_run_ends_when_the_held_out_loss_no_longer_falls(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.0, 5.0, 5.0])
     monkeypatch.setattr(loop, "held_out_metrics", lambda *args: {"loss/held_out": next(losses)})
-    raw["train"] |= {
-        "validate_every": 2,
-        "early_stopping": {"metric": "loss/held_out", "patience": 2},
-    }
+    raw["train"] |= {"validate_every": 2, "early_stopping": 2}
     directory = train(raw, "a")
     assert steps(directory) == list(range(1, 9))
     assert "loss/held_out has not improved 2 times in a row" in capsys.readouterr().out

@@ -58,8 +58,7 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
             **declared,
             "tokens": {
                 "file": str(made / "tokens.jsonl"),
-                "init": "vectors",
-                "vectors": str(made / "tokens.safetensors"),
+                "init": str(made / "tokens.safetensors"),
             },
         },
         "data": {
@@ -68,7 +67,6 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
             "partitions": 4,
             "seq_len": 64,
             "shuffle_buffer": 16,
-            "packing_lookahead": 8,
         },
         "train": {
             "steps": 12,

@@ -259,7 +259,7 @@ def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
 def test_bad_rows_are_set_aside_and_counted(raw, tmp_path):
     good = (tmp_path / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:6], '{"messages": [', "[]", *good[6:]]) + "\n")
-    made = {**raw, "data": {**raw["data"], "on_bad_row": "skip"}}
+    made = {**raw, "data": {**raw["data"], "max_bad_rows_share": 0.01}}
     run_directory = train(made, "a")
     last = facts(run_directory)[-1]
     assert last["bad_rows"] >= 2

@@ -22,7 +22,7 @@ from ptf.publish.export_comparison import model_difference
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import layer_factory_of
-from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.tiny import arithmetic, checkpoint, codes, write_jsonl
 from tests.train.test_loop import facts, same, stopped, weights
 
 
@@ -164,7 +164,7 @@ def test_semantic_ids_are_single_tokens_everywhere(raw, tmp_path, init):
     raw = {**raw, "data": {**raw["data"], "sources": {"items": {"path": str(items(tmp_path))}}, "validation": {}}}
     with pytest.raises(UserError, match="cannot encode"):
         run(job_of(raw, model__init=init, train__validate_every=0), "without")
-    job = job_of(raw, model__init=init, model__tokens={"semantic_ids": [4, 3]}, train__validate_every=0)
+    job = job_of(raw, model__init=init, model__tokens={"added": codes(4, 3)}, train__validate_every=0)
     found = run(job, "with")
     assert losses(found)[-1] < losses(found)[0]
     served = Tokenizer.load(str(found / "model"))
@@ -182,7 +182,7 @@ def test_semantic_ids_are_single_tokens_everywhere(raw, tmp_path, init):
     assert torch.allclose(began[base.vocab_size :], began[: base.vocab_size].mean(0).expand(7, -1), atol=1e-7)
     first = run(job, "again")
     assert same(weights(first), weights(found))
-    again = {"init": "pretrained", "path": str(found / "model"), "tokens": {"semantic_ids": [4, 3]}}
+    again = {"init": "pretrained", "path": str(found / "model"), "tokens": {"added": codes(4, 3)}}
     further = run(job_of({**raw, "model": again}, train__validate_every=0, train__steps=1), "further")
     kept = load_file(further / "extended" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(kept, weights(found)["model.embed_tokens.weight"])  # they are there: nothing begins anew
@@ -202,7 +202,7 @@ def test_tokens_begin_as_their_descriptions(raw, tmp_path):
 def test_what_is_wrong_with_added_tokens_is_said(raw, tmp_path):
     for tokens, why in [
         ({"special": True}, "adds none"),
-        ({"added": ["<x>"], "init": "vectors"}, "need each other"),
+        ({"added": ["<x>"], "init": "vectors"}, "expected mean, description or a safetensors file, got the text"),
         ({"added": ["<x>"], "init": "description"}, "needs model.tokens.file"),
     ]:
         with pytest.raises(ConfigError, match=why):
@@ -255,7 +255,7 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
         **raw,
         "recipe": "grpo",
         "algo": {"kl_coef": 0.01},
-        "model": {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>"], "semantic_ids": [50]}},
+        "model": {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>", *codes(50)]}},
         "rollout": {
             "engine": "native",
             "prompts_per_step": 4,
@@ -282,7 +282,7 @@ def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
         {"head": {"use": "tests.model.own:DeepHead", "args": {"width": 40}}},
         {"backend": "hf", "init": "pretrained"},
         {"lora": {"rank": 4}},
-        {"tokens": {"added": ["<x>"], "semantic_ids": [50]}},
+        {"tokens": {"added": ["<x>", *codes(50)]}},
     ],
     ids=["plain", "component", "head", "transformers", "lora", "tokens"],
 )

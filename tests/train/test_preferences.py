@@ -298,10 +298,6 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
             r"algo\.beta +belongs to algo\.loss_type: js, not to forward",
         ),
         (
-            {"publish": {"metric": "loss/held_out"}},
-            r"publish\.metric_direction +loss/held_out is better the lower it is; use min",
-        ),
-        (
             {"recipe": "kd", "algo": {"teachers": {"a": {"path": "m"}}, "precompute": True}},
             r"algo\.precompute +needs algo\.top_k",
         ),

@@ -25,7 +25,7 @@ from tests.workflow.gateway import Gateway, missing
 pytestmark = pytest.mark.s3
 FLOWS = ROOT / "flows"
 CRASHING = Path(__file__).with_name("crashing_flow.py")
-SMALL = {"partitions": 4, "seq_len": 64, "shuffle_buffer": 16, "packing_lookahead": 8}
+SMALL = {"partitions": 4, "seq_len": 64, "shuffle_buffer": 16}
 
 
 class Place:
@@ -107,7 +107,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
         "validation": {"held_out": {"path": f"{p.root}/data/held_out.jsonl"}},
     }
     train = raw["train"] | {"steps": 30, "schedule": "constant", "validate_every": 0}
-    publish = {"metric": "loss/held_out", "metric_direction": "min", "to": f"{p.root}/answers"}
+    publish = {"metric": "loss/held_out", "to": f"{p.root}/answers"}
     sft = p.config("sft.yaml", raw | {"output": "runs/sft", "data": data, "train": train, "publish": publish})
     rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track")} | {
         "recipe": "grpo",

@@ -1,8 +1,8 @@
 """The section `data`: the sources, their mixture, and how rows become tokens."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ptf.config.section import DATE, TRAIN_ON, Count, Fraction, Plugin, Positive, PositiveFloat, Section
 
@@ -16,18 +16,18 @@ class Source(Section):
 
     path: str
     """File, directory, glob or URI; `prepare:NAME`; or a dataset of the Hugging Face Hub: `owner/name`, or
-    `hf://datasets/owner/name` if a local directory has the same name. Where there are several configs (names in the
+    `hf://datasets/owner/name` if a local directory has the same name, both with or without `@` and a branch, tag or
+    commit; a run uses the commit that it began with until its end. Where there are several configs (names in the
     header of a README, or else folders) or splits, the path ends with the choice: `PATH:config`, `PATH:config:split`
     or `PATH::split`; the split `a+b` takes two."""
-    revision: str | None = None
-    """Branch, tag or commit of a dataset of the Hub. A run uses the commit that it began with until its end."""
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
         "auto"
     )
     """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
     `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: these two and a number `reward` (or a
     `label`), or `messages` in which some of the assistant's messages have a `reward`. `text`: `text`. `events`: a list
-    of strings and of baskets (lists of strings), of which the first `context` are given. `preference`: `chosen` and
+    of strings and of baskets (lists of strings, read in another order each time), of which the first `context` are
+    given. `preference`: `chosen` and
     `rejected`. `prompt`: `messages` that end before the response, or `prompt`; other columns go to the reward.
     `tokenized`: written by the tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of
     its score."""
@@ -84,13 +84,6 @@ class DataConfig(Section):
     """Number of samples in the shuffle buffer of each partition. The samples come from blocks (row groups of parquet,
     1 MiB of lines) that are permuted in each epoch; compressed files are permuted as whole files. 0 keeps the order of
     the files."""
-    baskets: Literal["shuffle", "keep"] = "shuffle"
-    """The order of the events inside a basket (`kind: events`). The order has no meaning, so `shuffle` draws a new one
-    each time the basket is read."""
-    packing_lookahead: Positive = LOOKAHEAD
-    """Number of samples that the packer may choose from to fill a sequence, in each partition. Default: 64, and 256
-    where `seq_len` is at least 16384, because two or three long samples seldom fill such a sequence. A sample may wait
-    for as many others: with more of them than a partition has rows, the rows are seen in turns that are less even."""
     mix: MixConfig = MixConfig()
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.
@@ -117,19 +110,19 @@ class DataConfig(Section):
     date: Annotated[str, Field(pattern=DATE)] | None = None
     """The date (YYYY-MM-DD) given to chat templates that render today's date. Default: the day on which the run
     began."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a row that cannot be encoded. `skip` writes the row's location and the reason to `quarantine`,
-    and counts it."""
-    max_bad_rows_share: Fraction = 0.01
-    """Largest share of the rows read from a source that may be skipped (`on_bad_row: skip`); above it the run stops.
+    max_bad_rows_share: Fraction = 0.0
+    """Largest share of the rows read from a source that may be skipped because they cannot be encoded; above it the run
+    stops. A skipped row's location and the reason are written to `quarantine`. 0: the first such row stops the run.
     Until 1,000 rows have been read, up to `max_bad_rows_share` × 1,000 rows may be skipped, so that a few bad rows at
     the beginning do not end the run. While training, each partition counts the rows that it reads itself."""
     pretokenize: bool = True
     """In a flow: tokenize once to parquet, before training. Otherwise rows are tokenized while training."""
 
-    @model_validator(mode="after")
-    def _look_ahead_by_length(self) -> Self:
-        """Set the default of `packing_lookahead` by `seq_len`; a run's job.yaml names the value that it had."""
-        if "packing_lookahead" not in self.model_fields_set and self.seq_len >= LONG_SEQUENCE:
-            object.__setattr__(self, "packing_lookahead", LOOKAHEAD_OF_LONG)  # the section is frozen
-        return self
+    @property
+    def packing_lookahead(self) -> int:
+        """Number of samples that the packer of a partition may choose from to fill a sequence: more where two or three
+        long samples seldom fill one, and fewer for short sequences, those of trials with few rows (a sample may wait
+        for as many others)."""
+        if self.seq_len >= LONG_SEQUENCE:
+            return LOOKAHEAD_OF_LONG
+        return max(1, min(LOOKAHEAD, self.seq_len // 8))

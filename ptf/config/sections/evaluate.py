@@ -18,8 +18,6 @@ class RankingConfig(Section):
     """The catalogue of items; `vectors.npy` is read from the same directory."""
     k: Positive = 10
     """Length of the list."""
-    beam: Positive = 100
-    """Width of the beam search for ids of several tokens: number of partial ids that are kept on each level."""
 
 
 class EvaluateConfig(Section):
@@ -39,9 +37,6 @@ class EvaluateConfig(Section):
     engine: Literal["auto", "vllm", "native"] | Plugin = changeable("auto")
     """What generates the responses; it takes the values of `rollout.engine`, and `auto`. `auto`: vllm if there is a
     GPU, vllm is installed, `compute.launcher` is ray and the job has no `model.replace`; otherwise native."""
-    measure_starting_model: bool = changeable(True)
-    """Also measure the model that training started from; its metrics begin with `starting_model/`. `publish.gate`
-    compares with them: with `false`, versions are published without that comparison."""
     limit: Positive | None = changeable(None)
     """Largest number of prompts of each source; the first prompts are used. Default: 512; on a CPU, fewer (16 at least)
     where that many would take it longer than ten minutes."""

@@ -1,8 +1,10 @@
 """The section `model`: the model that is trained, its added tokens and its adapters."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ptf.config.section import Patterns, Plugin, Positive, PositiveFloat, Section
+from pydantic import Field
+
+from ptf.config.section import INIT, Patterns, Plugin, Positive, PositiveFloat, Section
 
 
 class TokensConfig(Section):
@@ -13,17 +15,18 @@ class TokensConfig(Section):
     """Tokens, in the order of their ids."""
     file: str | None = None
     """jsonl file of further tokens; a row has `token` and, for `init: description`, `description`; `prepare:NAME`."""
-    semantic_ids: list[Positive] = []
-    """Codes on each level of semantic ids: [256, 256] adds <a_0> … <a_255> and <b_0> … <b_255>."""
     special: bool = False
     """Register the new tokens as special tokens, which decoding may leave out of the text."""
-    init: Literal["mean", "description", "vectors"] = "mean"
+    init: Annotated[str, Field(pattern=INIT)] = "mean"
     """Initial rows of the new tokens in the embedding and in the head. `mean`: the mean of the rows in use.
-    `description`: for each new token, the mean of the rows of the tokens in its description. `vectors`: the rows in the
-    file `vectors`."""
-    vectors: str | None = None
-    """safetensors file with `embed` [tokens, width], in the order of the tokens, and, if the head is not tied to the
-    embedding, `head` (if it is missing, the head's rows are initialised as with `mean`); `prepare:NAME`."""
+    `description`: for each new token, the mean of the rows of the tokens in its description. Or a safetensors file
+    (`prepare:tokens.safetensors`) with `embed` [tokens, width], in the order of the tokens, and, if the head is not
+    tied to the embedding, `head` (if it is missing, the head's rows are initialised as with `mean`)."""
+
+    @property
+    def vectors(self) -> str | None:
+        """Return the file of the initial rows, if there is one."""
+        return self.init if self.init.endswith(".safetensors") else None
 
 
 class LoraConfig(Section):
@@ -47,10 +50,9 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str
-    """Hugging Face id, directory or URI of a checkpoint; `prepare:NAME`, a directory that `data.prepare` wrote; or
-    `job:CONFIG`, the model that the job of that config last published."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
+    """Hugging Face id (`owner/name`, or `owner/name@v1` with a branch, tag or commit), directory or URI of a
+    checkpoint; `prepare:NAME`, a directory that `data.prepare` wrote; or `job:CONFIG`, the model that the job of that
+    config last published. Other models (a reference, teachers, a reward model) are named in the same way."""
     tokenizer: str | None = None
     """Directory or Hugging Face id of the tokenizer, if it is not the model's own."""
     chat_template: str | None = None

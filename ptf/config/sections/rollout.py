@@ -1,8 +1,8 @@
 """The section `rollout`: how the policy of an online recipe generates, and what its responses are worth."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
 
 from ptf.config.section import Count, Fraction, Plugin, Positive, PositiveFloat, Section, Temperature, changeable
 from ptf.config.transports import TransportName
@@ -14,8 +14,6 @@ class RewardModelConfig(Section):
 
     path: str
     """As `model.path`; the head of the model must be one score (`…ForSequenceClassification` with one label)."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
     weight: float = 1.0
     """Factor on its score."""
 
@@ -32,7 +30,7 @@ class ConstrainedDecodingConfig(Section):
 
 
 class SourcePlugin(Plugin):
-    """The reward or the environment of one source."""
+    """A reward or an environment, of all sources or of one."""
 
     weight: float = 1.0
     """Factor on its rewards."""
@@ -41,6 +39,28 @@ class SourcePlugin(Plugin):
     def plugin(self) -> Plugin:
         """Return it without its weight, as a process of its own gets it."""
         return Plugin(use=self.use, args=self.args)
+
+
+def _by_source(value: Any) -> Any:
+    """Return a plugin for all sources as that of the source "", and plugins by source as they are."""
+    if value is None:
+        return {}
+    if isinstance(value, Plugin):
+        value = value.model_dump()
+    if not isinstance(value, dict):
+        return value
+    named = all(isinstance(inner, dict | Plugin) for inner in value.values())
+    return value if named and not value.keys() & {"use", "args"} else {"": value}
+
+
+def _as_written(value: Any, dump: SerializerFunctionWrapHandler) -> Any:
+    """Return the plugin for all sources as a config has it."""
+    dumped = dump(value)
+    return dumped[""] if dumped.keys() == {""} else dumped
+
+
+# a plugin for all sources, which has the name "", or one for each of several
+BySource = Annotated[dict[str, SourcePlugin], BeforeValidator(_by_source), WrapSerializer(_as_written)]
 
 
 class HarnessConfig(Section):
@@ -76,20 +96,17 @@ class HarnessConfig(Section):
 class RolloutConfig(Section):
     """How the policy generates (online recipes)."""
 
-    reward: Plugin | None = None
+    reward: BySource = {}
     """`f(row, text, **args) -> float`, or a reward of groups or batches (ptf.rl.rewards); an exception counts as no
-    result, never as 0."""
+    result, never as 0. For several sources with a reward each: the rewards by the sources' names (`{sums: {use: …},
+    tickets: {use: …}}`)."""
     reward_model: RewardModelConfig | None = None
     """A reward model, which is a role of its own. The reward is its score × `weight`, plus that of `reward` if both are
     given."""
-    environment: Plugin | None = None
+    environment: BySource = {}
     """For conversations with several turns, in place of `reward`: `make(row, seed, **args) -> Environment`
-    (ptf.rl.environments.protocol), which returns the rewards."""
-    rewards: dict[str, SourcePlugin] = {}
-    """In place of `reward`: a reward for each of several sources, by the source's name."""
-    environments: dict[str, SourcePlugin] = {}
-    """In place of `environment`: an environment for each of several sources, by the source's name. Rows of other
-    sources are answered once and scored by `reward` or `rewards`."""
+    (ptf.rl.environments.protocol), which returns the rewards. Or environments by the sources' names, as for `reward`;
+    rows of other sources are answered once and scored by `reward`."""
     play: Plugin | None = None
     """The rollout function: `async def f(prompt, policy, **args) -> Trajectory` (ptf.rl.policy), which asks the policy
     as often as it likes, in place of `environment`. It gives the reward, or leaves that to `reward`."""
@@ -102,7 +119,7 @@ class RolloutConfig(Section):
     """Maximum number of turns of the policy in one episode (`environment`). `max_new_tokens` limits each turn,
     `data.seq_len` the whole episode with the messages of the environment."""
     reward_processes: Positive = changeable(1)
-    """Number of processes that call `reward`; with `rewards`, for each of them. Beside each engine replica as many hold
+    """Number of processes that call `reward`; of several, for each of them. Beside each engine replica as many hold
     the environments."""
     reward_timeout_s: PositiveFloat = changeable(10.0)
     """Time limit of one call of `reward`, with all requests that it makes, or of one `reset` or `step` of an
@@ -151,13 +168,10 @@ class RolloutConfig(Section):
     """Responses sampled for each prompt. GRPO compares them, so it needs at least two."""
     max_new_tokens: Positive = changeable(256)
     """Maximum length of a response in tokens, with its end-of-turn token."""
-    zero_variance_groups: Literal["keep", "replace"] = "keep"
-    """What to do with groups whose responses all have the same reward, before length penalties and a KL reward; GRPO
-    learns nothing from such rewards. `replace`, dynamic sampling (DAPO): draw other prompts in their place, in at most
-    `max_resampling_rounds` rounds."""
-    max_resampling_rounds: Positive = 8
-    """Maximum number of rounds in which prompts are drawn for one step (`zero_variance_groups: replace`); the step then
-    trains on the groups that it has."""
+    max_resampling_rounds: Count = 0
+    """Dynamic sampling (DAPO): draw other prompts in place of groups whose responses all have the same reward (before
+    length penalties and a KL reward), from which GRPO learns nothing. At most this many rounds of prompts are drawn for
+    one step, which then trains on the groups that it has; 8 is usual. 0: such groups are kept."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -187,42 +201,19 @@ class RolloutConfig(Section):
     time, so that neither the policy nor vLLM has a second copy of the model (the native engine does). `files`:
     through files in the run's directory, which engines on other machines must be able to read. `ipc`: through memory of
     the GPU that policy and engine share. `nccl`: from GPU to GPU."""
-    max_logprob_diff_mean: PositiveFloat | None = changeable(None)
-    """Largest permitted mean absolute difference between the engine's and the trainer's log-probs of the sampled
-    tokens; above it the run stops before the update. Default: 1e-4 in fp32 (1e-3 for models with experts), 0.2
-    in bf16."""
-    logprob_diff_threshold: PositiveFloat | None = changeable(None)
-    """A sampled token whose log-probs differ by more than this counts in `max_logprob_diff_share`. Default: 1e-3 in
-    fp32, 0.5 in bf16."""
-    max_logprob_diff_share: Fraction | None = changeable(None)
-    """Largest permitted share of the sampled tokens that differ by more than `logprob_diff_threshold`. The run stops
-    before the update if the share is above it by more than three standard deviations of that count, which allows more
-    for few tokens. Default: 0 in fp32 (0.01 for models with experts), 0.05 in bf16."""
+    logprob_tolerance: PositiveFloat = changeable(1.0)
+    """Factor on how far the engine's and the trainer's log-probs of the sampled tokens may differ before the run stops,
+    ahead of the update. At 1: by 1e-4 on average in fp32 (1e-3 for models with experts) and by 0.2 in bf16; and no
+    token in fp32 by more than 1e-3 (with experts 1 %), and 5 % of them in bf16 by more than 0.5. The factor is on these
+    differences, not on the shares."""
     max_no_result_share: Fraction = changeable(0.1)
     """Largest permitted share of responses without a result (a reward) in a step; above it the run stops."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = changeable(0.7)
     """Share of a GPU's memory that one vLLM engine uses for weights and cache while it generates. During a sync with
     `transport: ipc`, the weights of the engine and those of the policy must fit on the GPU together (without the
     cache)."""
-    cpu_kv_cache_gib: PositiveFloat = changeable(0.25)
-    """Key-value cache of one vLLM engine on a CPU, in GiB. On a GPU vLLM determines its own, from
-    `gpu_memory_utilization`."""
 
     @property
     def is_multi_turn(self) -> bool:
         """Return whether a response may have several turns."""
-        return bool(self.environment or self.environments or self.play or self.harness)
-
-    @property
-    def rewards_by_source(self) -> dict[str, SourcePlugin]:
-        """Return the rewards of responses by source; the one of all sources has the name ""."""
-        if self.reward is not None:
-            return {"": SourcePlugin(use=self.reward.use, args=self.reward.args)}
-        return self.rewards
-
-    @property
-    def environments_by_source(self) -> dict[str, SourcePlugin]:
-        """Return the environments by source; the one of all sources has the name ""."""
-        if self.environment is not None:
-            return {"": SourcePlugin(use=self.environment.use, args=self.environment.args)}
-        return self.environments
+        return bool(self.environment or self.play or self.harness)

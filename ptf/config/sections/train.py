@@ -7,16 +7,6 @@ from pydantic import Field
 from ptf.config.section import Count, Fraction, Positive, PositiveFloat, Section, Steps, changeable
 
 
-class EarlyStoppingConfig(Section):
-    """A condition that ends a run early."""
-
-    metric: str
-    """`loss/NAME` of one of `data.validation`."""
-    patience: Positive = 3
-    """Number of measurements in a row (one every `train.validate_every` steps) without a new lowest value after which
-    the run ends."""
-
-
 class TrainConfig(Section):
     """The optimizer and the loop."""
 
@@ -61,8 +51,9 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = changeable("stop")
     """What to do if the loss or the gradient is not finite: end the run, or skip the step (the tenth in a row ends the
     run). The documents of the step are written to `RUN/nonfinite/`."""
-    early_stopping: EarlyStoppingConfig | None = None
-    """Offline recipes: end the run when a held-out metric no longer improves."""
+    early_stopping: Positive | None = None
+    """Offline recipes: end the run after so many measurements in a row (one every `validate_every` steps) without a new
+    lowest held-out loss: that of `checkpoint.best`, by default of the first of `data.validation`."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16, but fp32 on a CPU without units for bf16 (AVX512-BF16, AMX, or ARM's), where bf16 takes several
     times as long; a run keeps what it began with. `bf16` computes in bfloat16; master weights, optimizer state and
@@ -74,14 +65,9 @@ class TrainConfig(Section):
     layer's input is kept. `offload`: the same, with the inputs in host memory, for long sequences. `selective`: only
     cheap operations, that is, all except matrix products and attention."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
-    """`adamw`: AdamW with moments in fp32, 8 bytes per trained parameter. `adamw_8bit`: the same update with moments in
-    8 bits, about 2 bytes; those of vectors, of matrices with fewer than 4,096 values, and of matrices whose rows (of a
-    worker's shard) are no multiple of 64 stay in fp32. It needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`), and a
-    step converts them both ways. Checkpoints have the 8-bit values, so a resumed run has the same bits.
-    `adamw_offload`: the moments of `adamw` in host memory. The optimizer step copies them to the device and back in
-    buckets of 256 MiB; a larger parameter is a bucket of its own. The result is the same to the bit, so a resume may
-    change between the two, but a step on a GPU takes longer, by the time of the copies. While a checkpoint is saved or
-    loaded, all moments are on the device; no activations are held at that time."""
+    """Where AdamW's moments are (docs/launch.md, "The optimizer's memory"). `adamw`: in fp32, 8 bytes per trained
+    parameter. `adamw_8bit`: in 8 bits, about 2 bytes; needs bitsandbytes (`pip install 'ptf[bitsandbytes]'`).
+    `adamw_offload`: in host memory; the same bits as `adamw`, in longer steps."""
     deterministic: bool = False
     """Add the gradients of sequences in a fixed order, so that the bits do not depend on how the batch is split
     (`micro_batch_sequences`) and on the number of workers. Without it, a run on one CPU machine repeats to the bit

@@ -11,7 +11,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -45,36 +45,6 @@ DESCRIPTIONS = (  # never data; `bad_rows.jsonl` holds the rows set aside beside
 SHOWN = 4  # names that a message lists
 
 
-class HasLocation(Protocol):
-    """A source that has a location: of a config, or of the data pipeline."""
-
-    @property
-    def path(self) -> str:
-        """Return the file, directory, glob, URI, or id of a dataset on the Hub, with `:config:split` or without."""
-        ...
-
-    @property
-    def revision(self) -> str | None:
-        """Return the branch, tag or commit of a dataset on the Hub."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where the files of a source are, and which of them are read."""
-
-    path: str  # file, directory, glob, URI, or id of a dataset on the Hub; may end with `:config:split`
-    revision: str | None = None
-
-    @staticmethod
-    def of(source: HasLocation) -> "Location":
-        """Return the location of a source."""
-        return Location(source.path, source.revision)
-
-    def __str__(self) -> str:
-        return self.path
-
-
 @dataclass(frozen=True, slots=True)
 class DataFiles:
     """The files that are read, and those beside them that are not."""
@@ -90,28 +60,21 @@ class DataFiles:
         return [int(stamp.split(" ")[0]) for stamp in self.stamps.values()]
 
 
-def data_files(location: str | Location) -> dict[str, str]:
+def data_files(location: str) -> dict[str, str]:
     """Return the data files of a location, in the order they are read, and the stamp of each
     (ptf.storage.change_stamps)."""
     return dict(resolve_files(location).stamps)
 
 
-def repo_of(location: Location) -> hub.Repo | None:
-    """Return the dataset of the Hub that a location names, or None."""
-    return hub.parse_location(location.path, location.revision)
-
-
-def resolve_files(location: str | Location) -> DataFiles:
-    """Return the data files of a location.
+def resolve_files(location: str) -> DataFiles:
+    """Return the data files of a location: a file, directory, glob, URI or dataset of the Hub, with or without
+    `:config:split`.
 
     Raises UserError where there is none, or where a config, split or format must be chosen.
     """
-    location = location if isinstance(location, Location) else Location(location)
-    if (repo := repo_of(location)) is not None:
+    if (repo := hub.parse_location(location)) is not None:
         return _on_hub(repo)
-    path, config, split = hub.without_names(location.path)
-    if location.revision is not None:
-        raise UserError(f"{path} is not a dataset of the Hugging Face Hub: `revision` is for those, remove it")
+    path, config, split = hub.without_names(location)
     below, stamps = storage.change_stamps_below(path)
     uris = {uri[len(below) :].lstrip("/"): uri for uri in stamps}
     if list(uris) == [posixpath.basename(path.rstrip("/"))] and not (config or split):
@@ -141,7 +104,7 @@ def _on_hub(repo: hub.Repo) -> DataFiles:
         raise UserError(
             f"{repo} has no {', '.join(FORMATS)} file"
             + (
-                ", but a loading script, which is not run: `revision: refs/convert/parquet` is the Hub's own conversion"
+                f", but a loading script, which is not run: {repo.id}@refs/convert/parquet is the Hub's own conversion"
                 if script
                 else ""
             )
@@ -405,12 +368,12 @@ def shown(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def described(name: str, location: Location, found: DataFiles) -> list[str]:
+def described(name: str, location: str, found: DataFiles) -> list[str]:
     """Return the lines on what is read of a source and what is not, for a run's first lines and `ptf inspect`."""
     where = (
-        f"dataset {location.path} of the Hugging Face Hub at commit {found.commit}"
+        f"dataset {location} of the Hugging Face Hub at commit {found.commit}"
         if found.commit
-        else f"{'directory' if os.path.isdir(hub.without_names(location.path)[0]) else 'path'} {location.path}"
+        else f"{'directory' if os.path.isdir(hub.without_names(location)[0]) else 'path'} {location}"
     )
     lines = [
         (

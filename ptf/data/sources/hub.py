@@ -27,7 +27,7 @@ PIECE = 1 << 20  # bytes of a file that are cached together
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAMED = re.compile(r"(?P<path>.+?):(?P<config>[^:/]*)(?::(?P<split>[^:/]+))?")
 FILES = (".jsonl", ".gz", ".zst", ".json", ".csv", ".parquet", ".arrow", ".feather")
-SHORT_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)")
+SHORT_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^:@]+))?")
 HUB_URI = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>refs/\w+/\w+|[^/:@]+))?(?:/(?P<inside>.+))?")
 
 
@@ -44,6 +44,12 @@ class Repo:
     def __str__(self) -> str:
         return f"{PREFIX}{self.id}" + (f"/{self.inside}" if self.inside else "")
 
+    def at(self, commit: str) -> str:
+        """Return the path of the same files at a commit."""
+        chosen = f":{self.config or ''}" if self.config or self.split else ""
+        inside = f"/{self.inside}" if self.inside else ""
+        return f"{PREFIX}{self.id}@{commit}{inside}{chosen}" + (f":{self.split}" if self.split else "")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -53,12 +59,9 @@ class Entry:
     oid: str  # git's object id, or the SHA-256 of a large file
 
 
-def parse_location(path: str, revision: str | None = None) -> Repo | None:
-    """Return the dataset that a path names: `owner/name` or `hf://datasets/…`, with or without `:config:split`.
-
-    The result is None for any other path, and for one that exists on this machine. Raises UserError where the path and
-    the revision contradict each other.
-    """
+def parse_location(path: str) -> Repo | None:
+    """Return the dataset that a path names: `owner/name` or `hf://datasets/…`, with or without `@revision` and
+    `:config:split`. The result is None for any other path, and for one that exists on this machine."""
     place, config, split = without_names(path)
     if place.startswith("hf://"):
         found = HUB_URI.fullmatch(place.removeprefix(PREFIX)) if place.startswith(PREFIX) else None
@@ -72,12 +75,9 @@ def parse_location(path: str, revision: str | None = None) -> Repo | None:
         if found is None or os.path.exists(place) or place.endswith(FILES):
             return None
     in_path = found.groupdict()
-    said = in_path.get("revision")
-    if said and revision and said != revision:
-        raise UserError(f"{path} says revision {said}, and the key `revision` says {revision}: give one of them")
     if in_path.get("inside") and config:
         raise UserError(f"{path} names files: a config does not go with that, remove `{config}`")
-    return Repo(in_path["id"], config, split, said or revision, in_path.get("inside"))
+    return Repo(in_path["id"], config, split, in_path["revision"], in_path.get("inside"))
 
 
 def without_names(path: str) -> tuple[str, str | None, str | None]:
@@ -178,7 +178,7 @@ def _unavailable(id: str, revision: str | None, why: str) -> str:
         (file.parent.name for file in cache.glob("*/files.json")), key=lambda name: (cache / name).stat().st_mtime
     )
     commits = [commit for commit in commits if commit != revision]
-    known = f", set `revision: {commits[-1]}`, a commit that is cached there" if commits else ""
+    known = f", read {id}@{commits[-1]}, a commit that is cached there" if commits else ""
     return (
         f"there is no file or directory {id} here, {why}, and {cache} does not hold the files: "
         "run this once on a machine with a network,"

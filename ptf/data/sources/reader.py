@@ -13,7 +13,7 @@ from typing import Any
 
 from ptf import storage
 from ptf.data.sources.blocks import Block, DataFile, RowGroup, Tables
-from ptf.data.sources.files import Location, resolve_files
+from ptf.data.sources.files import resolve_files
 from ptf.data.sources.formats import open_file
 
 LINES_BYTES = 1 << 20
@@ -24,16 +24,14 @@ KEEP_FILES = 16  # open at the same time
 class Reader:
     """The blocks of some files, by file and number. The next block of a remote file is fetched ahead."""
 
-    def __init__(
-        self, location: str | Location, of_table: Tables | None = None, columns: list[str] | None = None
-    ) -> None:
+    def __init__(self, location: str, of_table: Tables | None = None, columns: list[str] | None = None) -> None:
         """Find the files of a location.
 
         `of_table` makes the block of a row group of parquet (default: `RowGroup`). Of parquet only the given `columns`
         are read.
         """
         files = resolve_files(location)
-        self.path, self.uris, self._of_table = str(location), list(files.stamps), of_table or RowGroup
+        self.path, self.uris, self._of_table = location, list(files.stamps), of_table or RowGroup
         self.sizes, self.commit, self.not_read = files.sizes, files.commit, files.not_read
         self._remote = files.commit is not None or not storage.is_local(self.uris[0])
         self._cache: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first

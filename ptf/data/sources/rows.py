@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ptf.data.sources.blocks import Block, Row
-from ptf.data.sources.files import Location, data_files, described, resolve_files
+from ptf.data.sources.files import data_files, described, resolve_files
 from ptf.data.sources.reader import Reader
 from ptf.errors import UserError
 
@@ -27,7 +27,6 @@ class SourceSpec:
     limit: int | None = None  # rows
     epochs: int | None = None  # passes over the rows; None: endless
     rows: int | None = None  # number of rows, where the files do not tell
-    revision: str | None = None  # of a dataset of the Hub
     verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 
 
@@ -108,7 +107,7 @@ def raise_if_other_files(reader: Reader, stored: str) -> None:
     if commit and commit != reader.commit:
         raise UserError(
             f"{reader.path} is at commit {reader.commit}, the checkpoint's data were of commit {commit}: "
-            f"set the source's `revision: {commit}`"
+            f"write @{commit} behind the dataset's name in the source's path"
         )
     raise UserError(
         f"the data files in {reader.path} are not those of the checkpoint (names or sizes): "
@@ -118,16 +117,12 @@ def raise_if_other_files(reader: Reader, stored: str) -> None:
 
 def first_lines(sources: Mapping[str, SourceSpec]) -> list[str]:
     """Return what is read of each source and what is not, for the first lines of a run."""
-    return [
-        line
-        for name, spec in sources.items()
-        for line in described(name, Location.of(spec), resolve_files(Location.of(spec)))
-    ]
+    return [line for name, spec in sources.items() for line in described(name, spec.path, resolve_files(spec.path))]
 
 
 def fingerprints(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """Return the fingerprint of each source's files, by name."""
-    return {name: fingerprint(Reader(Location.of(spec))) for name, spec in sources.items()}
+    return {name: fingerprint(Reader(spec.path)) for name, spec in sources.items()}
 
 
 def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
@@ -137,7 +132,7 @@ def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """
     digests = {}
     for name, spec in sources.items():
-        files = data_files(Location.of(spec))
+        files = data_files(spec.path)
         # Paths count from the files' common directory, so the hash does not depend on where they are.
         above = len(posixpath.dirname(posixpath.commonprefix(list(files))))
         digests[name] = hashlib.sha256(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation and its family. RLOO: `baseline: leave_one_out`, `scale_by_std: false`.
     Dr.GRPO: `scale_by_std: false`, `loss_aggregation: constant_length`. DAPO: `clip_high: 0.28`,
-    `overlong_buffer_tokens`, `rollout.zero_variance_groups: replace`. GSPO: `importance_sampling_level: sequence`,
+    `overlong_buffer_tokens`, `rollout.max_resampling_rounds: 8`. GSPO: `importance_sampling_level: sequence`,
     `loss_aggregation: episode_mean`, clips near 3e-4."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -39,9 +39,10 @@ class GRPOConfig(RewardedConfig):
         if config is None or not self.scale_by_std or added or (self.kl_coef and self.kl_in == "reward"):
             return []
         return [
-            f"rollout.{key}.{name}.weight: {what.weight:g} has no effect: algo.scale_by_std divides the rewards of a "
-            f"group by their standard deviation; data.sources.{name}.sampling_weight sets how much of it is trained"
-            for key, of in (("rewards", config.rewards), ("environments", config.environments))
+            f"{'.'.join(filter(None, ('rollout', key, name)))}.weight: {what.weight:g} has no effect: "
+            "algo.scale_by_std divides the rewards of a group by their standard deviation; the `sampling_weight` of a "
+            "source sets how much of it is trained"
+            for key, of in (("reward", config.reward), ("environment", config.environment))
             for name, what in of.items()
             if what.weight > 0 and what.weight != 1
         ]

@@ -16,8 +16,6 @@ class TeacherConfig(Section):
 
     path: str
     """Path of the teacher, as for `model.path`."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
     weight: PositiveFloat = 1.0
     """Its share, relative to the other teachers."""
 

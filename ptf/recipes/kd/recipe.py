@@ -52,10 +52,7 @@ class KD:
     @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teachers, by name."""
-        return {
-            name: FrozenModelSpec(teacher.path, teacher.revision, same_architecture=False)
-            for name, teacher in self.teachers.items()
-        }
+        return {name: FrozenModelSpec(teacher.path, same_architecture=False) for name, teacher in self.teachers.items()}
 
     @property
     def evaluated(self) -> "KD":

@@ -14,8 +14,6 @@ class OPDConfig(OnlineConfig):
 
     teacher: str
     """Path of the teacher, as for `model.path`, of any size and family; its tokenizer must be the student's."""
-    teacher_revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
 
     def model_paths(self) -> dict[str, str]:
         """Return the teacher's path."""
@@ -25,10 +23,8 @@ class OPDConfig(OnlineConfig):
         """Return a line for each broken rule of these keys."""
         assert job.rollout is not None
         errors = super().config_errors(job)
-        if job.rollout.zero_variance_groups == "replace":
-            errors.append(
-                "rollout.zero_variance_groups: replace is for recipes that learn from rewards; opd only reports them"
-            )
+        if job.rollout.max_resampling_rounds:
+            errors.append("rollout.max_resampling_rounds is for recipes that learn from rewards; opd only reports them")
         return errors
 
     def excluded_by_top_p(self) -> list[str]:

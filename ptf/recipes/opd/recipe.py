@@ -26,12 +26,11 @@ class OPD(GRPO):
     """Distillation on the student's own samples; see the module's docstring."""
 
     teacher: str
-    teacher_revision: str | None = None
 
     @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teacher."""
-        return {"teacher": FrozenModelSpec(self.teacher, self.teacher_revision, same_architecture=False)}
+        return {"teacher": FrozenModelSpec(self.teacher, same_architecture=False)}
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -7,7 +7,7 @@ import datasets
 import fsspec
 import pytest
 
-from ptf.data.sources.files import Location, choose, resolve_files
+from ptf.data.sources.files import choose, resolve_files
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, first_lines, rows_once
 from ptf.errors import UserError
@@ -138,7 +138,7 @@ def test_folders_are_configs_where_no_readme_says_otherwise() -> None:
         choose(CONFIGS, str, "here", split="train", folders_are_configs=True)
 
 
-def numbers(location: str | Location) -> list[int]:
+def numbers(location: str) -> list[int]:
     return [place.read()["n"] for place in rows_once(Reader(location))]
 
 
@@ -157,8 +157,6 @@ def test_a_directory_of_two_splits_is_not_read_as_one(tmp_path: Path) -> None:
     found = resolve_files(f"{tmp_path}::train")
     assert found.not_read == ("test.jsonl",)
     assert first_lines({"sums": SourceSpec(f"{tmp_path}::train")})[1] == "data: sums: not read: test.jsonl"
-    with pytest.raises(UserError, match="`revision` is for those"):
-        Reader(Location(f"{tmp_path}::train", revision="main"))
 
 
 def test_a_bucket_is_read_by_the_same_rules() -> None:

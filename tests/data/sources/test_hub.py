@@ -15,11 +15,10 @@ from huggingface_hub import constants
 from ptf.config import loads
 from ptf.data.order import Ordered
 from ptf.data.sources import hub
-from ptf.data.sources.files import Location
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import fingerprint, rows_once
 from ptf.errors import UserError
-from ptf.run import dataset_commits, resolved, write_job_file
+from ptf.run import datasets_at_commits, resolved, write_job_file
 from tests.child import run_python
 from tests.data.hub_stub import HubStub, running
 
@@ -68,7 +67,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStub]:
         yield stub
 
 
-def numbers(location: str | Location) -> list[int]:
+def numbers(location: str) -> list[int]:
     return [place.read()["n"] for place in rows_once(Reader(location))]
 
 
@@ -79,7 +78,7 @@ def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:
         "hf://datasets/open/gsm:main:train",
         "hf://datasets/open/gsm/main/*::train",
     ]
-    ways += [Location("open/gsm:main:train", revision=commit), "hf://datasets/open/gsm@main/main/train-*"]
+    ways += [f"open/gsm@{commit}:main:train", "open/gsm@main:main:train", "hf://datasets/open/gsm@main/main/train-*"]
     for way in ways:
         assert numbers(way) == [0, 1, 2, 3, 4], way
     assert numbers("open/gsm:socratic") == [6]
@@ -110,9 +109,8 @@ REFUSED = {
         ("open/gsm", "several configs: write .*:CONFIG, one of main, socratic"),
         ("open/gsm:main", "several splits: train .*; test "),
         ("open/gsm:main:dev", "no split 'dev'; it has: train, test"),
-        (Location("hf://datasets/open/gsm@main", revision="v9"), "says revision main, and the key `revision` says v9"),
         ("hf://datasets/open/gsm/main/*:main:train", "names files: a config does not go with that, remove `main`"),
-        (Location("open/gsm", revision="v9"), "no branch, tag or commit 'v9'"),
+        ("open/gsm@v9", "no branch, tag or commit 'v9'"),
         ("open/other", "no file or directory open/other here, and no such dataset on the Hub that you may read"),
         ("open/gated", "the dataset open/gated is gated: accept its terms on the Hub, and set HF_TOKEN"),
         ("open/gated-files", "the dataset open/gated-files is gated: accept its terms on the Hub, and set HF_TOKEN"),
@@ -120,12 +118,12 @@ REFUSED = {
         ("open/closed-files", r"the Hub does not show the dataset open/closed-files \(401\): set HF_TOKEN"),
         ("open/legal", "the Hub refuses: "),
         ("open/a--b", "the dataset open/a--b cannot be on the Hub: "),
-        ("open/script", "loading script, which is not run: `revision: refs/convert/parquet`"),
+        ("open/script", "loading script, which is not run: open/script@refs/convert/parquet"),
         ("hf://models/open/gsm", "is not understood: write hf://datasets/OWNER/NAME"),
         ("open/folders", "several configs: write .*:CONFIG, one of main, socratic"),
     ],
 )
-def test_what_is_not_there_or_not_clear_is_one_sentence(stub: HubStub, location: str | Location, message: str) -> None:
+def test_what_is_not_there_or_not_clear_is_one_sentence(stub: HubStub, location: str, message: str) -> None:
     stub.push("open/gsm", gsm())
     for name, refused in REFUSED.items():
         stub.push(f"open/{name.partition('/')[0]}", gsm())
@@ -145,7 +143,7 @@ def test_a_converted_script_dataset_has_folders_for_configs(stub: HubStub) -> No
         },
         "refs/convert/parquet",
     )
-    assert numbers(Location("open/script:a:train", revision="refs/convert/parquet")) == [0]
+    assert numbers("open/script@refs/convert/parquet:a:train") == [0]
 
 
 def test_a_directory_of_that_name_is_read_instead(stub: HubStub, tmp_path: Path) -> None:
@@ -165,7 +163,7 @@ def test_what_was_read_is_kept_and_verified(stub: HubStub, monkeypatch: pytest.M
     assert numbers("open/lines") == list(range(200))
     ranges = [asked for path, asked in stub.asked if "/resolve/" in path]
     assert len(ranges) < 10  # neighbouring pieces are one request
-    pinned = Location("open/lines", revision=commit)
+    pinned = f"open/lines@{commit}"
     stub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # nothing is asked, for all of it is there
     assert numbers(pinned) == list(range(200))
@@ -196,10 +194,10 @@ def test_a_moved_branch_does_not_change_a_run(stub: HubStub, tmp_path: Path) -> 
     assert fingerprint(Reader("open/gsm:main:train")) != state["files"]
     with pytest.raises(
         UserError,
-        match=f"is at commit {new}, the checkpoint's data were of commit {old}: set the source's `revision: {old}`",
+        match=f"is at commit {new}, the checkpoint's data were of commit {old}: write @{old} behind the dataset's name",
     ):
         Ordered(Reader("open/gsm:main:train"), "k", 1, shuffled=False).partition(0, 0).load_state_dict(state)
-    again = Ordered(Reader(Location("open/gsm:main:train", revision=old)), "k", 1, shuffled=False).partition(0, 0)
+    again = Ordered(Reader(f"open/gsm@{old}:main:train"), "k", 1, shuffled=False).partition(0, 0)
     again.load_state_dict(state)
     assert first + [next(again).read()["n"] for _ in range(3)] == [0, 1, 2, 3, 4]
 
@@ -207,7 +205,7 @@ def test_a_moved_branch_does_not_change_a_run(stub: HubStub, tmp_path: Path) -> 
 JOB = """recipe: sft
 model: {path: m}
 data: {sources: {a: {path: "open/gsm:main:train"}, b: {path: b.jsonl}},
-       validation: {v: {path: "open/gsm:main:test", revision: main}}}
+       validation: {v: {path: "open/gsm@main:main:test"}}}
 train: {steps: 1, lr: 1e-3}
 output: OUT
 """
@@ -217,15 +215,17 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
     job = loads(JOB.replace("OUT", str(tmp_path / "runs")))
     old = stub.push("open/gsm", gsm())
     begun = resolved(job)
-    assert begun.data.sources["a"].revision == begun.data.validation["v"].revision == old
-    assert begun.data.sources["b"].revision is None
+    assert begun.data.sources["a"].path == f"hf://datasets/open/gsm@{old}:main:train"
+    assert begun.data.validation["v"].path == f"hf://datasets/open/gsm@{old}:main:test"
+    assert begun.data.sources["b"].path == "b.jsonl"
     write_job_file(begun, tmp_path / "runs" / "one")
     new = stub.push("open/gsm", gsm(first=7))
-    assert dataset_commits(job) == {"data.sources.a": new, "data.validation.v": new}
+    train, test = "hf://datasets/open/gsm@{}:main:train".format, "hf://datasets/open/gsm@{}:main:test".format
+    assert datasets_at_commits(job) == {"data.sources.a": train(new), "data.validation.v": test(new)}
     (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("{}\n")  # it has begun
     # the second asks for a branch, which has moved
-    assert dataset_commits(job, "one") == {"data.sources.a": old, "data.validation.v": new}
-    with pytest.raises(UserError, match=rf'data\.validation\.v\.revision: "{old}" → "{new}"'):
+    assert datasets_at_commits(job, "one") == {"data.sources.a": train(old), "data.validation.v": test(new)}
+    with pytest.raises(UserError, match=rf'data\.validation\.v\.path: "{test(old)}" → "{test(new)}"'):
         write_job_file(resolved(job, run_name="one"), tmp_path / "runs" / "one")
 
 

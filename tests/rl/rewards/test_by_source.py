@@ -70,8 +70,8 @@ def test_a_source_with_an_environment_is_trained_beside_one_with_a_reward(raw, t
     raw["data"]["sources"] = {name: {"path": path, "kind": "prompt"} for name in ("talk", "sums")}
     raw["rollout"].pop("reward")
     raw["rollout"] |= {
-        "environments": {"talk": {"use": f"{__name__}:TwoTurns", "weight": 0.5}},
-        "rewards": {"sums": {"use": f"{__name__}:always", "args": {"value": 7.0}}},
+        "environment": {"talk": {"use": f"{__name__}:TwoTurns", "weight": 0.5}},
+        "reward": {"sums": {"use": f"{__name__}:always", "args": {"value": 7.0}}},
         "max_turns": 4,
     }
     raw["evaluate"] = {}
@@ -88,12 +88,11 @@ def test_a_source_with_an_environment_is_trained_beside_one_with_a_reward(raw, t
     ("change", "message"),
     [
         (
-            {"rewards": {"q": {"use": f"{__name__}:always"}}},
+            {"reward": {"q": {"use": f"{__name__}:always"}}},
             "no source has this name; there are dev, p",
         ),
-        ({"rewards": {"p": {"use": f"{__name__}:always"}}}, "neither rollout.rewards nor rollout.environments has dev"),
-        ({"reward": {"use": "a:b"}, "rewards": {"p": {"use": "a:b"}}}, "give one, not both"),
-        ({"environments": {"p": {"use": "a:b"}}, "play": {"use": "a:b"}}, "give one, not both"),
+        ({"reward": {"p": {"use": f"{__name__}:always"}}}, "neither rollout.reward nor rollout.environment has dev"),
+        ({"environment": {"p": {"use": "a:b"}}, "play": {"use": "a:b"}}, "give one, not both"),
     ],
 )
 def test_sources_without_a_reward_are_refused(raw, change, message):
