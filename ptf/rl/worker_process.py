@@ -10,16 +10,16 @@ receives, and watches the limits.
 """
 
 import contextlib
-import math
 import multiprocessing.connection as mpc
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,36 +37,13 @@ AHEAD_OF_MANY = {False: 2, True: 8}
 IDLE_S = 600.0  # longest wait of the thread for something to happen
 
 
-class Deadline:
-    """Calls `act` from a separate thread if a block under `set` takes longer than `after_s` seconds."""
-
-    def __init__(self, after_s: float, act: Callable[[], None]) -> None:
-        self.after_s, self.act = after_s, act
-        self.at = math.inf
-        self.passed = False
-        self.closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        # the wait is never longer than `after_s`, so it ends before any deadline that is set meanwhile
-        while not self.closed.wait(max(0.0, min(self.at - time.monotonic(), self.after_s))):
-            if time.monotonic() >= self.at:
-                self.passed = True
-                self.act()
-                return
-
-    @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
-        """Run a block that must end in `after_s` seconds."""
-        self.at = time.monotonic() + self.after_s
-        try:
-            yield
-        finally:
-            self.at = math.inf
-
-    def close(self) -> None:
-        """End the thread."""
-        self.closed.set()
+def limit_waits(pipe: mpc.Connection, timeout_s: float) -> None:
+    """Have the end of a pipe raise BlockingIOError if the other end takes or gives nothing for this time: a process may
+    stop in the middle of a message."""
+    limit = struct.pack("ll", int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 @dataclass(eq=False)
@@ -124,7 +101,6 @@ class WorkerProcess:
         self.queue.takers.append(self)
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
-        self.deadline: Deadline | None = None
         self.number = 0
         self.sent = dict[int, Call]()  # not begun
         self.begun = dict[int, tuple[Call, float]]()  # with the end of its time
@@ -226,17 +202,15 @@ class WorkerProcess:
 
     def _write(self, number: int, call: Call) -> None:
         assert self.pipe is not None
-        assert self.deadline is not None
         try:
             message = pickle.dumps((number, pickle.dumps(call.question)))
         except Exception as error:
             self._finish(number, Fault(f"it cannot be asked: {type(error).__name__}: {error}"))
             return
         try:
-            with self.deadline.set():
-                self.pipe.send_bytes(message)
-        except OSError:  # it died, or was killed because it did not read
-            reason = "did not listen for" if self.deadline.passed else ""
+            self.pipe.send_bytes(message)
+        except OSError as error:  # it died, or does not read
+            reason = "did not listen for" if isinstance(error, BlockingIOError) else ""
             self._receive()  # what it said before, to its end
             if self.pipe is not None:
                 self._end(reason)
@@ -251,8 +225,7 @@ class WorkerProcess:
                 "ptf.rl.worker_server", [str(number)], environment, pass_fds=[number], start_new_session=True
             )
         self.pipe = ours
-        # a process may stop in the middle of a message
-        self.deadline = Deadline(self.timeout_s, self._end_process)
+        limit_waits(ours, self.timeout_s)
         kind = ""
         with contextlib.suppress(EOFError, OSError):
             ours.send((self.kind, self.what.model_dump(), self.timeout_s))
@@ -273,14 +246,12 @@ class WorkerProcess:
     def _receive(self) -> None:
         """Read the messages that have arrived."""
         while self.pipe is not None:
-            assert self.deadline is not None
             try:
                 if not self.pipe.poll():
                     return
-                with self.deadline.set():
-                    kind, number, value = self.pipe.recv()
-            except (EOFError, OSError):
-                self._end("took longer than" if self.deadline.passed else "")
+                kind, number, value = self.pipe.recv()
+            except (EOFError, OSError) as error:
+                self._end("took longer than" if isinstance(error, BlockingIOError) else "")
                 return
             except Exception as error:  # unpickling may raise anything
                 self._end(f"its reply cannot be read: {type(error).__name__}: {error}")
@@ -348,13 +319,11 @@ class WorkerProcess:
 
     def _kill(self) -> None:
         """End the process, if there is one; the next question starts a new one."""
-        if self.deadline:
-            self.deadline.close()
         if self.pipe:
             self.pipe.close()
         if self.process:
             self._end_process()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
-        self.pipe = self.process = self.deadline = None
+        self.pipe = self.process = None
         self.sent, self.begun, self.has_alone, self.is_crowded = {}, {}, False, False

@@ -1,5 +1,5 @@
-"""How a harness's programs are started: with few environment variables, and so that they end with all that they have
-started (`confined_command`)."""
+"""How the user's programs are started: so that they end with all that they have started (`confined_command`), and those
+of a harness with few environment variables."""
 
 import os
 import sys
@@ -22,8 +22,9 @@ class ProcessEnded(HarnessFault):
     """The process of several episodes ended, perhaps through another episode's fault."""
 
 
-def confined(command: Sequence[str], place: str) -> list[str]:
-    """Return the command line that runs a command by `confined_command`; `place` is the command's directory."""
+def confined(command: Sequence[str], place: str = "") -> list[str]:
+    """Return the command line that runs a command by `confined_command`; `place` is the command's directory. Without
+    one the command is not confined, and only ends with this process."""
     return [sys.executable, "-I", "-S", CONFINED, str(os.getpid()), place, *command]
 
 

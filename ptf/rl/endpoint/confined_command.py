@@ -1,11 +1,12 @@
-"""The program that runs the command of a harness: `python confined_command.py PARENT PLACE COMMAND…`, with the parent's
+"""The program that runs a command of the user's: `python confined_command.py PARENT PLACE COMMAND…`, with the parent's
 process id and the command's own directory.
 
 When the command or the parent ends, or on SIGTERM, it ends everything that the command has started, also what has left
 its process group: such processes become children of this one. It removes the directory if the parent has ended, or on
 SIGTERM. The command runs in a Landlock domain of its own, so it cannot read the environment or the memory of processes
-outside, nor, from Linux 6.12, send them signals; its files and its network are those of its user. It is run as a file
-and imports nothing of ptf: the command may need another Python.
+outside, nor, from Linux 6.12, send them signals; its files and its network are those of its user. With an empty PLACE
+there is no directory, and no such domain. It is run as a file and imports nothing of ptf: the command may need another
+Python.
 """
 
 import ctypes
@@ -57,7 +58,8 @@ def stop(place: str) -> None:
 
     if sys.platform == "linux":
         end_all()
-    shutil.rmtree(place, ignore_errors=True)
+    if place:
+        shutil.rmtree(place, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
@@ -94,7 +96,7 @@ def main(parent: int, place: str, command: list[str]) -> None:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            if sys.platform == "linux":
+            if sys.platform == "linux" and place:
                 isolate()
             os.execvp(command[0], command)
         except OSError as error:

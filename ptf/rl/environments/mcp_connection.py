@@ -6,13 +6,11 @@ an environment are called in different ones.
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.rl.environments import bound_command
+from ptf.rl.endpoint.confined import confined
 from ptf.rl.loopback import mounts
 
 Tool = Mapping[str, Any]  # as in chat completions
@@ -26,8 +24,8 @@ def transport(command: Sequence[str], url: str | None, env: Mapping[str, str], h
         raise UserError("an MCP server is a `command`, a list of words, or a `url`")
     if url:
         return over_http(url, headers)
-    bound = ["-I", bound_command.__file__, str(os.getpid()), *command]
-    return stdio_client(StdioServerParameters(command=sys.executable, args=bound, env=dict(env)))
+    python, *arguments = confined(command)
+    return stdio_client(StdioServerParameters(command=python, args=arguments, env=dict(env)))
 
 
 @contextlib.asynccontextmanager

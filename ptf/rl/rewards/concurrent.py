@@ -22,21 +22,16 @@ THREADS = 64  # of a plain function without one
 def concurrent(
     coroutine: Callable[..., Coroutine[Any, Any, float]],
     lines: Callable[..., Iterable[str]],
-    *,
-    where: Callable[..., bool] = lambda **_: True,
-    max_concurrent_calls: Callable[..., int] = lambda **_: len(os.sched_getaffinity(0)),
 ) -> Callable[[Callable], Callable]:
     """Declare `coroutine` as the coroutine function that computes the same reward as the decorated function.
 
-    As many of its calls overlap as `max_concurrent_calls` returns for its arguments, by default as many as this process
-    has cores. It is used only with arguments for which `where` returns True. `lines` is called with the reward's
-    arguments and returns the first lines that a run prints about it; it raises UserError if the reward cannot be used
-    on this machine.
+    As many of its calls overlap as this process has cores. `lines` is called with the reward's arguments and returns
+    the first lines that a run prints about it; it raises UserError if the reward cannot be used on this machine.
     """
 
     def mark(function: Callable) -> Callable:
-        vars(function).update(asynchronous=coroutine, first_lines=lines, where=where)
-        vars(coroutine).update(max_concurrent_calls=max_concurrent_calls)
+        vars(function).update(asynchronous=coroutine, first_lines=lines)
+        vars(coroutine).update(max_concurrent_calls=lambda **_: len(os.sched_getaffinity(0)))
         return function
 
     return mark
@@ -57,8 +52,7 @@ def asynchronous(what: Plugin) -> Callable[..., Any]:
     Of a class it is an instance, constructed with the arguments.
     """
     target = plugin.resolve(what.use)
-    if (equivalent := getattr(target, "asynchronous", None)) and target.where(**what.args):
-        target = equivalent
+    target = getattr(target, "asynchronous", target)
     bound = plugin.Bound(target, **resolved(what.args, what.use))
     return bound() if isinstance(target, type) else bound
 

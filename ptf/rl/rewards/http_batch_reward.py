@@ -1,17 +1,19 @@
 """A reward that a server computes for several responses in one request."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ptf.rl.rewards.decorators import batched
 from ptf.rl.rewards.episode_view import EpisodeView
-from ptf.rl.rewards.http_reward import MAX_CONCURRENT_CALLS, HttpReward, raise_if_no_count
+from ptf.rl.rewards.http_reward import HttpReward, raise_if_no_count
 from ptf.rl.rewards.json_endpoint import RequestFault
 
 BATCH = 32
 
 
 @batched(lambda *, batch=BATCH, **_: batch)
+@dataclass(kw_only=True, eq=False)
 class HttpBatchReward(HttpReward):
     """Send `{"items": [{"row": …, "text": …}, …]}` to `url` by POST and return the numbers `rewards` of the JSON object
     that it answers, one for each item, in their order.
@@ -21,30 +23,11 @@ class HttpBatchReward(HttpReward):
     HttpReward; the field `episode` is added to each item.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        batch: int = BATCH,
-        headers_from_env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        retries: int = 3,
-        wait_s: float = 0.5,
-        max_bytes: int = 1 << 20,
-        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
-        send_episode: bool = False,
-    ) -> None:
-        raise_if_no_count("batch", batch)
-        super().__init__(
-            url=url,
-            headers_from_env=headers_from_env,
-            timeout_s=timeout_s,
-            retries=retries,
-            wait_s=wait_s,
-            max_bytes=max_bytes,
-            max_concurrent_calls=max_concurrent_calls,
-            send_episode=send_episode,
-        )
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        raise_if_no_count("batch", self.batch)
+        super().__post_init__()
 
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, items: Sequence[tuple[Mapping[str, Any], str]], *, episodes: Sequence[EpisodeView | None] | None = None

@@ -3,13 +3,12 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.errors import UserError
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.rewards.json_endpoint import JsonEndpoint, RequestFault
-
-MAX_CONCURRENT_CALLS = 64
 
 
 def raise_if_no_count(name: str, value: Any) -> None:
@@ -27,34 +26,51 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class HttpReward:
-    """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
+@dataclass(kw_only=True, eq=False)
+class ServerReward:
+    """What rewards that ask a server share.
 
     `headers_from_env` maps headers to the environment variables that hold their values, `timeout_s` limits one request,
     and `max_concurrent_calls` is how many are made at once in a process. Connections that fail and replies with status
     408, 429 or 5xx are tried again up to `retries` times, after `wait_s` seconds, then twice as long, or after
-    `Retry-After`; at most 30 s. Any other status is a fault, redirects too. `send_episode` adds `episode` to the
-    object, the fields of EpisodeView. A number of the row that is not finite is sent as null.
+    `Retry-After`; at most 30 s. Any other status is a fault, redirects too. A reply has at most `max_bytes`.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        headers_from_env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        retries: int = 3,
-        wait_s: float = 0.5,
-        max_bytes: int = 1 << 20,
-        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
-        send_episode: bool = False,
-    ) -> None:
-        raise_if_no_count("max_concurrent_calls", max_concurrent_calls)
-        if not isinstance(send_episode, bool):
-            raise UserError(f"send_episode: it must be true or false, not {send_episode!r}")
-        self.endpoint = JsonEndpoint(url, headers_from_env or {}, timeout_s, retries, wait_s, max_bytes)
-        self.max_concurrent_calls, self.send_episode = max_concurrent_calls, send_episode
-        self.with_nulls = set[str]()  # columns of which it was printed
+    url: str
+    headers_from_env: Mapping[str, str] | None = None
+    timeout_s: float | None = None
+    retries: int = 3
+    wait_s: float = 0.5
+    max_bytes: int = 1 << 20
+    max_concurrent_calls: int = 64
+
+    def endpoint_at(self, url: str, bearer_from_env: str | None = None) -> JsonEndpoint:
+        """Return the endpoint at an address, with these limits. Raises UserError for values that cannot be used."""
+        raise_if_no_count("max_concurrent_calls", self.max_concurrent_calls)
+        limits = self.timeout_s, self.retries, self.wait_s, self.max_bytes
+        return JsonEndpoint(url, self.headers_from_env or {}, *limits, bearer_from_env)
+
+    @classmethod
+    def check_arguments(cls, **args: Any) -> None:
+        """Raise UserError if these arguments cannot be used."""
+        cls(**args)
+
+
+@dataclass(kw_only=True, eq=False)
+class HttpReward(ServerReward):
+    """Send `{"row": …, "text": …}` to `url` by POST and return the number `reward` of the JSON object that it answers.
+
+    `send_episode` adds `episode` to the object, the fields of EpisodeView. A number of the row that is not finite is
+    sent as null. The other arguments are those of ServerReward.
+    """
+
+    send_episode: bool = False
+    with_nulls: set[str] = field(init=False, default_factory=set)  # columns of which it was printed
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.send_episode, bool):
+            raise UserError(f"send_episode: it must be true or false, not {self.send_episode!r}")
+        self.endpoint = self.endpoint_at(self.url)
 
     async def __call__(self, row: Mapping[str, Any], text: str, *, episode: EpisodeView | None = None) -> float:
         """Return the server's reward. Raises RequestFault."""
@@ -79,11 +95,6 @@ class HttpReward:
             except TypeError as error:
                 raise RequestFault(f"the column {name!r} of the row cannot be written as JSON: {error}") from None
         return {"row": columns, "text": text, **sent}
-
-    @classmethod
-    def check_arguments(cls, **args: Any) -> None:
-        """Raise UserError if these arguments cannot be used."""
-        cls(**args)
 
     @classmethod
     def first_lines(cls, **args: Any) -> list[str]:

@@ -3,12 +3,12 @@
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from ptf.errors import UserError
-from ptf.rl.rewards.http_reward import MAX_CONCURRENT_CALLS, raise_if_no_count
-from ptf.rl.rewards.json_endpoint import JsonEndpoint
+from ptf.rl.rewards.http_reward import ServerReward, raise_if_no_count
 from ptf.rl.rewards.judge_prompt import JudgePrompt, nonce_of
 
 NONCE = "{nonce}"  # in the form of a score: characters that no response can contain
@@ -21,7 +21,8 @@ class UnreadableReply(Exception):
     """The judge's reply has no score in the declared form."""
 
 
-class JudgeReward:
+@dataclass(kw_only=True, eq=False)
+class JudgeReward(ServerReward):
     """Ask the model `model` of a server for the score of a response, and return it scaled from `scale` to 0 … 1.
 
     `url` is the base of the API (`https://host/v1`), and `prompt` a template (JudgePrompt). The last match of `score`,
@@ -31,51 +32,40 @@ class JudgeReward:
     without a score, with one outside `scale`, or truncated at `max_tokens` is asked again up to `retries` times, and
     then there is no result. With `samples` the reward is the mean of so many scores. `scale: null` returns the score as
     it is. `parameters` are further fields of the request; a field that is null there, or in `temperature` or
-    `max_tokens`, is left out. The other arguments are those of HttpReward.
+    `max_tokens`, is left out. The other arguments are those of ServerReward.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        prompt: str,
-        api_key_env: str | None = None,
-        score: str | None = None,
-        scale: Sequence[float] | None = (0, 10),
-        temperature: float | None = 0.0,
-        max_tokens: int | None = 1024,
-        samples: int = 1,
-        parameters: Mapping[str, Any] | None = None,
-        headers_from_env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        retries: int = 3,
-        wait_s: float = 0.5,
-        max_bytes: int = 1 << 20,
-        max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
-    ) -> None:
-        for name, value in (("max_concurrent_calls", max_concurrent_calls), ("samples", samples)):
-            raise_if_no_count(name, value)
-        if samples > 1 and temperature == 0:
+    model: str
+    prompt: str
+    api_key_env: str | None = None
+    score: str | None = None
+    scale: Sequence[float] | None = (0, 10)
+    temperature: float | None = 0.0
+    max_tokens: int | None = 1024
+    samples: int = 1
+    parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        raise_if_no_count("samples", self.samples)
+        if self.samples > 1 and self.temperature == 0:
             raise UserError("samples: several judgements are the same at temperature 0: give a temperature above 0")
-        if not isinstance(model, str):
-            raise UserError(f"model: it must be the name of a model of the server, not {model!r}")
-        address, headers = completions_url(url), headers_from_env or {}
-        self.endpoint = JsonEndpoint(address, headers, timeout_s, retries, wait_s, max_bytes, api_key_env)
-        self.prompt, self.scale = JudgePrompt(prompt), checked_scale(scale)
-        self.score = checked_pattern(BOXED if score is None else score)
-        if score is not None and NONCE in score and "nonce" not in self.prompt.names:
+        if not isinstance(self.model, str):
+            raise UserError(f"model: it must be the name of a model of the server, not {self.model!r}")
+        self.endpoint = self.endpoint_at(completions_url(self.url), self.api_key_env)
+        self.template, self.range = JudgePrompt(self.prompt), checked_scale(self.scale)
+        self.pattern = checked_pattern(BOXED if self.score is None else self.score)
+        if self.score is not None and NONCE in self.score and "nonce" not in self.template.names:
             raise UserError("score: it has {nonce}, which the prompt must have too, where it says the form of it")
-        self.closing = "" if score is not None else boxed_instruction(self.scale)
-        self.samples, self.retries, self.max_concurrent_calls = samples, retries, max_concurrent_calls
-        fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
+        self.closing = "" if self.score is not None else boxed_instruction(self.range)
+        fields = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        fields |= self.parameters or {}
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> float:
         """Return the mean score. Raises RequestFault, UnreadableReply, or ValueError if the row lacks a column."""
         nonce = nonce_of(text)
         closing = self.closing.replace(NONCE, nonce)
-        message = self.prompt.filled(row, text, closing)
+        message = self.template.filled(row, text, closing)
         calls = (self._judgement(message, closing, nonce) for _ in range(self.samples))
         scores = await asyncio.gather(*calls, return_exceptions=True)
         values = []
@@ -108,14 +98,14 @@ class JudgeReward:
             raise UnreadableReply(f"the reply is no chat completion: {self.endpoint.shown(str(reply))}")
         if reply["choices"][0].get("finish_reason") == "length":
             raise UnreadableReply(f"the judge's reply was truncated at max_tokens: {self._end(content)}")
-        found = re.findall(self.score.replace(NONCE, nonce), without_thinking(content))
+        found = re.findall(self.pattern.replace(NONCE, nonce), without_thinking(content))
         try:
             value = float(found[-1])
         except (IndexError, ValueError):
             raise UnreadableReply(f"the judge's reply has no score: {self._end(content)}") from None
-        if self.scale is None:
+        if self.range is None:
             return value
-        low, high = self.scale
+        low, high = self.range
         if not low <= value <= high:
             raise UnreadableReply(f"the judge's score {value:g} is not from {low:g} to {high:g}")
         return (value - low) / (high - low)
@@ -123,11 +113,6 @@ class JudgeReward:
     def _end(self, content: str) -> str:
         """Return the end of a reply, for a message."""
         return f"…{self.endpoint.shown(content[-100:])}"
-
-    @classmethod
-    def check_arguments(cls, **args: Any) -> None:
-        """Raise UserError if these arguments cannot be used."""
-        cls(**args)
 
     @classmethod
     def first_lines(cls, **args: Any) -> list[str]:

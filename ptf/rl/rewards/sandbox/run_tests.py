@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.errors import UserError
+from ptf.rl.event_loop import run_coroutine
 from ptf.rl.rewards.sandbox.cells import MODES, Cell, spare_uid
 
 PROCESSES, FILES_MIB = 32, 16
@@ -87,11 +88,13 @@ async def run_tests(
     seconds: float = 4.0,
     memory_mib: int = 512,
     mode: str | None = None,
+    stderr: int | None = None,
     **more: Any,
 ) -> Verdict:
     """Return what the tests say of the response's code.
 
-    `seconds` is the CPU time limit of each process; the two together have 2 × `seconds` of wall time.
+    `seconds` is the CPU time limit of each process; the two together have 2 × `seconds` of wall time. `stderr` is where
+    the judging process writes its errors, by default as this process.
 
     Raise SandboxFault.
     """
@@ -103,6 +106,7 @@ async def run_tests(
         *command(mode or find_mode(), seconds, memory_mib, 2 * seconds, **more),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         start_new_session=True,
         env=ENVIRONMENT,
         limit=1 << 20,
@@ -164,24 +168,8 @@ def find_mode() -> str:
 
 def try_mode(mode: str) -> Verdict:
     """Judge a response for the first time in a mode. Raise SandboxFault where the mode does not work."""
-    job = json.dumps(
-        {"answer": "def f(x):\n    return x + 1", "tests": "assert f(1) == 2", "setup": None, "entry": None}
-    )
-    process = subprocess.Popen(
-        command(mode, 10.0, 512, 20.0),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=ENVIRONMENT,
-    )
-    assert process.stdin
-    assert process.stdout
-    with process:
-        process.stdin.write(job.encode() + b"\n")
-        process.stdin.flush()
-        reply = process.stdout.readline()
-    return verdict_of(reply)
+    answer, tests = "def f(x):\n    return x + 1", "assert f(1) == 2"
+    return run_coroutine(run_tests(answer, tests, seconds=10.0, mode=mode, stderr=subprocess.DEVNULL))
 
 
 def sandbox_line(sandbox: str) -> str:
