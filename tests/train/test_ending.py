@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from ptf.compute import provenance, saver
-from ptf.compute.tracking import Tracker, read_metrics
+from ptf.compute.tracking import read_metrics
 from ptf.errors import Stopped, UserError
 from ptf.recipes.sft.recipe import SFT
 from ptf.train import loop
 from tests.reliability.kills import tensors
 from tests.tiny import arithmetic
-from tests.train.test_loop import facts, same, train, weights
+from tests.train.test_loop import at_step, facts, same, train, weights
 
 
 @pytest.fixture
@@ -33,17 +33,9 @@ def steps(directory: Path) -> list[int]:
 def test_sigterm_saves_and_ends_and_the_run_goes_on(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)  # Ray's, where it runs in this process
     whole = train(raw, "whole")
-    log = Tracker.log
-
-    def preempted(self: Tracker, step: int, metrics: Any) -> None:
-        log(self, step, metrics)
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tracker, "log", preempted)
-        with pytest.raises(Stopped, match="stopped after step 8 of 12"):
-            train(raw, "a")
+    preempted = at_step(monkeypatch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with preempted, pytest.raises(Stopped, match="stopped after step 8 of 12"):
+        train(raw, "a")
     directory = Path(raw["output"]) / "a"
     assert (directory / "checkpoints" / "step_00000008" / "manifest.json").exists()
     assert not (directory / "model").exists()
@@ -55,17 +47,9 @@ def test_sigterm_saves_and_ends_and_the_run_goes_on(raw: dict[str, Any], monkeyp
 
 
 def test_a_file_named_stop_ends_a_run_once(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Tracker.log
-
-    def asked(self: Tracker, step: int, metrics: Any) -> None:
-        log(self, step, metrics)
-        if step == 3:
-            (self.path.parent / "stop").touch()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tracker, "log", asked)
-        with pytest.raises(Stopped, match="stopped after step 4 of 12"):
-            train(raw, "a")
+    asked = at_step(monkeypatch, 3, lambda tracker: (tracker.path.parent / "stop").touch())
+    with asked, pytest.raises(Stopped, match="stopped after step 4 of 12"):
+        train(raw, "a")
     assert steps(train(raw, "a"))[-1] == 12
 
 

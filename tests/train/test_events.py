@@ -21,7 +21,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
 from ptf.run import run
 from ptf.tasks.slates import worth
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, small_job
 from tests.train import test_loop
 
 SETTINGS: dict[str, Any] = {
@@ -48,39 +48,16 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
     )
     generated(str(made), **SETTINGS | settings)
     held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
-    return {
-        "recipe": "sft",
-        "output": str(directory / "runs"),
-        "seed": 1,
-        "model": {
-            "path": str(made / "model"),
-            "init": "random",
-            **declared,
-            "tokens": {
-                "file": str(made / "tokens.jsonl"),
-                "init": str(made / "tokens.safetensors"),
-            },
-        },
-        "data": {
-            "sources": {"h": {"path": str(made / "train.jsonl"), "kind": "events"}},
-            "validation": {"next": {"path": str(made / "held_out_loss.jsonl"), "kind": "events"}},
-            "partitions": 4,
-            "seq_len": 64,
-            "shuffle_buffer": 16,
-        },
-        "train": {
-            "steps": 12,
-            "lr": 3e-3,
-            "global_batch_sequences": 4,
-            "micro_batch_sequences": 2,
-            "precision": "fp32",
-            "validate_every": 4,
-        },
-        "compute": {"launcher": "local", "device": "cpu", "threads": 1},
-        "checkpoint": {"every": 5},
-        "track": {"tensorboard": False},
-        "evaluate": {"ranking": {"sources": {"next": held_out}, "catalogue": str(made / "catalogue.json")}},
-    }
+    sources, validation = (
+        {name: {"path": str(made / f"{file}.jsonl"), "kind": "events"}}
+        for name, file in (("h", "train"), ("next", "held_out_loss"))
+    )
+    raw = small_job(directory, sources, validation, made / "model")
+    vectors = {"init": str(made / "tokens.safetensors")}
+    raw["model"] |= {**declared, "tokens": {"file": str(made / "tokens.jsonl"), **vectors}}
+    raw["train"]["lr"] = 3e-3
+    raw["evaluate"] = {"ranking": {"sources": {"next": held_out}, "catalogue": str(made / "catalogue.json")}}
+    return raw
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,8 @@ from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
 from tests.model.wrappers import wrapper
-from tests.tiny import arithmetic, write_jsonl
-from tests.train.test_loop import facts, same, stopped, train, weights
+from tests.tiny import arithmetic, online, write_jsonl
+from tests.train.test_loop import facts, resumed_alike, same, train
 
 LORA = {"rank": 4, "alpha": 8}
 MULTIMODAL = ("llava", "gemma4")
@@ -72,12 +72,8 @@ def peft_logprobs(base: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
 
 def test_an_adapter_resumes_to_the_bit_and_peft_reads_it(tmp_path, monkeypatch, capsys):
     raw = job(tmp_path, "olmo2", lora=LORA)
-    whole = train(raw, "whole")
+    whole, resumed = resumed_alike(raw, monkeypatch, 5)
     assert "14 adapters: model.layers.*.self_attn.q_proj" in capsys.readouterr().out
-    stopped(monkeypatch, 5, lambda: train(raw, "stopped"))
-    resumed = train(raw, "stopped")
-    assert same(weights(whole), weights(resumed))
-    assert facts(whole) == facts(resumed)
     adapters = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]
     assert same(*adapters)
     rows = read_metrics(whole / "metrics.jsonl")
@@ -165,22 +161,10 @@ def test_a_student_learns_from_a_teacher(tmp_path, lora):
     assert rows[-1]["divergence"] < rows[0]["divergence"]
 
 
-def online(raw: dict[str, Any], directory: Path, recipe: str, **rollout: Any) -> dict[str, Any]:
-    return {
-        **raw,
-        "recipe": recipe,
-        "algo": {"kl_coef": 0.01},
-        "data": {"sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
-        "rollout": {
-            "engine": "native",
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 6,
-            "reward": {"use": "tests.rl.plugs:varied"},
-            **rollout,
-        },
-        "train": {"steps": 3, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2},
-    }
+def sampled(raw: dict[str, Any], directory: Path, recipe: str, **rollout: Any) -> dict[str, Any]:
+    made = online(raw, directory, "tests.rl.plugs:varied", **rollout)
+    train = {"steps": 3, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2}
+    return {**made, "recipe": recipe, "algo": {"kl_coef": 0.01}, "train": train}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +179,7 @@ def online(raw: dict[str, Any], directory: Path, recipe: str, **rollout: Any) ->
     ],
 )
 def test_rollouts_agree_with_the_trainer(tmp_path, model_type, recipe, model, rollout):
-    rows = facts(train(online(job(tmp_path, model_type, **model), tmp_path, recipe, **rollout), "run"))
+    rows = facts(train(sampled(job(tmp_path, model_type, **model), tmp_path, recipe, **rollout), "run"))
     assert len(rows) == 3
     assert max(row["logprob_diff_max"] for row in rows) < 1e-5
     assert max(row["canary_logprob_diff_max"] for row in rows) < 1e-5

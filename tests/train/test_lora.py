@@ -12,23 +12,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from ptf.compute.world import CPU, World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.data.sample import Sample
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.lora import adapter_names
 from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.roles import Learner, LogprobModel
+from ptf.rl.roles import Learner
 from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
 from ptf.train.components import layer_factory_of
-from ptf.train.optim import groups
-from ptf.train.trainer import Trainer, load_model
+from ptf.train.trainer import load_model
 from tests import tiny
-from tests.tiny import arithmetic
-from tests.train.test_loop import facts, same, stopped, train, weights
+from tests.tiny import arithmetic, online
+from tests.train.test_loop import facts, resumed_alike, same, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -40,11 +37,7 @@ def raw(tmp_path):
 
 
 def test_a_resumed_run_ends_with_the_same_bits_and_its_checkpoints_hold_what_trains(raw, monkeypatch):
-    whole = train(raw, "whole")
-    stopped(monkeypatch, 8, lambda: train(raw, "stopped"))
-    resumed = train(raw, "stopped")
-    assert same(weights(whole), weights(resumed))
-    assert facts(whole) == facts(resumed)
+    whole, resumed = resumed_alike(raw, monkeypatch, 8)
     adapters = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)]
     assert same(*adapters)
     assert not same(weights(whole), {n: t for n, t in load_file(whole / "start" / "model.safetensors").items()}), (
@@ -113,86 +106,10 @@ def test_an_export_that_is_not_what_was_trained_is_no_success(raw, monkeypatch, 
 
 
 def test_patterns_that_match_nothing_stop_the_run_before_it_trains(raw):
-    for section, key, value, message in (
-        (
-            "model",
-            "lora",
-            {"targets": ["layers.*.query"]},
-            r"model\.lora\.targets: layers\.\*\.query matches nothing; there is layers\.\*\.attn\.q_proj",
-        ),
-        ("model", "trainable", ["heads"], r"model\.trainable: heads matches nothing; there is embed\.weight"),
-        (
-            "train",
-            "lr_multipliers",
-            {"embed": 10.0},
-            r"train\.lr_multipliers: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            train({**raw, section: {**raw[section], key: value}}, key)
-
-
-def test_learning_rates_go_by_group(tmp_path):
-    directory = tiny.checkpoint(tmp_path / "m", tied=False)
-    model, _ = load_model(
-        directory,
-        World(),
-        ModelConfig(path=str(directory), trainable=["embed", "head", "norm"]),
-        seed=0,
-        precision="fp32",
-    )
-    config = TrainConfig(
-        steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_multipliers={"embed": 10.0, "*e*": 2.0}
-    )
-    trainer = Trainer(model, World(), config)
-    named = {id(p): n for n, p in model.named_parameters()}
-    made = {
-        (g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_multipliers)
-    }
-    assert made == {(10.0, 0.5): {"embed.weight"}, (2.0, 0.5): {"head.weight"}, (2.0, 0.0): {"norm.weight"}}
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    metrics = trainer.step([tiny.packed([[30, 11]], 48)], SFT("assistant"), 3)
-    assert metrics["lr"] == 1e-3
-    assert sorted((g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups) == [
-        (2e-3, 0.0),
-        (2e-3, 0.5),
-        (1e-2, 0.5),
-    ]
-    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {"embed.weight", "head.weight", "norm.weight"}
-    assert len(trainer.optimizer.state) == 3, "moments of what trains alone"
-
-
-def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
-    directory = tiny.checkpoint(tmp_path / "m")
-    spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    common = {"directory": str(directory), "seed": 0, "seq_len": 64, "processing": LogitsProcessing(0.7)}
-    learner = Learner(
-        World(),
-        **common,
-        spec=spec,
-        tokenizer="",
-        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
-        recipe=SFT("assistant"),
-    )
-    spec_alone = ModelConfig(path=str(directory))
-    reference = LogprobModel(
-        World(), **common, spec=spec_alone, precision="fp32", micro_batch_sequences=2, fused="auto"
-    )
-    samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
-    units = [(s,) for s in samples]
-    learner.update([units], 0)
-    learner.update([units], 1)
-
-    def worst(a, b):
-        return max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))
-
-    assert worst(learner.base_logprobs(samples), reference.logprobs(samples)) == 0
-    assert worst(learner.logprobs(samples), reference.logprobs(samples)) > 1e-2
-    found = learner.collect_weights(0)
-    assert found is not None
-    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket}, reference.family)
-    assert worst(learner.logprobs(samples), reference.logprobs(samples)) < 1e-5
+    """Of the model, tests/model/test_lora.py says so."""
+    message = r"train\.lr_multipliers: embed matches nothing; there is layers\.\*\.attn\.q_proj\.lora_a"
+    with pytest.raises(UserError, match=message):
+        train({**raw, "train": {**raw["train"], "lr_multipliers": {"embed": 10.0}}})
 
 
 @pytest.mark.parametrize("sent", ["merged", "adapter"])
@@ -201,22 +118,9 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     monkeypatch.setattr(
         NativeEngine, "load_weights", lambda *args: bytes_sent.append((receipt := load(*args)).bytes) or receipt
     )
-    raw = arithmetic(tmp_path)
-    raw |= {
-        "recipe": "grpo",
-        "algo": {"kl_coef": 0.01},
-        "data": {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
-        "model": {**raw["model"], "lora": LORA},
-        "rollout": {
-            "engine": "native",
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 6,
-            "reward": {"use": "tests.rl.plugs:varied"},
-            "lora_sync": sent,
-        },
-        "train": {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2},
-    }
+    raw = online(arithmetic(tmp_path), tmp_path, "tests.rl.plugs:varied", lora_sync=sent)
+    raw |= {"algo": {"kl_coef": 0.01}, "model": {**raw["model"], "lora": LORA}}
+    raw["train"] = {"steps": 4, "lr": 1e-2, "precision": "fp32", "micro_batch_sequences": 2}
     run = train(raw, "grpo")
     rows = facts(run)
     assert rows[0]["kl_reference"] == 0 < rows[-1]["kl_reference"]

@@ -7,29 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.world import World, make_mesh
-from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
-from ptf.run import run
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
-from tests.tiny import arithmetic, checkpoint, packed
-from tests.train.test_loop import facts, same, stopped, weights
+from tests.tiny import arithmetic, checkpoint, loaded, packed
+from tests.train.test_loop import facts, same, stopped, train, weights
 
 BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=n) for n in range(4)]
 LIMIT = 40_000  # bytes: several buckets, and one parameter that is larger
-
-
-def model_of(directory: Any) -> Any:
-    model, _ = bridge.load(directory)
-    return model
 
 
 def resident(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -56,8 +47,8 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
 @pytest.mark.parametrize("limit", [1, LIMIT, 1 << 40])
 def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
     directory, seen = checkpoint(tmp_path / "m"), []
-    plain = trained(model_of(directory), World(), None, seen)
-    mine = trained(model_of(directory), World(), limit, seen)
+    plain = trained(loaded(directory)[0], World(), None, seen)
+    mine = trained(loaded(directory)[0], World(), limit, seen)
     for a, b in zip(plain.model.parameters(), mine.model.parameters(), strict=True):
         assert torch.equal(a, b)
     averages = resident(plain.optimizer)
@@ -88,11 +79,8 @@ def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> No
     raw = arithmetic(tmp_path)
     raw["train"] = {**raw["train"], "validate_every": 0}
 
-    def train(name: str, optimizer: str):
-        return run(loads(yaml.safe_dump({**raw, "train": {**raw["train"], "optimizer": optimizer}})), name)
-
-    whole = train("whole", "adamw")
-    stopped(monkeypatch, 7, lambda: train("stopped", "adamw"))
-    resumed = train("stopped", "adamw_offload")  # a resume may change between the two
+    whole = train(raw, "whole")
+    stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
+    resumed = train(raw, "stopped", train__optimizer="adamw_offload")  # a resume may change to it
     assert same(weights(whole), weights(resumed))
     assert facts(whole) == facts(resumed)

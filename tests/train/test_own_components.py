@@ -22,7 +22,7 @@ from ptf.publish.export_comparison import model_difference
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from ptf.train.components import layer_factory_of
-from tests.tiny import arithmetic, checkpoint, codes, write_jsonl
+from tests.tiny import arithmetic, checkpoint, codes, online, write_jsonl
 from tests.train.test_loop import facts, same, stopped, weights
 
 
@@ -229,18 +229,11 @@ def test_a_tokenizer_larger_than_the_vocabulary_stops_the_run(raw, tmp_path):
 
 
 def test_what_does_not_go_with_own_components_is_refused(raw):
-    rollout = {"reward": {"use": "tests.rl.plugs:exact"}, "engine": "native", "max_new_tokens": 8}
-    prompts = {"sums": {"path": "prompts.jsonl", "kind": "prompt"}}
-    online = {
-        **raw,
-        "recipe": "grpo",
-        "rollout": rollout,
-        "data": {**raw["data"], "sources": prompts, "validation": {}},
-    }
+    sampled = online(raw, Path())
     with pytest.raises(ConfigError, match=r"model\.head.*rollouts are sampled"):
-        job_of(online, model__head={"use": "tests.model.own:DeepHead"})
+        job_of(sampled, model__head={"use": "tests.model.own:DeepHead"})
     with pytest.raises(ConfigError, match=r"rollout\.engine.*vllm does not know"):
-        job_of(online, model__replace=NARROW, rollout__engine="vllm")
+        job_of(sampled, model__replace=NARROW, rollout__engine="vllm")
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
         run(job_of(raw, model__replace={"layers.*.mlp": {"use": "tests.nowhere:MLP"}}), "nowhere")
     with pytest.raises(UserError, match=r"model\.replace: layers\.9\.mlp matches nothing"):
@@ -250,23 +243,9 @@ def test_what_does_not_go_with_own_components_is_refused(raw):
 def test_rollouts_come_from_the_same_components_and_tokens(raw, tmp_path):
     """The policy, the reference and the native engine agree on a model whose layers and tokens are the user's own,
     before and after syncs."""
-    prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
-    online = {
-        **raw,
-        "recipe": "grpo",
-        "algo": {"kl_coef": 0.01},
-        "model": {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>", *codes(50)]}},
-        "rollout": {
-            "engine": "native",
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 6,
-            "reward": {"use": "tests.rl.plugs:varied"},
-        },
-        "data": {**raw["data"], "sources": prompts, "validation": {}},
-        "train": {**raw["train"], "steps": 3, "validate_every": 0},
-    }
-    found = run(job_of(online), "online")
+    sampled = online(raw, tmp_path, "tests.rl.plugs:varied") | {"algo": {"kl_coef": 0.01}}
+    sampled["model"] = {**raw["model"], "replace": NARROW, "tokens": {"added": ["<x>", *codes(50)]}}
+    found = run(job_of(sampled, train__steps=3), "online")
     rows = read_metrics(found / "metrics.jsonl")
     assert all(r["logprob_diff_max"] <= 1e-5 and r["canary_logprob_diff_max"] <= 1e-5 for r in rows)
     assert rows[0]["kl_reference"] < 1e-9 < rows[-1]["kl_reference"]

@@ -23,7 +23,7 @@ from ptf.errors import UserError
 from ptf.train.loop import train_offline
 from tests.model.ranks import two_ranks
 from tests.tiny import arithmetic, checkpoint, write_jsonl
-from tests.train.test_loop import facts, same, stopped, train, weights
+from tests.train.test_loop import facts, resumed_alike, same, stopped, train, weights
 
 RECIPES = {
     "dpo": {"recipe": "dpo", "algo": {"beta": 0.5}},
@@ -65,11 +65,7 @@ def raw(request, tmp_path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
-    whole = train(raw, "whole")
-    stopped(monkeypatch, 7, lambda: train(raw, "stopped"))
-    resumed = train(raw, "stopped")
-    assert same(weights(whole), weights(resumed))
-    assert facts(whole) == facts(resumed)
+    whole, _ = resumed_alike(raw, monkeypatch, 7)
     last = facts(whole)[-1]
     assert {"loss/held_out", "divergence/held_out" if raw["recipe"] == "kd" else "accuracy/held_out"} <= last.keys()
     assert 0 <= last.get("accuracy/held_out", 0) <= 1

@@ -13,7 +13,7 @@ from ptf.run import run
 from ptf.train import loop
 from ptf.train.trainer import Trainer
 from ptf.train.warm_up import in_passes
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,8 @@ def test_a_run_compiles_for_the_batches_of_its_steps(tmp_path: Path, monkeypatch
 
 
 def test_the_roles_compile_for_their_passes(tmp_path: Path, monkeypatch) -> None:
-    raw = arithmetic(tmp_path)
-    raw |= {"recipe": "grpo", "algo": {"kl_coef": 0.1}}
-    reward = {"use": "tests.rl.plugs:by_length"}
-    raw["rollout"] = {"engine": "native", "prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "reward": reward}
-    raw["data"] |= {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
-    raw["train"] = {**raw["train"], "steps": 1, "validate_every": 0, "micro_batch_sequences": 2}
+    raw = online(arithmetic(tmp_path), tmp_path, group_size=2, max_new_tokens=4) | {"algo": {"kl_coef": 0.1}}
+    raw["train"] |= {"steps": 1, "micro_batch_sequences": 2}
     compiled, _ = watched(monkeypatch, roles)
     run(loads(yaml.safe_dump(raw)), "a")
     assert sorted((sorted(trained), sorted(scored)) for _, trained, scored in compiled) == [([], [2]), ([2], [2])]
