@@ -27,6 +27,7 @@ from ptf.compute.tracking import StepLines, Tracker, read_metrics
 from ptf.compute.world import World
 from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.sections.track import TrackConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
@@ -41,8 +42,10 @@ from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.controller import Controller
 from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.in_flight import FlightSettings, InFlight
+from ptf.rl.in_flight import InFlight
+from ptf.rl.outcomes import outcome_metrics
 from ptf.rl.response_log import ResponseLog
+from ptf.rl.rewards.by_source import score_groups
 from ptf.rl.trajectory_state import restored_trajectory, trajectory_state
 from ptf.run import write_job_file
 from ptf.train.batch_sharding import deal
@@ -148,8 +151,7 @@ def controller_of(directory: Path) -> Controller:
     """Return a controller without its roles, whose log-probs are zeros."""
     found: Any = object.__new__(Controller)
     job = loads(yaml.safe_dump(online_job(directory)))
-    found.job, found.rollout_config, found.recipe, found.step = job, job.rollout, GRPO(num_minibatches=2), 0
-    found.rewards = found.reward_model = found.functions = None
+    found.job, found.recipe, found.step = job, GRPO(num_minibatches=2), 0
     found.samples = ResponseLog(directory, TrackConfig(), tokenizer(), 0)
     return found
 
@@ -171,11 +173,12 @@ def online_job(directory: Path) -> dict:
 
 def step_of_controller(directory: Path, episodes: int) -> Run:
     """A step of GRPO without its models: scores, metrics, columns of log-probs, advantages, log, minibatches."""
-    groups, controller = groups_of(episodes), controller_of(directory)
+    groups, controller, rollout = groups_of(episodes), controller_of(directory), RolloutConfig()
     role: Any = SimpleNamespace(call=lambda _, samples: [np.zeros(len(sample), np.float32) for sample in samples])
 
     def run() -> None:
-        scored, _, _ = controller.scored(list(groups))
+        scored = score_groups(None, groups)
+        outcome_metrics(scored, 0, rollout)
         columned, _ = controller.add_token_column(scored, role, "old_logprobs")
         units = controller.recipe.compute_advantages(columned)
         controller.samples.log(1, columned, units)
@@ -208,12 +211,13 @@ Play = Callable[[Prompt, int, int, Callable[[Request], Any]], Any]
 def flight_of(episodes: int, play: Play, responses: Responses) -> None:
     """Take the groups of three steps, as asynchronous rollouts do, from an engine that does nothing."""
     prompts, step = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9)), episodes // GROUP
-    flight = InFlight(
-        FlightSettings(step, GROUP, 1, 256, 2 * step, 1, 1), Engine(Costs(0, 0, 0), responses), play, 600.0
+    config = RolloutConfig(
+        prompts_per_step=step, group_size=GROUP, max_staleness=1, slice_tokens=256, in_flight=2 * step
     )
+    flight = InFlight(config, 1, prompts.__next__, Engine(Costs(0, 0, 0), responses), play, 600.0)
     for number in range(3):
-        flight.take_groups(number, lambda: next(prompts))
-        flight.beside_update(number, lambda: next(prompts), lambda: False)
+        flight.take_groups(number)
+        flight.beside_update(number, lambda: False)
     flight.close()
 
 

@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.commands import options
 from benchmarks.flow_runs import commit, results_page
 from benchmarks.pages import table, today, write_page
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.in_flight import FlightSettings, InFlight, ages
+from ptf.rl.in_flight import InFlight
 
 PAGE = results_page("in_flight.md")
 PICTURE = PAGE.with_suffix(".svg")
@@ -124,8 +125,14 @@ def measured(
     engine, work = Engine(costs), USUAL
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
     in_flight = work.prompts + int(work.prompts * k * share)
-    clock = FlightSettings(work.prompts, work.group, k, slice_tokens, in_flight, 1, update_slices if k else 0)
-    flight = InFlight(clock, engine, player(work), 60.0)
+    clock = RolloutConfig(
+        prompts_per_step=work.prompts,
+        group_size=work.group,
+        max_staleness=k,
+        slice_tokens=slice_tokens,
+        in_flight=in_flight,
+    )
+    flight = InFlight(clock, update_slices if k else 0, prompts.__next__, engine, player(work), 60.0)
     now = waited = start = busy = places = 0.0
     found: list[int] = []
     for step in range(steps):
@@ -133,12 +140,12 @@ def measured(
             start, waited, found, busy, places = now, 0.0, [], engine.busy, engine.places
         began = now
         engine.version, engine.seconds = step, 0.0
-        groups = flight.take_groups(step, lambda: next(prompts))
+        groups = flight.take_groups(step)
         now += engine.seconds
         taken = now
-        found += ages(groups, step)
+        found += [step - group.admitted for group in groups]
         engine.seconds = 0.0
-        flight.beside_update(step, lambda: next(prompts), lambda: False)
+        flight.beside_update(step, lambda: False)
         wait = max(0.0, update - engine.seconds)  # the engine waits for the weights, or they for the engine
         now += engine.seconds + wait
         waited += wait

@@ -15,7 +15,7 @@ import numpy as np
 from ptf.compute.device_defaults import settled
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined
-from ptf.config import Job
+from ptf.config import Job, Plugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Reward, Trajectory, documents_of
 from ptf.episode_preview.clock import start_seconds, turns_of
@@ -24,10 +24,11 @@ from ptf.episode_preview.policies import ECHO, EMPTY, PreviewPolicy, policy_of, 
 from ptf.episode_preview.repeats import differences
 from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe
 from ptf.errors import UserError
+from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
-from ptf.rl.rollout_role import rollout_options, sampler_spec, training_rewards, trie_of
-from ptf.rl.sampler import Sampler
+from ptf.rl.rollout_role import raise_if_wrong_environments, sampler_spec, training_rewards, trie_of
+from ptf.rl.sampler import Sampler, SamplerSettings
 from ptf.train.starting_model import StartingModel
 from ptf.workspace import progress, scratch
 
@@ -65,28 +66,31 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
     if chosen.script is None:
         starting = StartingModel.of(job, place)
         trie = trie_of(job.rollout, starting.load_tokenizer())
-        arguments = (job, starting.with_weights(), starting.tokenizer_path, place)
-        spec = sampler_spec(
-            *arguments, engine="native", for_training=False, engines=1, length=job.data.seq_len, trie=trie
-        )
+        arguments = (job, starting.with_weights(), starting.tokenizer_path, place, trie)
+        spec = sampler_spec(*arguments, engine="native", length=job.data.seq_len)
         threads = job.compute.threads or default_threads(1)
         with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
-            yield Sampler(world, **spec.kwargs)
+            yield Sampler(world, spec.settings)
         return
-    tokenizer = tokenizer_without_model(job)
-    tokenizer.save(place / "tokenizer")
-    yield Sampler(
-        World(),
-        engine=ScriptedEngine(tokenizer, lambda seed, context: ""),  # each play has its own script
-        directory="",
-        tokenizer=str(place / "tokenizer"),
+    assert job.rollout is not None
+    raise_if_wrong_environments(job.rollout)
+    directory = str(place / "tokenizer")
+    tokenizer_without_model(job).save(place / "tokenizer")
+    engine = EngineSettings(
+        kind=Plugin(use="ptf.episode_preview.preview_job:silent_engine"),
+        directory=directory,
         version=0,
         seed=job.seed,
         precision="fp32",
         max_length=job.data.seq_len,
-        timeout_s=job.compute.timeout_s,
-        **rollout_options(job, None),
     )
+    settings = SamplerSettings(engine=engine, tokenizer=directory, rollout=job.rollout, timeout_s=job.compute.timeout_s)
+    yield Sampler(World(), settings)
+
+
+def silent_engine(directory: str, **_: object) -> ScriptedEngine:
+    """Return an engine that answers nothing, with the tokenizer of the directory; each play has its own script."""
+    return ScriptedEngine(Tokenizer.load(directory), lambda seed, context: "")
 
 
 def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | None) -> Preview:

@@ -297,17 +297,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         # the native engine runs in this process
         with job_cluster(job, run, [pool], local=engine == "native") as cluster:
             for prefix, directory in models.items():
-                spec = sampler_spec(
-                    job,
-                    directory,
-                    tokenizer_path,
-                    run,
-                    engine=engine,
-                    for_training=False,
-                    engines=1,
-                    length=length,
-                    trie=trie,
-                )
+                spec = sampler_spec(job, directory, tokenizer_path, run, trie, engine=engine, length=length)
                 group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():

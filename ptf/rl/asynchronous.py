@@ -1,20 +1,17 @@
-"""The rollouts of several steps as the controller uses them: the groups of each step, and slices beside its update."""
+"""Rollouts in flight over several steps (`rollout.max_staleness`), as the controller uses them."""
 
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ptf.compute.lease import Lease
-from ptf.config import Job
-from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.errors import UserError, full_text
 from ptf.rl.cluster import Cluster, RoleGroup
@@ -22,66 +19,69 @@ from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
 from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
 from ptf.rl.flight_state import restore, state_of
-from ptf.rl.in_flight import Ask, FlightSettings, InFlight, ages
+from ptf.rl.in_flight import Ask, InFlight
+from ptf.rl.online_job import OnlineJob
 from ptf.rl.policy.policy import Limits
+from ptf.rl.rewards.by_source import GroupScoring, mark_without_result
 from ptf.rl.rollout_functions import RolloutFunctions
+from ptf.rl.rollouts import Rollouts
 from ptf.rl.sampler import seed_of
 
 NUM_COMPARED_RESPONSES = 8  # responses in flight whose log-probs engine and trainer compare after a sync
 
 
-class AsynchronousRollouts:
+class AsynchronousRollouts(Rollouts):
     """Rollouts in flight over the steps of a run.
 
     Where policy and engines have devices of their own (`compute.pools`), the slices of an update run beside it;
     otherwise after it. Either way they are the same slices, so that the same bits come out.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        cluster: Cluster,
-        rollout: RoleGroup,
-        functions: RolloutFunctions,
-        tokenizer: Tokenizer,
-        prompts: Callable[[], Prompt],
-        run: Path,
-        lease: Lease,
-    ) -> None:
-        self.job, self.cluster, self.rollout, self.functions = job, cluster, rollout, functions
-        self.tokenizer, self.prompts, self.run, self.lease = tokenizer, prompts, run, lease
+    def __init__(self, online: OnlineJob, cluster: Cluster, rollout: RoleGroup, lease: Lease) -> None:
+        super().__init__(online, cluster, rollout)
+        # the environments of training are here, and not in the engines, which may be sampling
+        self.functions = RolloutFunctions(online.tokenizer, self.config)
         # another role in the engines' pool would take their devices in the middle of a slice
         self.beside = cluster.pool(rollout.spec.name).roles == {rollout.spec.name}
         self.version = 0  # of the engines' weights
-        self.flight = self._in_flight()
-        self.ages: Sequence[int] = ()
-        self.waits: dict[str, float] = {}
+        ledger = FlightLedger(online.run / LEDGER_FILE, lease)
+        slices = int(self.beside) if self.config.update_slices is None else self.config.update_slices
+        timeout_s = online.job.compute.timeout_s
+        self.flight = InFlight(self.config, slices, online.prompts.__next__, self._serve, self._play, timeout_s, ledger)
 
     @contextlib.contextmanager
-    def step(self, version: int) -> Iterator[list[Group]]:
-        """Yield the groups of a step, which are not scored yet; the block scores them and trains the next version.
-
-        Raises what a slice raises, if the block raises nothing.
-        """
+    def step(self, version: int) -> Iterator[tuple[list[Group], dict[str, float]]]:
+        """See Rollouts.step. Raises what a slice raises, if the block raises nothing."""
         self.version = version
         with self.cluster.phase(self.rollout, "rollout"):
-            taken = self.flight.take_groups(version, self.prompts)
+            taken = self.flight.take_groups(version)
             if not self.has_update_slices:
                 self.rollout.call("expect_weights")
-        self.ages = ages(taken, version)
-        groups, began = [group.trajectories for group in taken], time.perf_counter()
+        with self._slices_beside() as waits:
+            with GroupScoring(self.rewards) as scoring:
+                groups = self.finish(scoring, [group.trajectories for group in taken])
+            groups = [tuple(map(mark_without_result, group)) for group in groups]
+            metrics = self.metrics(groups, version)
+            yield groups, metrics
+        metrics["staleness_max"] = float(max(version - group.admitted for group in taken))
+        metrics |= self.flight.take_metrics() | waits
+
+    @contextlib.contextmanager
+    def _slices_beside(self) -> Iterator[dict[str, float]]:
+        """Run the slices of an update beside a block, or after it; yield metrics that are there when both have
+        ended."""
+        waits, began = dict[str, float](), time.perf_counter()
         if not self.beside:
-            yield groups
+            yield waits
             self._slices(lambda: False)
-            self.waits = {}
             return
         updated = threading.Event()
         with ThreadPoolExecutor(1, "slices") as thread:
             slices = thread.submit(self._slices, lambda: not updated.is_set())
             try:
-                yield groups
+                yield waits
             except BaseException as error:
-                self.flight.abandon()
+                self.flight.abandoned = True
                 updated.set()
                 if other := slices.exception():
                     error.add_note(f"a slice beside it failed, too: {full_text(other)}")
@@ -89,17 +89,16 @@ class AsynchronousRollouts:
             updated.set()
             done = time.perf_counter()
             ended = slices.result() or began
-        self.waits = {"seconds/engine_wait": max(0.0, done - ended), "seconds/weights_wait": max(0.0, ended - done)}
+        waits |= {"seconds/engine_wait": max(0.0, done - ended), "seconds/weights_wait": max(0.0, ended - done)}
         if seconds := self.flight.slice_seconds:
-            self.waits["update_slices_suggested"] = (done - began) / seconds
+            waits["update_slices_suggested"] = (done - began) / seconds
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the step that has ended."""
-        return {"staleness_max": float(max(self.ages)), **self.flight.take_metrics(), **self.waits}
+    def take_environment_retries(self) -> float:
+        """See Rollouts.take_environment_retries."""
+        return float(self.functions.take_retries())
 
     def responses(self) -> list[np.ndarray]:
-        """Return the tokens [T] of responses in flight, with their contexts: of the oldest that have begun, at most
-        `NUM_COMPARED_RESPONSES`."""
+        """See Rollouts.responses. They are of the oldest that have begun, at most `NUM_COMPARED_RESPONSES`."""
         parts = (member.begun for group in self.flight.groups for member in group.members)
         begun = (part for part in parts if part and len(part["ids"]))
         return [
@@ -107,74 +106,57 @@ class AsynchronousRollouts:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the rollouts between two steps."""
-        return {**state_of(self.flight), "update_slices": self.flight.settings.update_slices}
+        """See Rollouts.state."""
+        return {"in_flight": {**state_of(self.flight), "update_slices": self.flight.update_slices}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Raises UserError if it had another `rollout.update_slices`."""
-        before, now = state["update_slices"], self.flight.settings.update_slices
+        """See Rollouts.restore. Raises UserError if it had another `rollout.update_slices`."""
+        flight, state, wall = self.flight, state["in_flight"], self.config.clock == "wall"
+        before, now = state["update_slices"], flight.update_slices
         if before != now:
             advice = (
                 f"give the engines {'a pool' if before else 'no pool'} of their own, as before (compute.pools)"
-                if self.flight.settings.wall
+                if wall
                 else f"set rollout.update_slices={before}"
             )
             raise UserError(
                 f"the checkpoint's run sampled {before} slices beside an update, and this one would sample {now} "
                 f"(the default depends on compute.pools); {advice}"
             )
-        restore(self.flight, state)
-        if self.flight.settings.wall and self.flight.slice and self.flight.ledger.ended(self.flight.slice - 1) is None:
+        restore(flight, state)
+        if wall and flight.slice and flight.ledger.ended(flight.slice - 1) is None:
             raise UserError(
-                f"{self.flight.ledger.path} does not reach the checkpoint (slice {self.flight.slice}): the file was "
+                f"{flight.ledger.path} does not reach the checkpoint (slice {flight.slice}): the file was "
                 "lost or damaged; restore it, or begin a run with another name"
             )
 
     def close(self) -> None:
-        """End the episodes that have not ended."""
+        """See Rollouts.close."""
         self.flight.close()
+        self.functions.close()
+        super().close()
 
     @property
     def has_update_slices(self) -> bool:
         """Return whether slices may run between the taking of a step's groups and the loading of its weights."""
-        settings = self.flight.settings
-        return self.beside if settings.wall else settings.update_slices > 0
+        return self.beside if self.config.clock == "wall" else self.flight.update_slices > 0
 
     def _slices(self, updating: Callable[[], bool]) -> float | None:
         """Run the slices of an update. Return when they ended; None if there are none."""
         if not self.has_update_slices:
             return None
         with self.cluster.phase(self.rollout, "update_slices"):
-            self.flight.beside_update(self.version, self.prompts, updating)
+            self.flight.beside_update(self.version, updating)
             self.rollout.call("expect_weights")
         return time.perf_counter()
 
-    def _in_flight(self) -> InFlight:
-        config = self.job.rollout
-        assert config is not None
-        prompts, k = config.prompts_per_step, config.max_staleness
-        settings = FlightSettings(
-            prompts,
-            config.group_size,
-            k,
-            config.slice_tokens,
-            config.in_flight or prompts + prompts * k // 2,
-            config.generation_batches,
-            int(self.beside) if config.update_slices is None else config.update_slices,
-            config.environment_slices,
-            config.clock == "wall",
-        )
-        sampling = Sampling(config.max_new_tokens, config.temperature, self.tokenizer.stop_ids)
-        limits = Limits(sampling, self.job.data.seq_len)
+    def _play(self, prompt: Prompt, admitted: int, i: int, ask: Ask) -> Coroutine[Any, Any, Trajectory]:
+        """Play the i-th episode of a prompt that was admitted under a version of the weights."""
+        job, tokenizer, config = self.online.job, self.online.tokenizer, self.config
+        limits = Limits(Sampling(config.max_new_tokens, config.temperature, tokenizer.stop_ids), job.data.seq_len)
+        seeds = partial(seed_of, job.seed, f"step {admitted}", prompt.index, i)
+        episode = Episode(prompt, limits, tokenizer, seeds, self.functions.of(prompt.source))
+        return play_episode(episode, ask, admitted)
 
-        def play(prompt: Prompt, admitted: int, i: int, ask: Ask) -> Coroutine[Any, Any, Trajectory]:
-            seeds = partial(seed_of, self.job.seed, f"step {admitted}", prompt.index, i)
-            episode = Episode(prompt, limits, self.tokenizer, seeds, self.functions.of(prompt.source))
-            return play_episode(episode, ask, admitted)
-
-        def serve(batches: list[list[Request]]) -> list[list[Generation]]:
-            return self.rollout.call("sample_parts", batches, self.version)
-
-        return InFlight(
-            settings, serve, play, self.job.compute.timeout_s, FlightLedger(self.run / LEDGER_FILE, self.lease)
-        )
+    def _serve(self, batches: list[list[Request]]) -> list[list[Generation]]:
+        return self.rollout.call("sample_parts", batches, self.version)

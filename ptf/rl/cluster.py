@@ -12,9 +12,10 @@ pools are independent.
 import contextlib
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from ptf.compute.world import World
 from ptf.errors import UserError
@@ -99,7 +100,7 @@ def split(items: list, parts: int) -> list[list]:
 
 
 class Role(Protocol):
-    """Methods that every role class has; each worker constructs it as `cls(world, **kwargs)`."""
+    """Methods that every role class has; each worker makes one as `cls(world, settings)`."""
 
     uses_process_group: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
 
@@ -138,26 +139,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The class and arguments of a role: picklable values that are sent to the workers."""
+    """A role: its class, the settings that it is made from, and its workers. It is sent to the workers, so all of it
+    can be pickled."""
 
     name: str
     cls: type
-    kwargs: Mapping[str, Any]
+    settings: Any  # a frozen dataclass, of the type that the class takes
     workers: int = 1
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
     replicate: int = 1  # copies of its sharded model, if its workers form a process group
     # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
     # split argument; for independent replicas, it is the number of processes of each.
     tensor_parallel_size: int = 1
-
-
-@runtime_checkable
-class Closing(Protocol):
-    """A role that has something to end when its group does."""
-
-    def close(self) -> None:
-        """End what it has started."""
-        ...
 
 
 class RoleGroup(Protocol):
@@ -198,15 +191,34 @@ class PhaseRecord:
     offloaded: dict[str, float] = field(default_factory=dict)
 
 
-class PoolSchedule:
-    """Record of the role that is loaded in each pool, and of the seconds of each phase."""
+class Cluster(ABC):
+    """Starts role groups, and schedules them on their pools: it records which role is loaded in each pool, and the
+    phases."""
 
     def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
-        self.pools, self.gpu = pools, gpu
-        self.role_groups: list[Any] = []
+        self.pools, self.gpu = pools, gpu  # gpu: whether the roles have GPUs
         self.loaded: dict[str, Any] = {}  # pool → the group that uses its devices
-        self.seconds: dict[str, float] = {}  # phase → its total
         self.table: list[PhaseRecord] = []
+
+    def start(self, spec: RoleSpec) -> RoleGroup:
+        """Make the role in its pool; it then uses the pool's devices.
+
+        Raises UserError if no pool has the role, or its pool is too small.
+        """
+        pool = self.pool(spec.name)
+        self.free(pool)
+        with progress.phase(f"start {spec.name}"):
+            group = self.make_group(spec, pool)
+        self.loaded[pool.name] = group
+        return group
+
+    @abstractmethod
+    def make_group(self, spec: RoleSpec, pool: Pool) -> RoleGroup:
+        """Return the role on its workers, whose devices are free."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all groups and their processes."""
 
     def pool(self, role: str) -> Pool:
         """Return the role's pool. Raises UserError if it has none."""
@@ -231,7 +243,7 @@ class PoolSchedule:
     def phase(self, group: Any, name: str) -> Iterator[None]:
         """Run a block in which `group` uses its pool's devices; other roles of the pool are offloaded first.
 
-        The seconds are added to `seconds[name]`.
+        The phase is added to `table`.
         """
         start = time.perf_counter()
         pool, offloaded = self.pool(group.spec.name), dict[str, float]()
@@ -245,7 +257,6 @@ class PoolSchedule:
                 yield
         finally:
             spent = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
             record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, start, offloaded)
             self.table.append(record)
         record.gib = max(group.memory())
@@ -285,37 +296,6 @@ def phase_table(records: Sequence[PhaseRecord]) -> str:
     return "\n".join(lines)
 
 
-class Cluster(Protocol):
-    """Starts role groups and schedules them on their pools."""
-
-    gpu: bool  # whether the roles have GPUs
-    seconds: dict[str, float]
-    table: list[PhaseRecord]
-
-    def start(self, spec: RoleSpec) -> RoleGroup:
-        """Construct the role in its pool; it then uses the pool's devices.
-
-        Raises UserError if no pool has the role, or its pool is too small.
-        """
-        ...
-
-    def pool(self, role: str) -> Pool:
-        """See PoolSchedule.pool."""
-        ...
-
-    def phase(self, group: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """See PoolSchedule.phase."""
-        ...
-
-    def together(self, first: Any, second: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """See PoolSchedule.together."""
-        ...
-
-    def close(self) -> None:
-        """End all groups and their processes."""
-        ...
-
-
 class LocalRoleGroup:
     """A role of one worker, in this process."""
 
@@ -326,7 +306,7 @@ class LocalRoleGroup:
                 "use launcher ray"
             )
         self.spec = spec
-        self.role = spec.cls(world, **spec.kwargs)
+        self.role = spec.cls(world, spec.settings)
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call."""
@@ -342,30 +322,23 @@ class LocalRoleGroup:
 
     def close(self) -> None:
         """End the processes that the role has started; most roles start none."""
-        if isinstance(self.role, Closing):
-            self.role.close()
+        if close := getattr(self.role, "close", None):
+            close()
 
 
-class LocalCluster(PoolSchedule):
+class LocalCluster(Cluster):
     """All roles in this process. On a GPU, a role of a pool is offloaded while a different one is loaded."""
 
     def __init__(self, world: World, pools: Sequence[Pool]) -> None:
         super().__init__(pools, world.device.type == "cuda")
-        self.world = world
+        self.world, self.groups = world, list[LocalRoleGroup]()
 
-    def start(self, spec: RoleSpec) -> LocalRoleGroup:
-        """See Cluster.start."""
-        pool = self.pool(spec.name)
-        self.free(pool)
-        with progress.phase(f"start {spec.name}"):
-            group = LocalRoleGroup(spec, self.world)
-        self.role_groups.append(group)
-        self.loaded[pool.name] = group
-        return group
+    def make_group(self, spec: RoleSpec, pool: Pool) -> LocalRoleGroup:
+        """See Cluster.make_group."""
+        self.groups.append(LocalRoleGroup(spec, self.world))
+        return self.groups[-1]
 
     def close(self) -> None:
-        """End all groups."""
-        for group in self.role_groups:
+        """See Cluster.close."""
+        for group in self.groups:
             group.close()
-        self.role_groups.clear()
-        self.loaded.clear()

@@ -5,6 +5,7 @@ continued, it is played again from its start with these responses. One that has 
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ptf.data.trajectory import Prompt
@@ -42,14 +43,7 @@ def _group(group: InFlightGroup) -> dict[str, Any]:
         "number": group.number,
         "admitted": group.admitted,
         "ended": group.ended,
-        "prompt": {
-            "tokens": prompt.tokens,
-            "row": dict(prompt.row),
-            "source": prompt.source,
-            "index": prompt.index,
-            "weight": prompt.weight,
-            "where": prompt.where,
-        },
+        "prompt": {field.name: getattr(prompt, field.name) for field in fields(prompt)} | {"row": dict(prompt.row)},
         "members": [_member(member) for member in group.members],
     }
 

@@ -16,7 +16,6 @@ class Waiting:
     """A request that waits for its batch."""
 
     episode: int
-    number: int  # among the requests of the episode
     request: Request
     answer: "asyncio.Future[Generation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -27,14 +26,12 @@ class LockstepBatches:
     def __init__(self, engine: RolloutEngine, live: int) -> None:
         self.engine, self.live = engine, live
         self.waiting: list[Waiting] = []
-        self.numbers: dict[int, int] = {}  # requests of each episode so far
         self.batches: set[asyncio.Task[Any]] = set()
         self.scheduled = False
 
     async def generate(self, episode: int, request: Request) -> Generation:
         """Return the response to a request of an episode."""
-        self.numbers[episode] = number = self.numbers.get(episode, -1) + 1
-        waiting = Waiting(episode, number, request)
+        waiting = Waiting(episode, request)
         self.waiting.append(waiting)
         self._schedule()
         return await waiting.answer
@@ -53,7 +50,7 @@ class LockstepBatches:
         self.scheduled = False
         self.waiting = [one for one in self.waiting if not one.answer.done()]  # without those that were cancelled
         if self.waiting and len({one.episode for one in self.waiting}) >= self.live:
-            batch = sorted(self.waiting, key=lambda one: (one.episode, one.number))
+            batch = sorted(self.waiting, key=lambda one: one.episode)  # of one episode, in the order of its requests
             self.waiting = []
             task = asyncio.create_task(self._answer(batch))
             self.batches.add(task)

@@ -27,7 +27,7 @@ from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
-from ptf.train.starting_model import is_own_reference
+from ptf.train.frozen_models import needs_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def online_budget(
         roles["critic"] = _trained(trained[1], gpus, "update critic", "values")
     roles["rollout"] = engine.memory
     sent = update.trained if job.rollout.lora_sync == "adapter" else update.parameters
-    shared = pools_of(job.compute.pools, roles)
+    shared = pools_of(job.compute.pools, {role: memory.workers for role, memory in roles.items()})
     pools = [_pool(pool, roles, engine, transport) for pool in shared]
     host = max(_offloaded(job, pool, roles, engine) for pool in shared)
     sync = sync_traffic(sent, job.train.precision, transport)
@@ -130,13 +130,9 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
 def _policy(job: Job, recipe: OnlineRecipe, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
     memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
-    own = {role for role in recipe.frozen_models if not _has_own_role(job, recipe, role)}
+    own = {role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model)}
     forward = update.forward.total - memory.held
     return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
-
-
-def _has_own_role(job: Job, recipe: OnlineRecipe, role: str) -> bool:
-    return recipe.frozen_models[role].path is not None or not is_own_reference(job.model)
 
 
 def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[str, RoleMemory]:
@@ -145,7 +141,7 @@ def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[
     found: dict[str, RoleMemory] = {}
     models: dict[str, tuple[Path, Any, int | None]] = {}
     for role, frozen_model in recipe.frozen_models.items():
-        if _has_own_role(job, recipe, role):
+        if needs_weights(frozen_model, job.model):
             path = frozen_model.path
             models[role] = (directory if path is None else config_directory(str(path)), "lm", None)
     if reward := job.rollout.reward_model:

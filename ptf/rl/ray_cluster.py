@@ -6,7 +6,7 @@ environment variables. If the pool offloads, the loaded role frees its memory be
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
@@ -14,25 +14,23 @@ from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
-from ptf.rl.cluster import OnResult, Pool, PoolSchedule, RoleSpec, joined_results, split
+from ptf.rl.cluster import Cluster, OnResult, Pool, RoleSpec, joined_results, split
 from ptf.rl.replicas import HUNG_S, Replicas
-from ptf.workspace import progress
 
 
 class RoleRank(RankWorker):
     """A worker process that holds a role."""
 
-    def build(
-        self, cls: type, kwargs: Mapping[str, Any], device: str, timeout_s: float, replicate: int, tensor: int
-    ) -> str:
-        """Construct the role, in the gang's process group if the class is distributed. Return its device."""
+    def build(self, spec: RoleSpec, device: str, timeout_s: float) -> str:
+        """Make the role, in the gang's process group if the class is distributed. Return its device."""
         self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
-        if cls.uses_process_group:
-            world = self.contexts.enter_context(joined(device, timeout_s, replicate, tensor=tensor))
+        if spec.cls.uses_process_group:
+            group = joined(device, timeout_s, spec.replicate, tensor=spec.tensor_parallel_size)
+            world = self.contexts.enter_context(group)
         else:
             world = World(device=pick_device(device))
             self.contexts.enter_context(beating(world.clock, 0))
-        self.role = cls(world, **kwargs)
+        self.role = spec.cls(world, spec.settings)
         return str(world.device)
 
     def visible_devices(self) -> str:
@@ -60,8 +58,8 @@ class VerlRoleGroup:
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
-        arguments = (spec.cls, dict(spec.kwargs), device, gang.timeout_s, spec.replicate, spec.tensor_parallel_size)
-        devices = gang.invoke("build", [arguments] * spec.workers, doing=f"building {spec.cls.__name__}")
+        arguments = [(spec, device, gang.timeout_s)] * spec.workers
+        devices = gang.invoke("build", arguments, doing=f"building {spec.cls.__name__}")
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
@@ -93,7 +91,7 @@ class VerlRoleGroup:
         ]
 
 
-class VerlCluster(PoolSchedule):
+class VerlCluster(Cluster):
     """Roles as Ray actors.
 
     `threads` is the number of threads of each process, by default this machine's cores divided by the role's workers
@@ -108,20 +106,13 @@ class VerlCluster(PoolSchedule):
         self._stack = contextlib.ExitStack()
         self._slots: dict[str, Any] = {}  # pool → its placement group
 
-    def start(self, spec: RoleSpec) -> VerlRoleGroup | Replicas:
-        """See Cluster.start."""
-        pool = self.pool(spec.name)
+    def make_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup | Replicas:
+        """See Cluster.make_group."""
         if spec.workers > pool.workers:
             raise UserError(
                 f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
             )
-        self.free(pool)
-        start = self._start_role_group if spec.cls.uses_process_group else self._start_replicas
-        with progress.phase(f"start {spec.name}"):
-            group = start(spec, pool)
-        self.role_groups.append(group)
-        self.loaded[pool.name] = group
-        return group
+        return (self._start_role_group if spec.cls.uses_process_group else self._start_replicas)(spec, pool)
 
     def _start_role_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup:
         gang = Gang(
@@ -170,5 +161,3 @@ class VerlCluster(PoolSchedule):
     def close(self) -> None:
         """End all actors and release the pools' slots."""
         self._stack.close()
-        self.role_groups.clear()
-        self.loaded.clear()

@@ -58,8 +58,7 @@ class Replicas:
         function = getattr(self.spec.cls, method)
         dispatch = getattr(function, "dispatch", "broadcast")
         if dispatch == "split":
-            call = self._call_queued if function.queued else self._call_sharded
-            return call(method, args[0], args[1:], function.cost, on_result)
+            return self._call_split(method, args[0], args[1:], on_result)
         shared = tuple(put(arg) for arg in args)
         unreplayable = dispatch == "unreplayable_broadcast"
         self.irreplaceable |= unreplayable
@@ -75,42 +74,24 @@ class Replicas:
             self.offloaded = method == "offload"
         return joined_results(dispatch, results)
 
-    def _call_sharded(
-        self,
-        method: str,
-        items: Sequence[Any],
-        rest: Sequence[Any],
-        cost: Callable[[Any], float],
-        on_result: OnResult | None,
-    ) -> list[Any]:
-        """Return the result of each item; the items are divided among all replicas."""
-        shared = [put(arg) for arg in rest]  # stored once, however many replicas read it
-        shares = by_cost(items, self.count, cost)
-        results: dict[int, Any] = {}
-        for part in self._each(lambda i: self._part(i, method, items, shares[i], shared, on_result)):
-            results |= part
-        return [results[i] for i in range(len(items))]
-
-    def _call_queued(
-        self,
-        method: str,
-        items: Sequence[Any],
-        rest: Sequence[Any],
-        cost: Callable[[Any], float],
-        on_result: OnResult | None,
-    ) -> list[Any]:
-        """Return the result of each item; each replica takes one item after the other."""
-        shared = [put(arg) for arg in rest]
-        left = deque(sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)))
+    def _call_split(self, method: str, items: Sequence[Any], rest: Sequence[Any], on_result: OnResult | None) -> list:
+        """Return the result of each item. The items are divided among all replicas, or, if the method is `queued`, each
+        replica takes one after the other."""
+        function, shared = getattr(self.spec.cls, method), [put(arg) for arg in rest]  # stored once for all replicas
+        if function.queued:
+            order = sorted(range(len(items)), key=lambda k: (-function.cost(items[k]), k))
+            lots = [deque([k] for k in order)] * self.count
+        else:
+            lots = [deque([share]) for share in by_cost(items, self.count, function.cost)]
 
         def take(i: int) -> Mapping[int, Any]:
             results: dict[int, Any] = {}
             while True:
                 try:
-                    k = left.popleft()  # of several threads, each gets another item
+                    lot = lots[i].popleft()  # of several threads, each gets another one
                 except IndexError:
                     return results
-                results |= self._part(i, method, items, [k], shared, on_result)
+                results |= self._part(i, method, items, lot, shared, on_result)
 
         results = {k: result for part in self._each(take) for k, result in part.items()}
         return [results[k] for k in range(len(items))]
@@ -209,7 +190,7 @@ class Replicas:
             doing = "looking for devices"
             devices = gang.invoke("visible_devices", [()] * self.spec.tensor_parallel_size, doing=doing)
             gang.ask("set_visible_devices", (",".join(filter(None, devices)),), doing=doing)
-        arguments = (self.spec.cls, dict(self.spec.kwargs), self.device, gang.timeout_s, 1, 1)
+        arguments = (self.spec, self.device, gang.timeout_s)
         return gang.ask("build", arguments, doing=f"building {self.spec.cls.__name__}")
 
     def _ask(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:

@@ -5,9 +5,9 @@ The policy role *is* the SFT trainer, called by the controller. The role that ge
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.fused import Setting, attention_of
+from ptf.model.fused import attention_of
 from ptf.model.lora import adapters_off
 from ptf.model.peft_format import format_of
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
@@ -76,41 +76,66 @@ def logprob_check(
     return check
 
 
-class FrozenModelRole:
-    """A role whose model is not trained."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What a role's model is loaded from, and how it computes."""
+
+    directory: Path
+    section: ModelConfig  # loads `directory`
+    train: TrainConfig
+    seed: int
+    seq_len: int
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING
+    offload_path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings(ModelSettings):
+    """The same of a model that is trained."""
+
+    recipe: Recipe
+    tokenizer: str
+
+
+class ModelRole:
+    """What roles that have a model share; one that is not a Learner's is frozen."""
 
     uses_process_group: ClassVar[bool] = True
-    head: ClassVar[Literal["lm", "scalar"]] = "lm"
+    is_trained: ClassVar[bool] = False
+    head: Literal["lm", "scalar"] = "lm"
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        directory: str,
-        spec: ModelConfig,
-        seed: int,
-        precision: str,
-        seq_len: int,
-        micro_batch_sequences: int,
-        compiled: bool | Literal["auto"] = False,
-        fused: Setting = (),
-        offload_path: str | None = None,
-    ) -> None:
-        self.world, self.seq_len, self.micro_batch_sequences = world, seq_len, micro_batch_sequences
-        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
+    def __init__(self, world: World, settings: ModelSettings) -> None:
+        self.world, self.settings, train = world, settings, settings.train
+        self.offloaded = OffloadedTensors(own_file(settings.offload_path, world.rank))
         self.model, self.family = load_model(
-            Path(directory),
-            world,
-            spec,
-            seed=seed,
-            precision=precision,
+            settings.directory,
+            alone(world) if self.is_trained and train.deterministic else world,
+            settings.section,
+            seed=settings.seed,
+            precision=train.precision,
             head=self.head,
-            compiled=compiled,
-            fused=fused,
-            frozen=True,
+            recomputed=train.activation_checkpointing if self.is_trained else "none",
+            compiled=train.compile,
+            fused=train.fused,
+            frozen=not self.is_trained,
         )
-        shares = self.model.supports_shared_prefixes
-        warm_up(self.model, world, seq_len, scored={micro_batch_sequences}, share_prefixes=shares)
+        # the packed sequences of passes without training
+        self.scored = {
+            "seq_len": 0 if train.deterministic else settings.seq_len,
+            "micro_batch_sequences": train.micro_batch_sequences,
+        }
+        warm_up(
+            self.model,
+            world,
+            settings.seq_len if self.is_trained else self.scored["seq_len"],
+            trained={train.micro_batch_sequences} if self.is_trained else (),
+            scored={train.micro_batch_sequences},
+            share_prefixes=self.model.supports_shared_prefixes,
+        )
+
+    def sample_logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
+        """See forward_passes.sample_logprobs."""
+        return sample_logprobs(self.model, samples, self.world, processing=processing, **self.scored)
 
     @broadcast
     def offload(self) -> None:
@@ -128,77 +153,34 @@ class FrozenModelRole:
         return peak_memory_gib(self.world.device)
 
 
-class LogprobModel(FrozenModelRole):
+class LogprobModel(ModelRole):
     """A frozen model that computes log-probs: the reference, or a teacher."""
-
-    def __init__(self, world: World, *, processing: LogitsProcessing, **kwargs: Any) -> None:
-        super().__init__(world, **kwargs)
-        self.processing = processing
 
     @split_over_workers
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
         that are not trained."""
-        values = sample_logprobs(
-            self.model,
-            samples,
-            self.world,
-            seq_len=self.seq_len,
-            micro_batch_sequences=self.micro_batch_sequences,
-            processing=self.processing,
-        )
+        values = self.sample_logprobs(samples, self.settings.processing)
         forget_forwards(self.model)
         return values
 
 
-class Learner:
+class Learner(ModelRole):
     """A role whose model is trained: the policy, or its critic."""
 
-    uses_process_group: ClassVar[bool] = True
+    is_trained: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        directory: str,
-        tokenizer: str,
-        spec: ModelConfig,
-        seed: int,
-        train: TrainConfig,
-        recipe: Recipe,
-        seq_len: int,
-        processing: LogitsProcessing,
-        offload_path: str | None = None,
-    ) -> None:
-        self.offloaded = OffloadedTensors(own_file(offload_path, world.rank))
-        self.world, self.source, self.recipe, self.seed = world, Path(directory), recipe, seed
-        self.seq_len, self.processing = seq_len, processing
-        self.tokenizer, self.spec, self.precision = tokenizer, spec, train.precision
-        self.micro_batch_sequences, self.deterministic = train.micro_batch_sequences, train.deterministic
-        # length of packed sequences that are only scored
-        self.scoring_seq_len = 0 if train.deterministic else seq_len
-        model_world = alone(world) if train.deterministic else world  # the ranks over which the model is sharded
-        self.model, self.family = load_model(
-            self.source,
-            model_world,
-            spec,
-            seed=seed,
-            precision=train.precision,
-            head=recipe.head,
-            recomputed=train.activation_checkpointing,
-            compiled=train.compile,
-            fused=train.fused,
-        )
+    def __init__(self, world: World, settings: LearnerSettings) -> None:
+        self.recipe, self.tokenizer, train = settings.recipe, settings.tokenizer, settings.train
+        self.head = settings.recipe.head
+        super().__init__(world, settings)
         if world.leads:
             print(
-                f"{recipe.head} head, {train.precision}: attention={attention_of(self.model, world.device)}, "
+                f"{self.head} head, {train.precision}: attention={attention_of(self.model, world.device)}, "
                 f"{compilation(train.compile, world.device, self.model.kernels)}",
                 flush=True,
             )
         self.trainer = trainer_of(train, self.model, world)
-        most = {train.micro_batch_sequences}
-        shares = self.model.supports_shared_prefixes
-        warm_up(self.model, model_world, seq_len, trained=most, scored=most, share_prefixes=shares)
         self.sender: Sender | None = None
         self.writer: BackgroundWriter | None = None
 
@@ -217,15 +199,16 @@ class Learner:
         (`ptf.train.trainer.is_largest`). With `limits`, the engine's log-probs are compared with the
         trainer's; if they differ by more, SyncError is raised before the optimizer step.
         """
-        self.world.seed(self.seed, step)
+        seq_len, train = self.settings.seq_len, self.settings.train
+        self.world.seed(self.settings.seed, step)
         results = []
         for units in minibatches:
-            sequences = packer_of(self.model)(units, self.seq_len)
+            sequences = packer_of(self.model)(units, seq_len)
             self.trainer.raise_if_large(len(sequences))
-            if self.deterministic:
+            if train.deterministic:
                 micro, numbers = shard_sequences_singly(sequences, self.world)
             else:
-                micro, numbers = deal(sequences, self.world, self.micro_batch_sequences, self.seq_len), []
+                micro, numbers = deal(sequences, self.world, train.micro_batch_sequences, seq_len), []
             results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
         denominators = [r["loss_denominator"] for r in results]
 
@@ -240,7 +223,7 @@ class Learner:
     @split_over_workers
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the same as LogprobModel.logprobs, for the current weights."""
-        return self._logprobs(samples, self.processing)
+        return self.sample_logprobs(samples, self.settings.processing)
 
     @split_over_workers
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -249,26 +232,12 @@ class Learner:
         def values(x, head, batch):
             return head.values(x) * (batch.loss_weights != 0)
 
-        return per_token(
-            self.model,
-            samples,
-            self.world,
-            values,
-            seq_len=self.scoring_seq_len,
-            micro_batch_sequences=self.micro_batch_sequences,
-        )
+        return per_token(self.model, samples, self.world, values, **self.scored)
 
     @split_over_workers
     def last_values(self, samples: list[Sample]) -> list[float]:
         """Return the critic's value after the last token of each sample."""
-        return per_document(
-            self.model,
-            samples,
-            self.world,
-            last_values,
-            seq_len=self.scoring_seq_len,
-            micro_batch_sequences=self.micro_batch_sequences,
-        )
+        return per_document(self.model, samples, self.world, last_values, **self.scored)
 
     @split_over_workers
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
@@ -283,21 +252,14 @@ class Learner:
     def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each context at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
-        return [values[1:] for values in self._logprobs(samples, NO_LOGITS_PROCESSING)]
+        return [values[1:] for values in self.sample_logprobs(samples, NO_LOGITS_PROCESSING)]
 
     @broadcast
     def compare_with_transformers(self, tokens: np.ndarray) -> None:
         """See ptf.train.load_comparison."""
-        compare_with_transformers(self.model, self.source, self.spec, tokens.tolist(), self.world, self.precision)
-
-    def _logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
-        return sample_logprobs(
-            self.model,
-            samples,
-            self.world,
-            seq_len=self.scoring_seq_len,
-            micro_batch_sequences=self.micro_batch_sequences,
-            processing=processing,
+        settings = self.settings
+        compare_with_transformers(
+            self.model, settings.directory, settings.section, tokens.tolist(), self.world, settings.train.precision
         )
 
     @broadcast
@@ -318,7 +280,7 @@ class Learner:
                 pass
             return None
         buckets, manifest = stored.collect(tensors, version, None if directory is None else Path(directory))
-        return buckets, replace(manifest, adapter=form and form.config(str(self.source)))
+        return buckets, replace(manifest, adapter=form and form.config(str(self.settings.directory)))
 
     @broadcast
     def open_transfer(
@@ -346,7 +308,7 @@ class Learner:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
         exact = bridge.exact_names(self.model, self.family)
         for name, tensor in bridge.hf_tensors(self.model, self.family):
-            rounded = self.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
+            rounded = self.settings.train.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
     @broadcast
@@ -377,9 +339,11 @@ class Learner:
     @broadcast
     def export(self, directory: str) -> None:
         """Write a Hugging Face directory and a probe that a loaded model must reproduce; with LoRA, the adapter too."""
-        export(self.model, self.family, self.source, Path(directory), self.world, self.tokenizer)
-        if self.spec.lora:
-            export_adapter(self.model, self.family, self.source, Path(directory), self.world, self.spec, self.precision)
+        source, section = self.settings.directory, self.settings.section
+        export(self.model, self.family, source, Path(directory), self.world, self.tokenizer)
+        if section.lora:
+            precision = self.settings.train.precision
+            export_adapter(self.model, self.family, source, Path(directory), self.world, section, precision)
 
     @broadcast
     def offload(self) -> None:
@@ -388,13 +352,3 @@ class Learner:
         for state in self.trainer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         self.offloaded.offload(tensors)
-
-    @broadcast
-    def onload(self) -> None:
-        """See Role.onload."""
-        self.offloaded.restore()
-
-    @broadcast
-    def peak_memory_gib(self) -> float:
-        """See Role.peak_memory_gib."""
-        return peak_memory_gib(self.world.device)

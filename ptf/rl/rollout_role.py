@@ -16,12 +16,13 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sizes import sizes_of
 from ptf.recipes.protocol import OnlineRecipe, Recipe
 from ptf.rl.cluster import RoleSpec
+from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.protocol import edges_of
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
+from ptf.rl.job_cluster import offload_path
 from ptf.rl.rewards.by_source import Rewards
 from ptf.rl.rewards.scoring import RewardWorkers
-from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
-from ptf.rl.sampler import Sampler
+from ptf.rl.sampler import Sampler, SamplerSettings
 from ptf.rl.weights.traffic import WIDTH
 
 # the key-value cache of a vLLM engine on a CPU has room for so many of the longest contexts, and this size at least
@@ -45,23 +46,23 @@ def sampler_spec(
     directory: Path,
     tokenizer: str,
     run: Path,
+    trie: Trie | None,
     *,
     engine: str | Plugin,
-    for_training: bool,
-    engines: int,
     length: int,
-    trie: Trie | None = None,
-    adapter: bool = False,
-    tensor_parallel_size: int = 1,
+    for_training: bool = False,
 ) -> RoleSpec:
     """Return the role that generates from a Hugging Face directory.
 
-    `length` is the largest number of tokens of a context and its response together. There are `engines` engines of
-    `tensor_parallel_size` processes each. Those of training (`for_training`) begin without a version of the weights and
-    get the policy's by a sync; others keep the directory's. Raises UserError if the model has fewer positions than
-    `length`, or if its heads cannot be divided among the processes, or if vLLM does not serve the model rightly.
+    `length` is the largest number of tokens of a context and its response together. The engines of training
+    (`for_training`) are those of the section `rollout`, begin without a version of the weights and get the policy's by
+    a sync; otherwise one engine keeps the directory's. Raises UserError if the model has fewer positions than `length`,
+    or if its heads cannot be divided among an engine's processes, or if vLLM does not serve the model rightly.
     """
     assert engine != "auto", "the job is not settled"
+    rollout = job.rollout or RolloutConfig()
+    adapter = for_training and rollout.lora_sync == "adapter"
+    replicas, tensor = (rollout.replicas, rollout.tensor_parallel_size) if for_training else (1, 1)
     if engine == "vllm":
         key = "rollout.engine" if for_training else "evaluate.engine"
         raise_if_wrong(key, config_of(directory), job.train.precision, synced=for_training and not adapter)
@@ -72,97 +73,53 @@ def sampler_spec(
             f"prompt and response may take {length} tokens together, but {directory} has {positions} positions; "
             "lower data.seq_len or max_new_tokens"
         )
-    if shape.heads % tensor_parallel_size:
+    if shape.heads % tensor:
         raise UserError(
-            f"rollout.tensor_parallel_size: {shape.heads} attention heads cannot be divided among "
-            f"{tensor_parallel_size} processes; "
+            f"rollout.tensor_parallel_size: {shape.heads} attention heads cannot be divided among {tensor} processes; "
             f"use a divisor of {shape.heads}"
         )
+    raise_if_wrong_environments(rollout)
     env: dict[str, str] = {}
-    engine_options = _engine_options(job, engine, trie, adapter, tensor_parallel_size)
     if engine == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
         env = engine_env(run / "vllm")
-        cached = CPU_CONTEXTS * length * shape.cache_elements * WIDTH[job.train.precision]
-        engine_options["cpu_kv_cache_gib"] = max(CPU_CACHE_GIB, cached / 2**30)
-    kwargs = {
-        "engine": engine,
-        "directory": str(directory),
-        "tokenizer": tokenizer,
-        "version": -1 if for_training else 0,
-        "seed": job.seed,
-        "precision": job.train.precision,
-        "max_length": length,
-        "vocabulary": shape.vocab,
-        "timeout_s": job.compute.timeout_s,
-        **engine_options,
-        **rollout_options(job, trie),
-    }
-    return RoleSpec(
-        "rollout", Sampler, kwargs, engines * tensor_parallel_size, env, tensor_parallel_size=tensor_parallel_size
-    )
-
-
-def _engine_options(
-    job: Job, engine: str | Plugin, trie: Trie | None, adapter: bool, tensor_parallel_size: int
-) -> dict[str, object]:
-    """Return the arguments of the engine alone; a plugin has none."""
-    options: dict[str, object] = {}
-    if engine == "vllm":
-        options["tensor"] = tensor_parallel_size
-        if job.rollout:
-            options["gpu_share"] = job.rollout.gpu_memory_utilization
-        if trie is not None:
-            options["constrained_decoding"] = True
-        if adapter and job.model.lora:
-            options["lora_rank"] = job.model.lora.rank
-    if engine == "native":
-        options["spec"] = job.model
-        if adapter:
-            options["adapted"] = True
+    cached = CPU_CONTEXTS * length * shape.cache_elements * WIDTH[job.train.precision]
+    settings = EngineSettings(
+        kind=engine,
+        directory=str(directory),
+        version=-1 if for_training else 0,
+        seed=job.seed,
+        precision=job.train.precision,
+        max_length=length,
+        model=job.model,
+        adapter=adapter,
         # agents think between their requests; where a run must repeat, all wait for all
-        if job.rollout and job.rollout.harness and not job.train.deterministic:
-            options["continuous"] = True
-    return options
-
-
-def rollout_options(job: Job, trie: Trie | None) -> dict[str, Any]:
-    """Return the arguments that come from the section `rollout`: how responses are sampled, and the environment."""
-    rollout_config = job.rollout
-    if rollout_config is None:
-        return {}
-    options: dict[str, Any] = {
-        "top_p": rollout_config.top_p,
-        "trie": trie,
-        "play": rollout_config.play,
-        "harness": rollout_config.harness,
-        "episode_timeout_s": rollout_config.episode_timeout_s or (600.0 if rollout_config.harness else None),
-    }
-    limits = (
-        rollout_config.max_turns,
-        rollout_config.reward_processes,
-        rollout_config.reward_timeout_s,
-        rollout_config.reward_retries,
+        continuous=rollout.harness is not None and not job.train.deterministic,
+        constrained_decoding=trie is not None,
+        tensor_parallel_size=tensor,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        cpu_kv_cache_gib=max(CPU_CACHE_GIB, cached / 2**30),
+        offload_path=offload_path(job, run, "rollout") if for_training else None,
     )
-    environments = dict[str, EnvironmentSpec]()
-    for source, what in rollout_config.environment.items():
-        raise_if_wrong_environment(what.plugin, f"rollout.environment.{source}" if source else "rollout.environment")
-        environments[source] = EnvironmentSpec(what.plugin, what.weight, *limits)
-    return {**options, "environments": environments}
+    sampler = SamplerSettings(
+        engine=settings,
+        tokenizer=tokenizer,
+        rollout=rollout,
+        timeout_s=job.compute.timeout_s,
+        vocabulary=shape.vocab,
+        trie=trie,
+    )
+    return RoleSpec("rollout", Sampler, sampler, replicas * tensor, env, tensor_parallel_size=tensor)
 
 
-def rollout_functions(job: Job, tokenizer: Tokenizer) -> RolloutFunctions:
-    """Return what plays the episodes of a job beside its controller (`rollout.max_staleness`)."""
-    options = rollout_options(job, None)
-    return RolloutFunctions(tokenizer, options["environments"], options["play"], options["harness"])
-
-
-def raise_if_wrong_environment(what: Plugin, key: str = "rollout.environment") -> None:
+def raise_if_wrong_environments(rollout: RolloutConfig) -> None:
     """Raise UserError for a class without the methods of an environment; what a function makes is checked later."""
-    target = plugin.resolve(what.use)
-    if isinstance(target, type) and (fault := environment_fault(target)):
-        raise UserError(f"{key}: {what.use} {fault}")
+    for source, what in rollout.environment.items():
+        target = plugin.resolve(what.use)
+        if isinstance(target, type) and (fault := environment_fault(target)):
+            key = f"rollout.environment.{source}" if source else "rollout.environment"
+            raise UserError(f"{key}: {what.use} {fault}")
 
 
 def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie | None:
@@ -242,17 +199,18 @@ def evaluation_rewards(job: Job) -> Rewards | None:
 
 
 def _rewards(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
-    rollout_config, limits = job.rollout, dict[str, Any]()
-    if rollout_config is not None:
-        limits = {
-            "timeout_s": rollout_config.reward_timeout_s,
-            "processes": rollout_config.reward_processes,
-            "retries": rollout_config.reward_retries,
-        }
     if not by_source:
         return None
-    workers = {
-        source: (RewardWorkers(what.plugin, within_s=job.compute.timeout_s, **limits), what.weight)
-        for source, what in by_source.items()
-    }
+    rollout, workers = job.rollout or RolloutConfig(), dict[str, tuple[RewardWorkers, float]]()
+    for source, what in by_source.items():
+        workers[source] = (
+            RewardWorkers(
+                what.plugin,
+                within_s=job.compute.timeout_s,
+                timeout_s=rollout.reward_timeout_s,
+                processes=rollout.reward_processes,
+                retries=rollout.reward_retries,
+            ),
+            what.weight,
+        )
     return Rewards(workers)

@@ -6,34 +6,44 @@ response's number, not on the worker that generates it.
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import torch
 
 from ptf.compute.meter import peak_memory_gib
-from ptf.compute.offload import own_file, release_freed_memory
+from ptf.compute.offload import release_freed_memory
 from ptf.compute.world import World
-from ptf.config import Plugin, plugin
 from ptf.config.logprob_limits import LogprobLimits
-from ptf.config.sections.rollout import HarnessConfig
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
-from ptf.errors import UserError
 from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, summed_broadcast, unreplayable_broadcast
+from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.generation_checks import answered
-from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling
+from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.event_loop import EventLoop, run_coroutine
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rollout_functions import EnvironmentSpec, RolloutFunctions
+from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
-from ptf.train.components import layer_factory_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """What the role is made from."""
+
+    engine: EngineSettings
+    tokenizer: str
+    rollout: RolloutConfig
+    timeout_s: float
+    vocabulary: int | None = None  # rows of the model's output; None: not known
+    trie: Trie | None = None  # the allowed responses; None: any
 
 
 class Sampler:
@@ -41,44 +51,14 @@ class Sampler:
 
     uses_process_group: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        engine: str | Plugin | RolloutEngine,
-        directory: str,
-        tokenizer: str,
-        version: int,
-        seed: int,
-        precision: str,
-        max_length: int,
-        timeout_s: float,
-        vocabulary: int | None = None,
-        environments: Mapping[str, EnvironmentSpec] | None = None,
-        play: Plugin | None = None,
-        harness: HarnessConfig | None = None,
-        episode_timeout_s: float | None = None,
-        top_p: float = 1.0,
-        trie: Trie | None = None,
-        **options: Any,
-    ) -> None:
-        self.world, self.seed, self.timeout_s = world, seed, timeout_s
-        self.max_length, self.vocabulary = max_length, vocabulary
-        self.top_p, self.trie = top_p, trie
-        self.tokenizer = Tokenizer.load(tokenizer)
-        self.rollout_functions = RolloutFunctions(self.tokenizer, environments, play, harness)
-        self.episode_timeout_s = episode_timeout_s
+    def __init__(self, world: World, settings: SamplerSettings) -> None:
+        self.world, self.settings, rollout = world, settings, settings.rollout
+        self.seed = settings.engine.seed
+        self.tokenizer = Tokenizer.load(settings.tokenizer)
+        self.rollout_functions = RolloutFunctions(self.tokenizer, rollout)
+        self.episode_timeout_s = rollout.episode_timeout_s or (600.0 if rollout.harness else None)
         try:
-            self.engine = make_engine(
-                engine,
-                directory,
-                world,
-                version=version,
-                seed=seed,
-                precision=precision,
-                max_length=max_length,
-                **options,
-            )
+            self.engine = settings.engine.start(world)
         except BaseException:
             self.close()
             raise
@@ -124,8 +104,8 @@ class Sampler:
         self._raise_if_other_version(version)
 
         async def sampled(requests: list[Request]) -> list[Generation]:
-            asked = (answered(self.engine, request, self.vocabulary) for request in requests)
-            return list(await asyncio.wait_for(asyncio.gather(*asked), self.timeout_s))
+            asked = (answered(self.engine, request, self.settings.vocabulary) for request in requests)
+            return list(await asyncio.wait_for(asyncio.gather(*asked), self.settings.timeout_s))
 
         for number, requests in enumerate(batches):
             yield [(number, run_coroutine(sampled(requests)))]
@@ -139,12 +119,13 @@ class Sampler:
 
     def limits(self, max_new_tokens: int, temperature: float) -> Limits:
         """Return the limits of an episode, and how its responses are sampled."""
-        sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, self.top_p, self.trie)
-        return Limits(sampling, self.max_length, self.vocabulary)
+        settings = self.settings
+        sampling = Sampling(max_new_tokens, temperature, self.tokenizer.stop_ids, settings.rollout.top_p, settings.trie)
+        return Limits(sampling, settings.engine.max_length, settings.vocabulary)
 
     def _run_episodes(self, episodes: list[Episode]) -> Iterator[list[tuple[int, Trajectory]]]:
         """Yield what `run_episodes` yields. Raises TimeoutError after `timeout_s` seconds."""
-        until, running = time.monotonic() + self.timeout_s, run_episodes(self.engine, episodes)
+        until, running = time.monotonic() + self.settings.timeout_s, run_episodes(self.engine, episodes)
 
         async def next_ended() -> list[tuple[int, Trajectory]] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
@@ -165,7 +146,7 @@ class Sampler:
         count = sum(len(one.processes) for one in environments)
         processes = f" in {count} processes" if environments else ""
         return (
-            f"{left} of {episodes} episodes{processes} did not end within {self.timeout_s:g} s "
+            f"{left} of {episodes} episodes{processes} did not end within {self.settings.timeout_s:g} s "
             "(compute.timeout_s): a step has too many responses or they are too long"
             f"{', or rollout.reward_processes is too low' if environments else ''}"
         )
@@ -233,49 +214,3 @@ def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int
     """Return the seed of one turn of a response; turn -1 is the seed of its environment."""
     turns = [turn + 2] if turn else []
     return int(np.random.SeedSequence([seed, *key.encode(), prompt, sample, *turns]).generate_state(1, np.uint32)[0])
-
-
-def make_engine(
-    kind: str | Plugin | RolloutEngine,
-    directory: str,
-    world: World,
-    *,
-    version: int,
-    seed: int,
-    precision: str,
-    max_length: int,
-    **options: Any,
-) -> RolloutEngine:
-    """Start the engine that `rollout.engine` names, with the weights of a Hugging Face directory; an engine that exists
-    is returned as it is."""
-    if not isinstance(kind, str | Plugin):
-        return kind
-    dtype = "bfloat16" if precision == "bf16" else "float32"
-    if isinstance(kind, Plugin):
-        made = plugin.bind(kind)(
-            directory, device=str(world.device), dtype=dtype, version=version, seed=seed, max_length=max_length
-        )
-        if not hasattr(made, "prompt_logprobs"):
-            raise UserError(f"the rollout engine {kind.use} has no method `prompt_logprobs(tokens)`")
-        return made
-    if kind == "native":
-        from ptf.rl.engines.hf_native import HFNativeEngine
-        from ptf.rl.engines.native import PREFILL_TOKENS, NativeEngine
-
-        foreign = "spec" in options and options["spec"].backend == "hf"
-        factory = layer_factory_of(options["spec"], adapted=bool(options.get("adapted"))) if "spec" in options else None
-        offload_file = own_file(options.get("offload_path"), world.rank)
-        return (HFNativeEngine if foreign else NativeEngine)(
-            directory,
-            device=world.device,
-            dtype=getattr(torch, dtype),
-            version=version,
-            factory=factory,
-            seed=seed,
-            offload_file=offload_file,
-            continuous=bool(options.get("continuous")),
-            prefill_tokens=max(PREFILL_TOKENS, max_length) if world.device.type == "cuda" else None,
-        )
-    from ptf.rl.engines.vllm_engine import VLLMEngine
-
-    return VLLMEngine(directory, seed=seed, dtype=dtype, max_model_len=max_length, version=version, **options)

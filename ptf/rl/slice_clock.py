@@ -7,7 +7,7 @@ and where it already has lines, of a run that is continued or replayed, these de
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ptf.errors import UserError
 from ptf.rl.in_flight_group import InFlightGroup, Member
@@ -20,23 +20,6 @@ POLL_S = 0.02  # seconds between looks whether an update goes on, while no reque
 Updating = Callable[[], bool]
 
 
-class SliceClock(Protocol):
-    """Decides what a slice computes."""
-
-    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
-        """Return the episodes whose requests the next slice computes, with the numbers of their groups, in order."""
-        ...
-
-    async def ended(self, flight: "InFlight") -> list[Member]:
-        """Return the episodes whose end counts from now on."""
-        ...
-
-    def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
-        """Return whether a slice, the `number`-th beside the update of the weights of `version`, begins before the new
-        ones are loaded."""
-        ...
-
-
 class VirtualClock:
     """Waits for every episode that is due."""
 
@@ -44,17 +27,18 @@ class VirtualClock:
         self.update_slices = update_slices
 
     async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
-        """See SliceClock."""
+        """Return the episodes whose requests the next slice computes, with the numbers of their groups, in order."""
         await self._wait(flight)
         return [(g.number, m) for g, _, m in members_of(flight.groups) if m.pending and m.due <= flight.slice]
 
     async def ended(self, flight: "InFlight") -> list[Member]:
-        """See SliceClock."""
+        """Return the episodes whose end counts from now on."""
         await self._wait(flight)
         return [m for _, _, m in members_of(flight.groups) if m.trajectory is not None and m.due <= flight.slice]
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
-        """See SliceClock."""
+        """Return whether a slice, the `number`-th beside the update of the weights of `version`, begins before the new
+        ones are loaded."""
         return number < self.update_slices
 
     async def _wait(self, flight: "InFlight") -> None:
@@ -69,7 +53,7 @@ class WallClock:
         self.ledger = ledger
 
     async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
-        """See SliceClock."""
+        """See VirtualClock."""
         flying = members_of(flight.groups)
         if (known := self.ledger.computed(flight.slice, version)) is not None:
             chosen = [(g, m) for g, i, m in flying if (g.number, i) in known]
@@ -90,7 +74,7 @@ class WallClock:
         return [(g.number, m) for g, _, m in found]
 
     async def ended(self, flight: "InFlight") -> list[Member]:
-        """See SliceClock."""
+        """See VirtualClock."""
         flying, number = members_of(flight.groups), flight.slice - 1
         if (known := self.ledger.ended(number)) is not None:
             chosen = [m for g, i, m in flying if (g.number, i) in known]
@@ -105,7 +89,7 @@ class WallClock:
         return [m for _, _, m in found]
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
-        """See SliceClock."""
+        """See VirtualClock."""
         known = self.ledger.is_beside_update(slice_number, version)
         if known is not None:
             return known

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -37,16 +38,8 @@ def generations_state(generations: Sequence[Generation]) -> list[dict[str, Any]]
     for before, one in itertools.pairwise([None, *generations]):
         assert one is not None
         shared = shared_length(one.context, before)
-        states.append(
-            {
-                "shared": shared,
-                "context": one.context[shared:],
-                "sampled_ids": one.sampled_ids,
-                "logprobs": one.logprobs,
-                "versions": one.versions,
-                "finished": one.finished,
-            }
-        )
+        values = {field.name: getattr(one, field.name) for field in fields(one)}
+        states.append({"shared": shared, **values, "context": one.context[shared:]})
     return states
 
 
@@ -54,9 +47,9 @@ def restored_generations(states: Sequence[Mapping[str, Any]]) -> tuple[Generatio
     """Return the generations that `generations_state` was given."""
     restored = list[Generation]()
     for state in states:
-        fields, before = dict(state), restored[-1] if restored else None
-        context = whole_context(fields.pop("context"), fields.pop("shared"), before)
-        restored.append(Generation(context=context, **fields))
+        values, before = dict(state), restored[-1] if restored else None
+        context = whole_context(values.pop("context"), values.pop("shared"), before)
+        restored.append(Generation(context=context, **values))
     return tuple(restored)
 
 

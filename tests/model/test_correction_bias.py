@@ -78,6 +78,7 @@ def test_a_pattern_for_it_alone_is_refused(tmp_path) -> None:
 def test_a_sync_in_bf16_rounds_all_but_it(tmp_path) -> None:
     whole = predicting_checkpoint(tmp_path, "glm4_moe")
     model, family = loaded(tmp_path)
-    policy: Any = SimpleNamespace(model=model, family=family, precision="bf16")
+    train = SimpleNamespace(precision="bf16")
+    policy: Any = SimpleNamespace(model=model, family=family, settings=SimpleNamespace(train=train))
     sent = dict(Learner._sent_tensors(policy))
     assert all(torch.equal(sent[n], whole[n]) and sent[n].dtype == whole[n].dtype for n in sent)

@@ -26,11 +26,12 @@ def keep(ledger: Path, attempt: int) -> None:
     """In the process that trains: append to the ledger, a line an event. A line is one write,
     so a kill leaves whole ones."""
     from ptf.data.trajectory import samples_of
-    from ptf.rl import controller, in_flight
+    from ptf.rl import controller, in_flight, rollouts
     from tests.reliability.traps import groups
 
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     run, take_groups = controller.Controller.run, in_flight.InFlight.take_groups
+    finish = rollouts.Rollouts.finish
     at = [0]
 
     def note(event: str, step: int, **more: Any) -> None:
@@ -58,19 +59,18 @@ def keep(ledger: Path, attempt: int) -> None:
         )
         return taken
 
-    class NotedScoring(controller.GroupScoring):  # not that of an evaluation
-        def finish(self, groups: Sequence[Group]) -> list[Group]:
-            scored = super().finish(groups)
-            values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
-            note(
-                "scored",
-                at[0],
-                answers=[
-                    [known_by(s), v]
-                    for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
-                ],
-            )
-            return scored
+    def finishing(self: rollouts.Rollouts, *args: Any) -> list[Group]:
+        scored = finish(self, *args)
+        values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
+        note(
+            "scored",
+            at[0],
+            answers=[
+                [known_by(s), v]
+                for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
+            ],
+        )
+        return scored
 
     def beginning(self: controller.Controller) -> None:
         note("restored", self.step)
@@ -78,7 +78,7 @@ def keep(ledger: Path, attempt: int) -> None:
 
     for group in groups():
         group.call = noting(group.call)
-    controller.GroupScoring, controller.Controller.run = NotedScoring, beginning
+    rollouts.Rollouts.finish, controller.Controller.run = finishing, beginning
     in_flight.InFlight.take_groups = taking
 
 

@@ -128,6 +128,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.sft.recipe import SFT
     from ptf.rl.in_flight import InFlight
     from ptf.rl.response_log import ResponseLog
+    from ptf.rl.rewards.by_source import GroupScoring
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
     from ptf.train.trainer import Trainer
@@ -183,7 +184,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (InFlight, "advance"),
         (InFlight, "take_groups"),
         (InFlight, "beside_update"),
-        (ptf.rl.controller.GroupScoring, "finish"),
+        (GroupScoring, "finish"),
         (ptf.rl.controller.Controller, "save"),
         (ptf.rl.controller.Controller, "_restore"),
         (ResponseLog, "log"),

@@ -14,6 +14,7 @@ from ptf import api, cli
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.rl import rollouts
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import LocalRoleGroup
 from ptf.rl.controller import Controller
@@ -68,10 +69,13 @@ def same(a, b) -> bool:
 
 def test_groups_are_at_most_k_versions_old_and_go_on_under_newer_weights(raw, monkeypatch):
     seen = []
-    plain = Controller.outcome_metrics
-    monkeypatch.setattr(
-        Controller, "outcome_metrics", lambda self, groups: seen.append((self.step, groups)) or plain(self, groups)
-    )
+    plain = rollouts.outcome_metrics
+
+    def watched(groups, version, *others, **more):
+        seen.append((version, groups))
+        return plain(groups, version, *others, **more)
+
+    monkeypatch.setattr(rollouts, "outcome_metrics", watched)
     raw["rollout"] |= {"group_size": 2, "max_new_tokens": 24, "slice_tokens": 4}  # of many lengths
     rows, _, _ = found(train(raw, "a"))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

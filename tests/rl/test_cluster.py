@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptf.rl.cluster import Pool, PoolSchedule
+from ptf.compute.world import World
+from ptf.rl.cluster import LocalCluster, Pool
 
 
 class Group:
@@ -25,8 +26,10 @@ def calls() -> list[str]:
     return []
 
 
-def schedule(*roles: tuple[str, ...]) -> PoolSchedule:
-    return PoolSchedule([Pool(f"pool {n}", frozenset(of), (1,)) for n, of in enumerate(roles)], gpu=True)
+def schedule(*roles: tuple[str, ...]) -> LocalCluster:
+    cluster = LocalCluster(World(), [Pool(f"pool {n}", frozenset(of), (1,)) for n, of in enumerate(roles)])
+    cluster.gpu = True
+    return cluster
 
 
 def test_two_roles_of_a_pool_are_loaded_together_and_then_the_second_alone(calls: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from ptf.data.trajectory import Reward, Trajectory
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalRoleGroup
-from ptf.rl.controller import Controller, rewards_differ
 from ptf.rl.engines.native import NativeEngine
+from ptf.rl.outcomes import reward_source, rewards_differ
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
 from ptf.run import run
@@ -553,8 +554,11 @@ def test_another_tokenizer_is_refused_on_resume(raw, monkeypatch, tmp_path, chan
 )
 def test_messages_name_what_gave_the_reward(harness, play, reward, model, named):
     environments = {"x": SimpleNamespace(use="c:E"), "y": SimpleNamespace(use="d:E")}
-    config = SimpleNamespace(harness=harness, play=play and SimpleNamespace(use=play), environment=environments)
-    controller = SimpleNamespace(
-        rollout_config=config, rewards=reward and SimpleNamespace(name=reward), reward_model=model
+    config: Any = SimpleNamespace(
+        harness=harness,
+        play=play and SimpleNamespace(use=play),
+        reward={"": SimpleNamespace(use=reward)} if reward else {},
+        reward_model=model,
+        environment=environments,
     )
-    assert Controller.reward_source(controller) == named  # pyright: ignore[reportArgumentType]
+    assert reward_source(config) == named

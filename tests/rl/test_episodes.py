@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ptf.config import ConfigError, Plugin
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_response, run_all, run_episodes
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rollout_role import raise_if_wrong_environment
+from ptf.rl.rollout_role import raise_if_wrong_environments
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 
@@ -415,13 +416,15 @@ def test_an_environment_that_does_not_exist_is_refused_at_once():
 def test_an_environment_without_its_methods_is_told_their_names(tokenizer, name, capsys):
     """Before anything is started if it is a class; what a function makes is known when an episode begins."""
     what = Plugin(use=f"tests.rl.environments:{name}")
+    rollout = RolloutConfig(environment={"use": what.use})
     told = "has no method `reset` and no method `step`"
     if name == "WithoutMethods":
         with pytest.raises(UserError, match=f"rollout.environment: {what.use} {told}"):
-            raise_if_wrong_environment(what)
+            raise_if_wrong_environments(rollout)
     else:
-        raise_if_wrong_environment(what)
-    raise_if_wrong_environment(Plugin(use="tests.rl.environments:Echo"))  # the control
+        raise_if_wrong_environments(rollout)
+    echo = {"use": "tests.rl.environments:Echo"}
+    raise_if_wrong_environments(RolloutConfig(environment=echo))  # the control
     environments = Environments(what)
     try:
         (found,) = played([{}], tokenizer, environments)

@@ -10,27 +10,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.flight_state import restore, state_of
-from ptf.rl.in_flight import FlightSettings, InFlight, ages
+from ptf.rl.in_flight import InFlight
 from ptf.rl.in_flight_group import InFlightGroup
 
 STEPS = 12
 
 
-def clock(k: int, **changes) -> FlightSettings:
+def clock(k: int, wall: bool = False, **changes) -> RolloutConfig:
     usual = {
-        "groups_per_step": 4,
+        "clock": "wall" if wall else "virtual",
+        "prompts_per_step": 4,
         "group_size": 2,
         "max_staleness": k,
         "slice_tokens": 5,
         "in_flight": 4 + 2 * k,
         "generation_batches": 2,
     }
-    return FlightSettings(**usual | changes)
+    return RolloutConfig(**usual | changes)
+
+
+def flight_of(config: RolloutConfig, engine, play, timeout_s: float = 10.0, ledger: Path | None = None) -> InFlight:
+    prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
+    slices = config.update_slices or 0
+    return InFlight(config, slices, prompts.__next__, engine, play, timeout_s, FlightLedger(ledger))
 
 
 class Engine:
@@ -73,20 +81,23 @@ def player(turns: int = 1, pause: bool = False, most: int = 40):
     return play
 
 
-def run(settings: FlightSettings, play, steps: int = STEPS, ledger: Path | None = None, updating=lambda: False):
+def run(config: RolloutConfig, play, steps: int = STEPS, ledger: Path | None = None, updating=lambda: False):
     """Return, of each step, the taken groups and their ages; and what the engine was asked."""
     engine = Engine()
-    prompts = (Prompt(np.array([1], np.int32), {}, "a", i) for i in range(10**6))
-    flight = InFlight(settings, engine, play, 10.0, FlightLedger(ledger))
+    flight = flight_of(config, engine, play, ledger=ledger)
     taken: list[list[InFlightGroup]] = []
     try:
         for step in range(steps):
             engine.version = step
-            taken.append(flight.take_groups(step, lambda: next(prompts)))
-            flight.beside_update(step, lambda: next(prompts), updating)
+            taken.append(flight.take_groups(step))
+            flight.beside_update(step, updating)
     finally:
         flight.close()
     return taken, engine.served
+
+
+def ages(groups: list[InFlightGroup], step: int) -> list[int]:
+    return [step - group.admitted for group in groups]
 
 
 def told(taken):
@@ -146,10 +157,9 @@ def test_an_environment_has_its_slices_for_an_answer():
             asked.append({r.seed: r.offset for batch in batches for r in batch})
             return Engine()(batches)
 
-        flight = InFlight(clock(2, environment_slices=slices), serve, player(2), 10.0)
-        prompts = iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
+        flight = flight_of(clock(2, environment_slices=slices), serve, player(2))
         for _ in range(24):
-            flight.advance(0, lambda prompts=prompts: next(prompts))
+            flight.advance(0)
         flight.close()
         last = {seed: n for n, of in enumerate(asked) for seed in of if seed % 10 == 0}
         first = {seed: n for n, of in reversed(list(enumerate(asked))) for seed in of if seed % 10 == 1}
@@ -168,12 +178,11 @@ def test_slices_run_while_an_environment_thinks():
         return Trajectory(prompt, (response,), "", Reward(0.0))
 
     engine = Engine()
-    flight = InFlight(clock(8, environment_slices=20), engine, play, 10.0)
-    prompts = iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(999))
+    flight = flight_of(clock(8, environment_slices=20), engine, play)
     for number in range(30):
         if number == 19:
             thinking.set()
-        flight.advance(0, lambda: next(prompts))
+        flight.advance(0)
     flight.close()
     assert flight.groups[0].ended is not None
 
@@ -252,17 +261,16 @@ def test_an_episode_that_ends_before_its_recorded_responses_does_not_repeat(wall
         ]
         return Trajectory(prompt, tuple(found), "", Reward(0.0))
 
-    settings, prompts = clock(2, wall=wall), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
-    ledger = FlightLedger(tmp_path / "flight.jsonl")
-    flight = InFlight(settings, Engine(), play, 10.0, ledger)
-    flight.advance(0, lambda: next(prompts))
+    config, ledger = clock(2, wall=wall), tmp_path / "flight.jsonl"
+    flight = flight_of(config, Engine(), play, ledger=ledger)
+    flight.advance(0)
     state = state_of(flight)
     flight.close()
     turns[0] = 0
-    again = InFlight(settings, Engine(), play, 10.0, ledger)
+    again = flight_of(config, Engine(), play, ledger=ledger)
     restore(again, state)
     with pytest.raises(UserError, match=r"after the resume|an episode ended or asked the policy otherwise"):
-        again.advance(0, lambda: next(prompts))
+        again.advance(0)
     again.close()
 
 
@@ -282,9 +290,9 @@ def test_an_episode_that_gives_up_a_request_is_named():
         time.sleep(0.05)
         return engine(batches)
 
-    flight = InFlight(clock(1, slice_tokens=1), slow, hasty, 10.0)
+    flight = flight_of(clock(1, slice_tokens=1), slow, hasty)
     with pytest.raises(UserError, match="gave up a request"):
-        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0)
     flight.close()
 
 
@@ -313,9 +321,9 @@ def test_an_episode_has_one_request_at_a_time():
         request = Request(np.array([1, 2], np.int32), Sampling(40, 1.0, (9,)), 3)
         await asyncio.gather(ask(request), ask(request))
 
-    flight = InFlight(clock(1), Engine(), both, 10.0)
+    flight = flight_of(clock(1), Engine(), both)
     with pytest.raises(UserError, match="one at a time"):
-        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0)
     flight.close()
 
 
@@ -346,9 +354,9 @@ def test_an_episode_that_never_asks_ends_the_run():
         await asyncio.sleep(100)
 
     engine = Engine()
-    flight = InFlight(clock(1), engine, hangs, 0.1)
+    flight = flight_of(clock(1), engine, hangs, 0.1)
     with pytest.raises(TimeoutError, match="12 episodes neither ended nor asked"):
-        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0)
     flight.close()
 
 
@@ -358,9 +366,9 @@ def test_a_fault_of_an_episode_is_raised_and_those_of_the_others_are_not_reporte
     async def fails(prompt, version, i, ask):
         raise RuntimeError("a fault")
 
-    flight = InFlight(clock(1), Engine(), fails, 10.0)
+    flight = flight_of(clock(1), Engine(), fails)
     with pytest.raises(RuntimeError, match="a fault"):
-        flight.take_groups(0, lambda: Prompt(np.array([1], np.int32), {}, "a", 0))
+        flight.take_groups(0)
     flight.close()
     del flight
     gc.collect()
@@ -368,28 +376,23 @@ def test_a_fault_of_an_episode_is_raised_and_those_of_the_others_are_not_reporte
 
 
 def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
-    def begun(play):
-        engine, prompts = Engine(), iter(Prompt(np.array([1], np.int32), {}, "a", i) for i in range(99))
-        return InFlight(clock(2), engine, play, 10.0), engine, lambda: next(prompts)
-
-    whole, engine, prompts = begun(player(2))
-    first, _, its_prompts = begun(player(2))
+    whole, first = (flight_of(clock(2), Engine(), player(2)) for _ in range(2))
     try:
-        for flight, source in ((whole, prompts), (first, its_prompts)):
-            flight.advance(0, source)
-            flight.advance(0, source)
+        for flight in (whole, first):
+            flight.advance(0)
+            flight.advance(0)
         state = state_of(first)
         assert any(member.get("started") for group in state["groups"] for member in group["members"])
         assert any(member.get("responses") for group in state["groups"] for member in group["members"])
-        second, _, _ = begun(player(2))
+        second = flight_of(clock(2), Engine(), player(2))
+        second.next_prompt = first.next_prompt
         restore(second, state)
-        engine.version = 0
-        ends = [told([flight.take_groups(0, source)]) for flight, source in ((whole, prompts), (second, its_prompts))]
+        ends = [told([flight.take_groups(0)]) for flight in (whole, second)]
         assert ends[0] == ends[1]
-        other, _, more = begun(player(1, most=41))
+        other = flight_of(clock(2), Engine(), player(1, most=41))
         restore(other, {**state, "groups": [moved(group) for group in state["groups"]]})
         with pytest.raises(UserError, match="sent another request to the policy than before"):
-            other.take_groups(0, more)
+            other.take_groups(0)
     finally:
         for flight in (whole, first, second, other):
             flight.close()

@@ -20,14 +20,14 @@ KILLED = """
     import os, signal, sys, threading
     from ptf.compute import checkpoint
     from ptf.config import load
-    from ptf.rl import controller
     from ptf.rl.cluster import LocalRoleGroup
+    from ptf.rl.rewards.by_source import GroupScoring
     from ptf.run import run
 
     phase, step = sys.argv[2], int(sys.argv[3])
     methods = {"rollout": "rollout", "logprobs": "logprobs", "reference": "logprobs", "update": "update",
                "sync": "load", "save": "save"}
-    at, call, score = [0], LocalRoleGroup.call, controller.GroupScoring.finish
+    at, call, score = [0], LocalRoleGroup.call, GroupScoring.finish
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +49,7 @@ KILLED = """
             die()
         return score(begun, groups)
 
-    LocalRoleGroup.call, controller.GroupScoring.finish = killing, scoring
+    LocalRoleGroup.call, GroupScoring.finish = killing, scoring
     run(load(sys.argv[1]), "killed")
 """
 

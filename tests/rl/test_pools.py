@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,13 @@ import yaml
 from ptf.compute.offload import release_freed_memory
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World, joined
-from ptf.config import loads
+from ptf.config import Job, loads
 from ptf.config.error import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
-from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.recipes import registry
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, phase_table
-from ptf.rl.roles import Learner
+from ptf.rl.roles import Learner, LearnerSettings
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
 
@@ -173,7 +173,7 @@ class Noting:
     distributed = False
     turns: list[str]
 
-    def __init__(self, world: World, *, name: str) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self.name, self.waiting = name, False
 
     def offload(self) -> None:
@@ -193,7 +193,7 @@ def test_only_roles_of_one_pool_give_way_to_each_other():
     cluster = LocalCluster(
         World(), [Pool("a", frozenset({"p", "q"}), (2,), disk=True), Pool("b", frozenset({"r", "s"}), (2,))]
     )
-    p, q, r, s = (cluster.start(RoleSpec(name, Noting, {"name": name})) for name in "pqrs")
+    p, q, r, s = (cluster.start(RoleSpec(name, Noting, name)) for name in "pqrs")
     assert Noting.turns == ["p parks"]
     for group in (q, r, p, p, s, q):
         with cluster.phase(group, f"of {group.spec.name}"):
@@ -205,7 +205,7 @@ def test_only_roles_of_one_pool_give_way_to_each_other():
     assert lines[3].split()[:4] == ["of", "p", "p", "a"]
     assert lines[3].endswith("2.00  q 0.25 GiB")
     with pytest.raises(UserError, match=r"compute\.pools: role t is in none of a \(1 × p, q\), b \(1 × r, s\)"):
-        cluster.start(RoleSpec("t", Noting, {"name": "t"}))
+        cluster.start(RoleSpec("t", Noting, "t"))
 
 
 CEILING = """
@@ -286,6 +286,19 @@ def test_two_roles_run_where_only_one_has_room(large, tmp_path):
     assert 4 * WEIGHTS_MIB < float(done.stdout.split("MOST")[1]) < 300
 
 
+def parked(job: Job, place: Path) -> LearnerSettings:
+    return LearnerSettings(
+        directory=Path(job.model.path),
+        section=job.model,
+        train=job.train,
+        seed=0,
+        seq_len=64,
+        offload_path=str(place / "offloaded"),
+        recipe=registry.build(job),
+        tokenizer=job.model.path,
+    )
+
+
 def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
     job = loads(
         yaml.safe_dump(
@@ -294,18 +307,7 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
         )
     )
     with joined("cpu", 60) as world:
-        learner = Learner(
-            world,
-            directory=job.model.path,
-            tokenizer=job.model.path,
-            spec=job.model,
-            seed=0,
-            train=job.train,
-            recipe=registry.build(job),
-            seq_len=64,
-            processing=NO_LOGITS_PROCESSING,
-            offload_path=str(tmp_path / "offloaded"),
-        )
+        learner = Learner(world, parked(job, tmp_path))
         units = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
         learner.update([units], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
@@ -330,18 +332,8 @@ def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
         )
     )
     with joined("cpu", 60) as world:
-        learner = Learner(
-            world,
-            directory=job.model.path,
-            tokenizer=job.model.path,
-            spec=job.model,
-            seed=0,
-            seq_len=64,
-            processing=NO_LOGITS_PROCESSING,
-            recipe=registry.build(job),
-            train=job.train.model_copy(update={"precision": "bf16"}),
-            offload_path=str(tmp_path / "offloaded"),
-        )
+        train = job.train.model_copy(update={"precision": "bf16"})
+        learner = Learner(world, replace(parked(job, tmp_path), train=train))
         tokens = [np.arange(9, dtype=np.int32)]
         (before,) = learner.prompt_logprobs(tokens)
         learner.offload()

@@ -31,7 +31,7 @@ class Echo:
 
     uses_process_group: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, word: str) -> None:
+    def __init__(self, world: World, word: str) -> None:
         self.world, self.word, self.log = world, word, ["made"]
 
     @split_over_workers
@@ -106,12 +106,12 @@ def cluster(ray_cluster):
 
 @pytest.fixture(scope="module")
 def echo(cluster):
-    return cluster.start(RoleSpec("echo", Echo, {"word": "e"}, 2, {"ONLY_ECHO": "1"}))
+    return cluster.start(RoleSpec("echo", Echo, "e", 2, {"ONLY_ECHO": "1"}))
 
 
 @pytest.fixture(scope="module")
 def team(cluster):
-    return cluster.start(RoleSpec("team", Team, {"word": "t"}, 2))
+    return cluster.start(RoleSpec("team", Team, "t", 2))
 
 
 def test_sharded_calls_split_the_list_and_join_the_results_in_order(echo):
@@ -121,7 +121,7 @@ def test_sharded_calls_split_the_list_and_join_the_results_in_order(echo):
 
 
 def test_a_role_does_the_same_in_this_process(echo):
-    local = LocalCluster(World(), [Pool("all", frozenset({"echo"}), (1,))]).start(RoleSpec("echo", Echo, {"word": "e"}))
+    local = LocalCluster(World(), [Pool("all", frozenset({"echo"}), (1,))]).start(RoleSpec("echo", Echo, "e"))
     tensors = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
     for method, args in (("mark", ([1, 2, 3], "?")), ("total", (tensors,))):
         assert echo.call(method, *args) == local.call(method, *args)
@@ -170,17 +170,17 @@ def test_where_names_process_actor_and_memory(echo, team):
 
 
 def test_phases_add_up_their_seconds_and_on_a_cpu_nobody_is_offloaded(cluster, echo, team):
-    cluster.seconds.clear()
+    cluster.table.clear()
     for group in (echo, team, echo):
         with cluster.phase(group, "turn"):
             time.sleep(0.05)
-    assert 0.15 <= cluster.seconds["turn"] < 1
+    assert 0.15 <= sum(one.seconds for one in cluster.table) < 1
     assert echo.call("history") == team.call("history") == ["made"]
 
 
 def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster):
     cluster = VerlCluster(device="cpu", timeout_s=40, pools=[Pool("all", frozenset({"rollout"}), (1, 1))])
-    group = cluster.start(RoleSpec("rollout", Echo, {"word": ""}, 2))
+    group = cluster.start(RoleSpec("rollout", Echo, "", 2))
     pids = [gang.members[0].pid for gang in group.gangs]
     for gang in group.gangs:
         gang.timeout_s = 1.0
@@ -213,9 +213,9 @@ GPUS = """
         pools = [Pool("shared", frozenset({"policy", "rollout", "wide"}), (3, 3)), 
                  Pool("own", frozenset({"critic"}), (1,))]
         cluster = VerlCluster(device="auto", timeout_s=300, pools=pools)
-        policy = cluster.start(RoleSpec("policy", Echo, {"word": "p"}, 2))
-        rollout = cluster.start(RoleSpec("rollout", Echo, {"word": "r"}, 1))
-        critic = cluster.start(RoleSpec("critic", Echo, {"word": "c"}, 1))
+        policy = cluster.start(RoleSpec("policy", Echo, "p", 2))
+        rollout = cluster.start(RoleSpec("rollout", Echo, "r", 1))
+        critic = cluster.start(RoleSpec("critic", Echo, "c", 1))
         devices = [group.call("env", "CUDA_VISIBLE_DEVICES") for group in (policy, rollout, critic)]
         with cluster.phase(rollout, "rollout"):
             pass
@@ -223,7 +223,7 @@ GPUS = """
             with cluster.phase(group, "turn"):
                 pass
         try:
-            cluster.start(RoleSpec("wide", Echo, {"word": "w"}, 3))
+            cluster.start(RoleSpec("wide", Echo, "w", 3))
             refused = ""
         except UserError as error:
             refused = str(error)

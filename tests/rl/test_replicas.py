@@ -46,7 +46,7 @@ class Worker:
 
     uses_process_group: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, place: str) -> None:
+    def __init__(self, world: World, place: str) -> None:
         self.place, self.weights, self.count = Path(place), -1, 0
 
     @replayed_broadcast
@@ -122,7 +122,7 @@ ITEMS = [1, 2, 3, 4, 5, 6, 7, 8]
 @pytest.fixture
 def group(ray_cluster, tmp_path):
     cluster = VerlCluster(device="cpu", timeout_s=60, pools=[Pool("all", frozenset({"workers"}), (1, 1))], restarts=1)
-    made = cluster.start(RoleSpec(*SPEC, {"place": str(tmp_path)}, 2))
+    made = cluster.start(RoleSpec(*SPEC, str(tmp_path), 2))
     made.call("load", 7)
     yield made
     cluster.close()
@@ -223,9 +223,7 @@ def test_one_that_was_stopped_is_named_within_10_seconds_and_replaced(group, cap
 
 
 def test_in_this_process_the_results_come_in_order_too(tmp_path):
-    local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(
-        RoleSpec(*SPEC, {"place": str(tmp_path)})
-    )
+    local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(RoleSpec(*SPEC, str(tmp_path)))
     assert local.call("load", 3) == 3
     assert local.call("squares", ITEMS, "nothing") == [(i * i, 3) for i in ITEMS]
 

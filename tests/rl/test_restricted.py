@@ -94,15 +94,15 @@ def test_a_nucleus_is_the_trainers_too(short, tmp_path, top_p, with_trie):
 
 
 def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
-    from ptf.rl import online_run
+    from ptf.rl import online_job
     from ptf.rl.weights.verification import SyncError
 
-    with_logits_processing = online_run.with_logits_processing
+    with_logits_processing = online_job.with_logits_processing
 
     def unaware(recipe, rollout, trie):
         return recipe, with_logits_processing(recipe, rollout, None)[1]
 
-    monkeypatch.setattr(online_run, "with_logits_processing", unaware)
+    monkeypatch.setattr(online_job, "with_logits_processing", unaware)
     said = r"the limit is .*, by rollout\.logprob_tolerance\), .*\. Either the engine computes otherwise"
     with pytest.raises(SyncError, match=said):
         train(allowed(raw, tmp_path))

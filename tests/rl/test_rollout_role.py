@@ -1,13 +1,16 @@
 """What an engine is given, by its name."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from ptf.config import Job, loads
 from ptf.errors import UserError
-from ptf.rl.rollout_role import _engine_options, rollout_options, sampler_spec
+from ptf.rl.rollout_functions import RolloutFunctions
+from ptf.rl.rollout_role import sampler_spec
+from ptf.rl.sampler import SamplerSettings
 from ptf.tasks.tiny import write_model
 
 
@@ -22,28 +25,31 @@ def job(**sections) -> Job:
     return loads(yaml.safe_dump(raw | sections))
 
 
-def test_an_engine_is_given_what_it_takes_and_nothing_else():
-    lora = job(model={"lora": {"rank": 4}})
-    assert _engine_options(lora, "native", None, adapter=False, tensor_parallel_size=1) == {
-        "spec": lora.model,
-    }
-    assert _engine_options(lora, "native", None, adapter=True, tensor_parallel_size=1) == {
-        "spec": lora.model,
-        "adapted": True,
-    }
-    found = _engine_options(lora, "vllm", None, adapter=True, tensor_parallel_size=2)
-    assert found.keys() & {"spec", "adapted"} == set()
-    assert found["lora_rank"] == 4
-    assert found["gpu_share"] == 0.4
-    assert "lora_rank" not in _engine_options(lora, "vllm", None, adapter=False, tensor_parallel_size=1)
-    assert "constrained_decoding" not in found
+def settings_of(made: Job, place: Path, **more) -> SamplerSettings:
+    write_model(place, "abc")
+    return sampler_spec(made, place, str(place), place, None, **{"engine": "native", "length": 8, **more}).settings
+
+
+def test_an_engine_is_given_what_the_job_says(tmp_path):
+    lora = job(model={"lora": {"rank": 4}}, train={"steps": 1, "lr": 1e-4, "precision": "fp32"})
+    found = settings_of(lora, tmp_path).engine
+    assert (found.kind, found.version, found.model) == ("native", 0, lora.model)
+    assert (found.cpu_kv_cache_gib, found.gpu_memory_utilization) == (0.25, 0.4)
+    assert (found.adapter, found.continuous, found.constrained_decoding) == (False, False, False)
+    sent = lora.model_copy(update={"rollout": lora.rollout.model_copy(update={"lora_sync": "adapter"})})
+    assert not settings_of(sent, tmp_path).engine.adapter, "an evaluation has the merged model"
+    found = settings_of(sent, tmp_path, for_training=True).engine
+    assert (found.adapter, found.version) == (True, -1)
 
 
 def test_the_limits_of_environments_are_those_of_rewards():
     limits = {"reward_processes": 2, "reward_timeout_s": 7, "reward_retries": 3}
     made = job(rollout={"environment": {"use": "tests.rl.environments:Echo"}, **limits})
-    spec = rollout_options(made, None)["environments"][""]
-    assert (spec.processes, spec.timeout_s, spec.retries) == (2, 7, 3)
+    functions = RolloutFunctions(None, made.rollout)  # pyright: ignore[reportArgumentType]
+    (environments,) = functions.environments
+    assert [one.timeout_s for one in environments.processes] == [7, 7]
+    assert environments.retries == 3
+    functions.close()
 
 
 def test_a_cache_on_a_cpu_holds_several_of_the_longest_contexts(tmp_path):
@@ -52,9 +58,10 @@ def test_a_cache_on_a_cpu_holds_several_of_the_longest_contexts(tmp_path):
     sizes = {"num_hidden_layers": 28, "num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128}
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes | {"max_position_embeddings": 4096}))
     made = job(train={"steps": 1, "lr": 1e-4, "precision": "bf16"})
-    few = {"engine": "vllm", "for_training": True, "engines": 1}
     caches = [
-        sampler_spec(made, tmp_path, str(tmp_path), tmp_path, length=length, **few).kwargs["cpu_kv_cache_gib"]
+        sampler_spec(
+            made, tmp_path, str(tmp_path), tmp_path, None, engine="vllm", length=length, for_training=True
+        ).settings.engine.cpu_kv_cache_gib
         for length in (64, 4096)
     ]
     assert caches == [0.25, 4 * 4096 * 28 * 8 * 256 * 2 / 2**30]
@@ -65,16 +72,9 @@ def test_a_model_that_an_engine_cannot_hold_is_refused_before_one_starts(tmp_pat
     positions = json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"]
 
     def spec(length: int, processes: int):
+        made = job(rollout={"reward": {"use": "ptf.rl.rewards:exact"}, "tensor_parallel_size": processes})
         return sampler_spec(
-            job(),
-            tmp_path,
-            str(tmp_path),
-            tmp_path,
-            engine="native",
-            for_training=True,
-            engines=1,
-            length=length,
-            tensor_parallel_size=processes,
+            made, tmp_path, str(tmp_path), tmp_path, None, engine="native", length=length, for_training=True
         )
 
     assert spec(positions, 1).workers == 1

@@ -1,9 +1,9 @@
 """The role that generates: its engine sleeps while another role has the devices."""
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.sampler import Sampler
 
@@ -19,4 +19,4 @@ def test_an_engine_sleeps_between_offload_and_onload():
 
 
 def test_responses_are_sampled_from_the_whole_distribution_unless_asked_otherwise():
-    assert inspect.signature(Sampler.__init__).parameters["top_p"].default == Sampling(1, 1.0, ()).top_p == 1.0
+    assert RolloutConfig().top_p == Sampling(1, 1.0, ()).top_p == 1.0

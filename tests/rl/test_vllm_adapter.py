@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from ptf.compute.world import World
+from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters_off
 from ptf.model.peft_format import PeftFormat, save
+from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from ptf.rl.engines.vllm_engine import engine_env, max_lora_rank
-from ptf.rl.sampler import make_engine
 from ptf.rl.weights.stored import into_buckets
 from ptf.rl.weights.verification import SyncError, manifest_of
 from tests import tiny
@@ -100,17 +101,17 @@ def test_vllm_reads_the_adapter(tmp_path):
 def sync(place: str) -> None:
     """In a process of its own: two adapters one after the other, sent to our engine;
     greedy answers and prompt log-probs with each, to `place/found.pt`."""
-    engine = make_engine(
-        "vllm",
-        f"{place}/m",
-        World(),
+    engine = EngineSettings(
+        kind="vllm",
+        directory=f"{place}/m",
         version=-1,
         seed=0,
         precision="fp32",
         max_length=128,
+        model=ModelConfig(path=f"{place}/m", lora=LoraConfig(rank=16)),
+        adapter=True,
         cpu_kv_cache_gib=0.125,
-        lora_rank=16,
-    )
+    ).start(World())
     found = []
     for version in range(2):
         model, form = adapted(Path(place) / "m", version)

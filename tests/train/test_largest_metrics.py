@@ -15,10 +15,9 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.model.decoder import Decoder
-from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.recipes.protocol import Metrics
 from ptf.recipes.sft.recipe import SFT
-from ptf.rl.roles import Learner
+from ptf.rl.roles import Learner, LearnerSettings
 from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.deterministic import trainer_of
 from ptf.train.trainer import load_model
@@ -76,18 +75,17 @@ def test_the_largest_value_of_passes_and_ranks_counts(tmp_path, monkeypatch, ran
 
 
 def test_the_largest_value_of_minibatches_counts_and_losses_are_averaged(tmp_path):
-    directory = str(checkpoint(tmp_path / "model"))
-    learner = Learner(
-        World(),
+    directory = checkpoint(tmp_path / "model")
+    settings = LearnerSettings(
         directory=directory,
-        tokenizer="",
-        spec=ModelConfig(path=directory),
-        seed=0,
+        section=ModelConfig(path=str(directory)),
         train=TrainConfig(steps=10, lr=1e-12, precision="fp32", micro_batch_sequences=1),
-        recipe=Extremes(),
+        seed=0,
         seq_len=64,
-        processing=NO_LOGITS_PROCESSING,
+        recipe=Extremes(),
+        tokenizer="",
     )
+    learner = Learner(World(), settings)
     alone = [learner.update([sequence], 0)["loss"] for sequence in SEQUENCES]
     together = learner.update(SEQUENCES, 0)
     assert {name: together[name] for name in EXPECTED} == EXPECTED

@@ -15,10 +15,10 @@ from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
 from ptf.model.lora import adapter_names
 from ptf.model.reference import export_difference
-from ptf.model.sampling import LogitsProcessing
+from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.roles import Learner
+from ptf.rl.roles import Learner, LearnerSettings
 from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
 from ptf.train.components import layer_factory_of
@@ -132,21 +132,24 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     assert (run / "adapter" / "adapter_config.json").is_file()
 
 
+def policy(directory: Path, section: ModelConfig) -> LearnerSettings:
+    return LearnerSettings(
+        directory=directory,
+        section=section,
+        train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
+        seed=0,
+        seq_len=64,
+        processing=NO_LOGITS_PROCESSING,
+        recipe=SFT("assistant"),
+        tokenizer="",
+    )
+
+
 @pytest.mark.parametrize("fault", ["dropped", "garbled", "the one before", "of a whole model"])
 def test_an_adapter_that_arrives_wrong_is_refused(tmp_path, fault):
     directory = tiny.checkpoint(tmp_path / "m")
     spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
-    how = {
-        "directory": str(directory),
-        "seed": 0,
-        "seq_len": 64,
-        "processing": LogitsProcessing(),
-        "tokenizer": "",
-        "recipe": SFT("assistant"),
-    }
-    learner = Learner(
-        World(), **how, spec=spec, train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2)
-    )
+    learner = Learner(World(), policy(directory, spec))
     engine = NativeEngine(
         str(directory), device=CPU, dtype=torch.float32, version=-1, factory=layer_factory_of(spec, adapted=True)
     )

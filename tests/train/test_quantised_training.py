@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from ptf.model.peft_format import PeftFormat
 from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.sft.recipe import SFT
-from ptf.rl.roles import Learner, LogprobModel
+from ptf.rl.roles import Learner, LearnerSettings, LogprobModel
 from ptf.train import adapter
 from ptf.train.adapter import difference_of
 from ptf.train.precompute import _start
@@ -117,18 +118,18 @@ def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path
 
 def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
     directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
-    common = {"directory": str(directory), "seed": 0, "seq_len": 64, "processing": LogitsProcessing(0.7)}
-    learner = Learner(
-        World(),
-        **common,
-        spec=ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4"),
-        tokenizer="",
+    settings = LearnerSettings(
+        directory=directory,
+        section=ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4"),
         train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
+        seed=0,
+        seq_len=64,
+        processing=LogitsProcessing(0.7),
         recipe=SFT("assistant"),
+        tokenizer="",
     )
-    engine = LogprobModel(
-        World(), **common, spec=ModelConfig(path=str(directory)), precision="fp32", micro_batch_sequences=2
-    )
+    learner = Learner(World(), settings)
+    engine = LogprobModel(World(), replace(settings, section=ModelConfig(path=str(directory))))
     samples = [tiny.sample(n, n) for n in (20, 33, 7)]
     learner.update([[(s,) for s in samples]], 0)
 

@@ -25,10 +25,10 @@ from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model import bridge
 from ptf.model.sampling import ROUNDING, nucleus, restrict
+from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.generation_checks import generation_errors
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
-from ptf.rl.sampler import make_engine
 from ptf.rl.weights.stored import into_buckets, write_buckets
 from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, manifest_of
 from ptf.train.trainer import load_model
@@ -85,10 +85,15 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
         os.environ.update(engine_env(place / "vllm"))
     world = World(device=pick_device("auto"))
-    more = {"constrained_decoding": True} if kind == "vllm" else {}
-    return lambda directory, version: make_engine(
-        kind, directory, world, version=version, seed=0, precision=precision, max_length=MAX_LENGTH, **more
-    )
+    return lambda directory, version: EngineSettings(
+        kind=kind,
+        directory=directory,
+        version=version,
+        seed=0,
+        precision=precision,
+        max_length=MAX_LENGTH,
+        constrained_decoding=True,
+    ).start(world)
 
 
 def small_model(place: Path, seed: int) -> Path:

@@ -15,11 +15,6 @@ class Rewards:
         self.by_source = dict(by_source)
 
     @property
-    def name(self) -> str:
-        """Return the names of the rewards, for messages."""
-        return ", ".join(workers.reward.use for workers, _ in self.by_source.values())
-
-    @property
     def score_whole_groups(self) -> bool:
         """Return whether one of the rewards scores all responses to a prompt together."""
         return any(workers.signature.scores == "group" for workers, _ in self.by_source.values())

@@ -7,8 +7,9 @@ training; the policy's ids are not used.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
+from ptf.config import Job
 from ptf.data.encode import answered
 from ptf.data.response_conversation import history_of
 from ptf.data.sample import Sample
@@ -20,7 +21,8 @@ from ptf.model.scalar import is_scalar
 from ptf.recipes.rm.recipe import RM
 from ptf.rl.cluster import RoleGroup, split_over_workers
 from ptf.rl.forward_passes import per_document
-from ptf.rl.roles import FrozenModelRole
+from ptf.rl.roles import ModelRole, ModelSettings
+from ptf.train.job_tokenizer import with_run_rendering
 from ptf.train.trainer import forget_forwards
 
 
@@ -33,22 +35,15 @@ def raise_if_without_score(place: Path) -> None:
         )
 
 
-class RewardModel(FrozenModelRole):
+class RewardModel(ModelRole):
     """Role of a model that scores conversations."""
 
-    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+    head: Literal["lm", "scalar"] = "scalar"
 
     @split_over_workers
     def scores(self, samples: list[Sample]) -> list[float]:
         """Return the score of each sample, at its last token."""
-        values = per_document(
-            self.model,
-            samples,
-            self.world,
-            RM().scores,
-            seq_len=self.seq_len,
-            micro_batch_sequences=self.micro_batch_sequences,
-        )
+        values = per_document(self.model, samples, self.world, RM().scores, **self.scored)
         forget_forwards(self.model)
         return values
 
@@ -61,6 +56,16 @@ class RewardModelClient:
 
     def __init__(self, role: RoleGroup, tokenizer: Tokenizer, longest: int, weight: float) -> None:
         self.role, self.tokenizer, self.longest, self.weight = role, tokenizer, longest, weight
+
+    @classmethod
+    def of(cls, job: Job, run: Path, role: RoleGroup | None) -> "RewardModelClient | None":
+        """Return the client of a job's role; None without one."""
+        reward_model = job.rollout and job.rollout.reward_model
+        if role is None or not reward_model:
+            return None
+        settings: ModelSettings = role.spec.settings
+        tokenizer = with_run_rendering(job, Tokenizer.load(str(settings.directory)), run)
+        return cls(role, tokenizer, settings.seq_len, reward_model.weight)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with `weight` times the score as reward, added to the reward that a response has already.

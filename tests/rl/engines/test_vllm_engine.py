@@ -33,7 +33,7 @@ class EngineRole:
 
     uses_process_group: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, path: str) -> None:
+    def __init__(self, world: World, path: str) -> None:
         self.engine = VLLMEngine(path, seed=0, dtype="float32", max_model_len=LONGEST, cpu_kv_cache_gib=0.1)
 
     @split_over_workers
@@ -63,10 +63,7 @@ def engines(ray_cluster, place, vllm_caches):
     (place / "home").mkdir()
     cluster = VerlCluster(device="cpu", timeout_s=400, pools=[Pool("engines", frozenset(KINDS), (2,))])
     env = {**engine_env(vllm_caches), "HOME": str(place / "home")}
-    yield {
-        kind: cluster.start(RoleSpec(kind, EngineRole, {"path": str(checkpoint(place, kind, 0))}, 1, env))
-        for kind in KINDS
-    }
+    yield {kind: cluster.start(RoleSpec(kind, EngineRole, str(checkpoint(place, kind, 0)), 1, env)) for kind in KINDS}
     cluster.close()
 
 

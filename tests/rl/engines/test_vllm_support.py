@@ -91,9 +91,9 @@ def test_check_refuses_what_is_wrong_with_one_message_and_a_way_out(tmp_path, he
     with pytest.raises(UserError, match="qwen3_next in fp32"):
         api.check(job)
     with pytest.raises(UserError, match=r"use rollout\.engine: native"):
-        sampler_spec(job, tmp_path / "m", "", tmp_path, engine="vllm", for_training=True, engines=1, length=8)
+        sampler_spec(job, tmp_path / "m", "", tmp_path, None, engine="vllm", for_training=True, length=8)
     with pytest.raises(UserError, match=r"use evaluate\.engine: native"):
-        sampler_spec(job, tmp_path / "m", "", tmp_path, engine="vllm", for_training=False, engines=1, length=8)
+        sampler_spec(job, tmp_path / "m", "", tmp_path, None, engine="vllm", length=8)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ and the policy learns to please it."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
 from ptf.config import loads
 from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.train import TrainConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec
 from ptf.rl.rewards.model import RewardModel, RewardModelClient
+from ptf.rl.roles import ModelSettings
 from ptf.run import run
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
@@ -49,14 +52,13 @@ def taste(liked) -> RewardModelClient:
     spec = RoleSpec(
         "reward_model",
         RewardModel,
-        {
-            "directory": liked,
-            "spec": ModelConfig(path=liked),
-            "seed": 0,
-            "precision": "fp32",
-            "seq_len": 64,
-            "micro_batch_sequences": 2,
-        },
+        ModelSettings(
+            directory=Path(liked),
+            section=ModelConfig(path=liked),
+            train=TrainConfig(steps=1, lr=1e-3, precision="fp32", micro_batch_sequences=2),
+            seed=0,
+            seq_len=64,
+        ),
     )
     group = LocalCluster(World(), [Pool("all", frozenset({"reward_model"}), (1,))]).start(spec)
     return RewardModelClient(group, Tokenizer.load(liked), 64, 0.5)

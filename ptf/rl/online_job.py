@@ -1,0 +1,190 @@
+"""An online job as far as it is known before a role is started: what all of its parts are made from."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ptf.compute import provenance
+from ptf.compute.device_defaults import computes_on_gpu
+from ptf.compute.world import CPU
+from ptf.config import Job
+from ptf.config.logprob_limits import LogprobLimits, logprob_limits
+from ptf.config.sections.model import ModelConfig
+from ptf.config.sections.rollout import RolloutConfig
+from ptf.config.transports import with_lora_sync
+from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import Prompt
+from ptf.data.trie import Trie
+from ptf.errors import UserError
+from ptf.events.catalogue import Catalogue
+from ptf.model.sampling import LogitsProcessing
+from ptf.model.sizes import sizes_of
+from ptf.recipes import registry
+from ptf.recipes.protocol import FrozenModelSpec, OnlineRecipe
+from ptf.rl.cluster import RoleSpec
+from ptf.rl.job_cluster import offload_path
+from ptf.rl.prompts import FittingPrompts, held_out_prompts, training_prompts
+from ptf.rl.rewards.model import RewardModel, raise_if_without_score
+from ptf.rl.roles import Learner, LearnerSettings, LogprobModel, ModelSettings
+from ptf.rl.rollout_role import raise_if_cut_responses, sampler_spec, trie_of, with_logits_processing
+from ptf.rl.validate import affordable
+from ptf.train.components import without_adapters
+from ptf.train.frozen_models import backend_of, located, needs_weights, raise_if_other_tokenizer
+from ptf.train.source_specs import specs
+from ptf.train.starting_model import StartingModel
+
+
+@dataclass(frozen=True)
+class OnlineJob:
+    """A job, and what is made of its config and its files."""
+
+    job: Job  # with `rollout.lora_sync` settled
+    run: Path
+    recipe: OnlineRecipe
+    start: StartingModel  # whose directory has weights
+    tokenizer: Tokenizer
+    prompts: FittingPrompts
+    held_out: dict[str, list[Prompt]]  # for validation during training
+    processing: LogitsProcessing
+    trie: Trie | None  # the allowed responses; None: any
+    limits: LogprobLimits
+    made_with: dict[str, Any]  # the fingerprints that a resume compares
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The section of the job, which an online job has."""
+        return cast("RolloutConfig", self.job.rollout)
+
+    @classmethod
+    def of(cls, job: Job, run: Path) -> "OnlineJob":
+        """Read what the job needs. Raises UserError for every problem that can be found without a role."""
+        if job.rollout is None:
+            raise UserError("an online recipe needs the section rollout; add it to the config")
+        recipe = registry.build(job)
+        start = StartingModel.of(job, run)
+        tokenizer = start.load_tokenizer()
+        prompts = training_prompts(job, tokenizer)
+        if job.evaluate.ranking is not None:  # rewards read the catalogue too
+            Catalogue.load(job.evaluate.ranking.catalogue).raise_if_different(tokenizer, "the model's")
+        trie = trie_of(job.rollout, tokenizer)
+        recipe, processing = with_logits_processing(recipe, job.rollout, trie)
+        start = replace(
+            start, directory=start.with_weights(), section=start.section.model_copy(update={"init": "pretrained"})
+        )
+        held_out = _held_out(job, tokenizer, trie, start.directory)
+        sizes = sizes_of(start.directory, job.model.backend)
+        if text := sizes.beyond(job.data.seq_len):
+            print(f"a response's context of {text}", flush=True)
+        experts = sizes.moe is not None
+        return cls(
+            with_lora_sync(job, computes_on_gpu(job.compute), experts),
+            run,
+            cast("OnlineRecipe", recipe),
+            start,
+            tokenizer,
+            prompts,
+            held_out,
+            processing,
+            trie,
+            logprob_limits(job, experts=experts),
+            _made_with(job, tokenizer, trie),
+        )
+
+    def roles(self) -> dict[str, RoleSpec]:
+        """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward model and rollout."""
+        job, start = self.job, self.start
+        policy = LearnerSettings(
+            directory=start.directory,
+            section=start.section,
+            train=job.train,
+            seed=job.seed,
+            seq_len=job.data.seq_len,
+            processing=self.processing,
+            recipe=self.recipe,
+            tokenizer=start.tokenizer_path,
+        )
+        models: dict[str, tuple[type, ModelSettings]] = {"policy": (Learner, policy)}
+        for role, frozen_model in self.recipe.frozen_models.items():
+            if needs_weights(frozen_model, start.section):
+                models[role] = LogprobModel, self._frozen(policy, frozen_model, role)
+        if (critic := self.recipe.critic) is not None:
+            train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
+            models["critic"] = Learner, replace(policy, train=train, recipe=critic)
+        if self.rollout.reward_model:
+            models["reward_model"] = RewardModel, self._reward_model()
+        mesh, roles = job.compute.mesh, dict[str, RoleSpec]()
+        for role, (cls, settings) in models.items():
+            roles[role] = RoleSpec(
+                role,
+                cls,
+                replace(settings, offload_path=offload_path(job, self.run, role)),
+                job.compute.workers,
+                replicate=mesh.replicate,
+                tensor_parallel_size=mesh.tensor_parallel_size,
+            )
+        roles["rollout"] = sampler_spec(
+            job,
+            start.directory,
+            start.tokenizer_path,
+            self.run,
+            self.trie,
+            engine=self.rollout.engine,
+            length=job.data.seq_len,
+            for_training=True,
+        )
+        return roles
+
+    def _frozen(self, policy: ModelSettings, frozen_model: FrozenModelSpec, role: str) -> ModelSettings:
+        """Return the settings of a frozen model: those of the policy, which starts from it if it has no path.
+
+        Raises UserError if its directory is missing, or its tokenizer is not the policy's.
+        """
+        job, start = self.job, self.start
+        if frozen_model.path is None:
+            return replace(policy, section=without_adapters(start.section))
+        directory = located(frozen_model, role, job.verify_bytes)
+        raise_if_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
+        section = ModelConfig(path=str(directory), backend=backend_of(directory, job.model.backend))
+        return replace(policy, directory=directory, section=section)
+
+    def _reward_model(self) -> ModelSettings:
+        """Return the settings of the reward model. Raises UserError if it has no scalar head."""
+        job, reward_model = self.job, self.rollout.reward_model
+        assert reward_model is not None
+        directory = located(FrozenModelSpec(reward_model.path), "rollout.reward_model.path", job.verify_bytes)
+        raise_if_without_score(directory)
+        backend = backend_of(directory, "ptf")
+        return ModelSettings(
+            directory=directory,
+            section=ModelConfig(path=str(directory), backend=backend),
+            train=job.train,
+            seed=job.seed,
+            # its tokenizer and template may give more tokens than the policy's
+            seq_len=min(sizes_of(directory, backend).max_positions, 2 * job.data.seq_len),
+        )
+
+
+def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path) -> dict[str, list[Prompt]]:
+    """Return the held-out prompts for validation during training.
+
+    Raises UserError if an allowed response does not fit after one of them.
+    """
+    held_out: dict[str, list[Prompt]] = {}
+    if job.train.validate_every:
+        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.prompts)
+        held_out, _ = affordable(held_out, job, directory, 1, samples=1)
+    if trie is not None:
+        lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
+        raise_if_cut_responses(trie, job, max(lengths, default=0))
+    return held_out
+
+
+def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, Any]:
+    """Print the first lines about the job's sources; return the fingerprints that a resume compares."""
+    sources = specs(job.data.sources)
+    print("\n".join(first_lines(sources)), flush=True)
+    made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
+    if trie is not None:
+        made_with["allowed"] = trie.fingerprint()
+    return made_with
