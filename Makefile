@@ -170,8 +170,8 @@ faults: setup                            ## faults in rewards, environments and 
 mutations: setup                         ## 150 small faults put into ptf, and the tests that run their lines; root on Linux; writes benchmarks/results/mutations.md
 	$(PY) benchmarks/mutations.py --jobs $(or $(JOBS),2)
 
-same-bits: setup                         ## final weights and metrics of tiny jobs of every kind beside those on record (PLAIN=1: with torch's own operations)
-	$(PY) benchmarks/same_bits.py $(if $(PLAIN),--plain)
+same-bits: setup                         ## final weights and metrics of tiny jobs of every kind beside those on record
+	$(PY) benchmarks/same_bits.py
 
 order-digest: setup                      ## the sequences of 200 set-ups of the data beside those on record
 	$(PY) benchmarks/order_digest.py

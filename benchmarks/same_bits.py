@@ -3,7 +3,6 @@ What changes no computation changes none of them.
 
     python benchmarks/same_bits.py            # compares with results/same_bits.json; exits 1 where one differs
     python benchmarks/same_bits.py --record   # writes it anew
-    python benchmarks/same_bits.py --plain    # the same with torch's own operations and products: `fused: []`
 
 Bits depend on the processor and on torch: digests are recorded for this kind of machine and compared on it alone.
 """
@@ -198,11 +197,8 @@ def metrics_digest(directory: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--plain", action="store_true", help="with torch's own operations and products")
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
-    if asked.plain:
-        os.environ["PTF_MATRIX_PRODUCTS"] = "torch"
     machine = f"{processor()}, torch {torch.__version__}"
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if not asked.record and machine not in known:
@@ -214,14 +210,8 @@ def main() -> None:
                 continue
             directory = Path(scratch) / str(number)
             directory.mkdir()
-            raw = make(directory)
-            if asked.plain:
-                raw["train"]["fused"] = []
-            made, form = run(loads(yaml.safe_dump(raw)), "run"), ", plain" if asked.plain else ""
-            for key, one in (
-                (f"{name}{form}", digest(made / "model")),
-                (f"{name}{form}: metrics", metrics_digest(made)),
-            ):
+            made = run(loads(yaml.safe_dump(make(directory))), "run")
+            for key, one in ((name, digest(made / "model")), (f"{name}: metrics", metrics_digest(made))):
                 found[key] = one
                 then = one if asked.record else known[machine].get(key, "")
                 same = (
