@@ -79,12 +79,12 @@ def sampler_spec(
             f"use a divisor of {shape.heads}"
         )
     raise_if_wrong_environments(rollout)
-    env: dict[str, str] = {}
+    env, cache_gib = dict[str, str](), CPU_CACHE_GIB
     if engine == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
         env = engine_env(run / "vllm")
-    cached = CPU_CONTEXTS * length * shape.cache_elements * WIDTH[job.train.precision]
+        cache_gib = max(cache_gib, CPU_CONTEXTS * length * shape.cache_elements * WIDTH[job.train.precision] / 2**30)
     settings = EngineSettings(
         kind=engine,
         directory=str(directory),
@@ -99,7 +99,7 @@ def sampler_spec(
         constrained_decoding=trie is not None,
         tensor_parallel_size=tensor,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
-        cpu_kv_cache_gib=max(CPU_CACHE_GIB, cached / 2**30),
+        cpu_kv_cache_gib=cache_gib,
         offload_path=offload_path(job, run, "rollout") if for_training else None,
     )
     sampler = SamplerSettings(
