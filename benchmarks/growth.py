@@ -177,9 +177,8 @@ def page(rows: Sequence[tuple[Work, Row]]) -> int:
         + steep([(work, row) for work, row in rows if work.bound is not None])
         + (f"Not measured yet: {left} rows of {len(WORKS)}.\n\n" if left else "")
     )
-    names = (
-        "size | work | sizes | CPU-ms at both ends | exponent ± standard error | + 2 of them | between the largest two"
-    )
+    names = "size | work | sizes | CPU-ms at both ends | exponent ± standard error | + 2 of them"
+    names += f" | between the two largest | ≤ {BOUND}"
     missed = [f"{work.quantity}, {work.name}" for work, row in rows if not row["holds"]]
     return write_page(PAGE, about, [table(names, [line(work, row) for work, row in rows])], missed)
 

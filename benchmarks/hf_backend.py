@@ -132,7 +132,7 @@ def config_of(model_type: str, vocab: int) -> Any:
 
     default = AutoConfig.for_model(model_type)
     fixed = {key for key in SIZES if isinstance(getattr(type(default), key, None), property)}
-    sizes = {key: value for key, value in SIZES.items() if hasattr(default, key) and key not in fixed}
+    sizes: dict[str, Any] = {key: value for key, value in SIZES.items() if hasattr(default, key) and key not in fixed}
     if "layer_types" in default.to_dict() and "layer_types" not in EXTRAS.get(model_type, {}):
         sizes["layer_types"] = None
     sizes |= EXTRAS.get(model_type, {})

@@ -311,7 +311,8 @@ def asynchronous(forked: Sequence[Row], found: Sequence[Row]) -> str:
         counts = [len(of), f"**{len(kills)}**", of_workers, len(hits), f"**{wrong}**"]
         lines.append([k, sampled, replicas, clock, *counts, age, bits])
     names = (
-        "k, sampled, replicas, clock, trials, SIGKILLs, of a worker, instants hit, ended otherwise or left something"
+        "k | sampled | replicas | clock | trials | SIGKILLs | of a worker | instants hit | ended otherwise or left "
+        "something | largest age | bits of one replica"
     )
     folded = [
         f"<details><summary>Instants hit, {PLACES[where]}</summary>\n\n"

@@ -170,7 +170,8 @@ def main() -> None:
                     print(json.dumps({"mix": name, "system": system, **each[-1]}), flush=True)
             middle = {s: {k: median(r[k] for r in each) for k in each[0]} for s, each in found.items()}
             ptf, laid_out = middle.pop("ptf"), spread([r["laid_out_s"] for r in found["ptf"]])
-            cells = [f"{ptf['fill']:.4f}", f"{ptf['packed_s']:,.0f}", laid_out, ptf["waited"], f"{ptf['bias']:+.3f}"]
+            cells = [f"{ptf['fill']:.4f}", f"{ptf['packed_s']:,.0f}", laid_out]
+            cells += [f"{ptf['waited']:.0f}", f"{ptf['bias']:+.3f}"]
             for theirs in middle.values():
                 cells += [f"{theirs['fill']:.4f}", f"{theirs['packed_s']:,.0f}"]
             lines.append([name, *cells, cpu()])
