@@ -68,13 +68,13 @@ def made(directory: Path, tokenizer: Tokenizer, partitions: int, epochs: int | N
     return Partitions(
         {"a": source},
         tokenizer,
-        None,
+        None,  # type: ignore[arg-type]
         partitions=partitions,
         seed=0,
         shuffle=SHUFFLE,
         seq_len=SEQ_LEN,
         lookahead=LOOKAHEAD,
-    )  # type: ignore[arg-type]
+    )
 
 
 def first_sequence(partitions: Partitions) -> tuple[int, float, float]:

@@ -121,7 +121,7 @@ def imbalance(
     sequences: list[list[int]],
     ranks: int,
     each: int,
-    deal: Callable[[np.ndarray, int], list[np.ndarray]],
+    deal: Callable[[Any, int], Any],
 ) -> float:
     """Largest over mean of the ranks' Σ length², median over steps."""
     work = np.array([float((lengths[sequence] ** 2).sum()) for sequence in sequences])

@@ -191,7 +191,7 @@ def compared(name: str, dtype: str, rounds: int, until: float) -> None:
         }
         while (system := grid.planned(name, dtype, hardware, rounds, own)) and time.monotonic() < until:
             cell, began = grid.CELLS[system], time.monotonic()
-            made = round_of(system, given | cell, peer=cell.get("script", TRL))
+            made = round_of(system, given | cell, peer=str(cell.get("script", TRL)))
             if "refused" not in made:
                 made |= {"rate": round(rate(made))}
                 first = grid.kept(name, dtype, hardware, own)[:1] or [made]
