@@ -7,7 +7,6 @@ Each call measures a tree (default: this one) and writes its column (default: `n
 the page shows all columns.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -17,7 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from commands import ROOT, options
+from pages import table
+
 FIGURES = ROOT / "benchmarks" / "results" / "code_figures.json"
 PACKAGES = ("ptf", "steps", "flows")
 # the first line is no sentence in the imperative that begins with a capital and ends
@@ -55,18 +56,8 @@ def duplicate_pairs(paths: list[Path]) -> int:
 
 def rules(tree: Path, select: str) -> int:
     """How often ruff's rules are broken in the packages."""
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select",
-        select,
-        "--output-format",
-        "json",
-        *PACKAGES,
-    ]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", select]
+    command += ["--output-format", "json", *PACKAGES]
     return len(json.loads(subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout))
 
 
@@ -150,15 +141,12 @@ def measure(tree: Path) -> dict[str, float]:
 
 def page(columns: dict[str, dict[str, float]]) -> str:
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    table = [
-        f"| {name} | " + " | ".join(f"{column.get(name, '–')}" for column in columns.values()) + " |" for name in names
-    ]
-    heads = "\n".join([f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns), *table])
+    rows = [[name, *(column.get(name, "–") for column in columns.values())] for name in names]
     return f"""# Figures of the code
 
 Command: `python benchmarks/code_figures.py`, over `ptf/`, `steps/` and `flows/`.
 
-{heads}
+{table(["", *columns], rows)}
 
 Docstrings are judged by ruff's pydocstyle rules: a fragment breaks one of {FRAGMENTS}; \
 public things without one break one of {UNDOCUMENTED}.
@@ -166,15 +154,13 @@ public things without one break one of {UNDOCUMENTED}.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=ROOT)
-    parser.add_argument("--as", dest="column", default="now")
-    asked = parser.parse_args()
+    asked = options(__doc__, tree=ROOT, **{"as": "now"})
+    column = getattr(asked, "as")
     columns = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    columns[asked.column] = measure(asked.tree.resolve())
+    columns[column] = measure(asked.tree.resolve())
     FIGURES.write_text(json.dumps(columns, indent=1) + "\n")
     FIGURES.with_suffix(".md").write_text(page(columns))
-    print(json.dumps(columns[asked.column], indent=1))
+    print(json.dumps(columns[column], indent=1))
 
 
 if __name__ == "__main__":
