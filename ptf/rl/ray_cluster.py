@@ -1,4 +1,4 @@
-"""Roles on Ray: the `Cluster` protocol on gangs of verl's workers, one gang for each role.
+"""Roles on Ray: a `Cluster` of gangs of verl's workers, one gang for each role.
 
 A pool is a set of reserved slots. Each of its roles has one process on as many slots as it needs, with its own
 environment variables. If the pool offloads, the loaded role frees its memory before the next one is loaded.
