@@ -99,7 +99,7 @@ def replay(run: "Run | str | PathLike[str]", run_name: str | None = None) -> boo
     """Train a finished run once more as `run_name` (default: its name and `-replay`), with what the wall clock decided
     in it (`rollout.clock: wall`), and return whether the weights and all metrics but times have the same bits. Raises
     UserError."""
-    from ptf.replay import replay as replay_run
+    from ptf.evaluate.replay import replay as replay_run
 
     there = _run(run, ())
     return replay_run(there, run_name or f"{there.name}-replay")

@@ -39,7 +39,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "evaluate.measurement": TRAIN | {"train", "rl", "artifact", "evaluate.gate", "events"},
     "run": TRAIN | {"train", "rl", "evaluate.measurement"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluate.gate"},
-    "replay": TRAIN | {"rl", "run", "training_run"},
+    "evaluate.replay": TRAIN | {"rl", "run", "training_run"},
     "evaluate.evaluation": TRAIN
     | {"evaluate.gate", "evaluate.evaluation_check", "evaluate.measurement", "artifact", "run", "training_run"},
     "publish": TRAIN | {"evaluate.gate", "evaluate.measurement", "train", "artifact", "run", "training_run"},
@@ -48,7 +48,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "episode_preview": TRAIN | {"train", "rl", "run"},
     "api": BASE
     | {"compute", "config", "evaluate.evaluation_check", "inspection", "training_run", "evaluate.evaluation"}
-    | {"publish", "serving", "episode_preview", "replay"},
+    | {"publish", "serving", "episode_preview", "evaluate.replay"},
     "cli": TRAIN | {"", "api", "train", "rl", "run", "inspection", "serving", "episode_preview"},
 }
 STEPS_AT_MODULE_LEVEL = {"config", "storage", "errors", "artifact"}

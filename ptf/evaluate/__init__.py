@@ -1,1 +1,1 @@
-"""The evaluate stage, what it measures, and the gate before publishing."""
+"""The evaluate stage, what it measures, the gate before publishing, and the replay of a run."""
