@@ -51,6 +51,7 @@ from ptf.run import write_job_file
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
 from ptf.training_run import Run as TrainingRun
+from tests.recipes.of_keys import of_keys
 from tests.tiny import SIZES, arithmetic
 
 GROUP, TOKENS = 8, 64  # responses of a prompt, tokens of each
@@ -81,19 +82,19 @@ def batch_of(lengths: list[int], vocabulary: int) -> Batch:
 def step_of_one_document(directory: Path, tokens: int) -> Run:
     """An optimizer step on one document, whose every token attends to those before it."""
     trainer, batch = trainer_of(directory, 97), batch_of([tokens], 97)
-    return lambda: trainer.step([batch], SFT(), 0)
+    return lambda: trainer.step([batch], of_keys(SFT), 0)
 
 
 def step_of_documents(directory: Path, documents: int) -> Run:
     """An optimizer step on documents of 128 tokens."""
     trainer, batch = trainer_of(directory, 97), batch_of([128] * documents, 97)
-    return lambda: trainer.step([batch], SFT(), 0)
+    return lambda: trainer.step([batch], of_keys(SFT), 0)
 
 
 def step_of_vocabulary(directory: Path, vocabulary: int) -> Run:
     """An optimizer step on 256 tokens: embedding, head, loss, clipping and AdamW."""
     trainer, batch = trainer_of(directory, vocabulary), batch_of([64] * 4, vocabulary)
-    return lambda: trainer.step([batch], SFT(), 0)
+    return lambda: trainer.step([batch], of_keys(SFT), 0)
 
 
 def nucleus_of_vocabulary(directory: Path, vocabulary: int) -> Run:
@@ -151,7 +152,7 @@ def controller_of(directory: Path) -> Controller:
     """Return a controller without its roles, whose log-probs are zeros."""
     found: Any = object.__new__(Controller)
     job = loads(yaml.safe_dump(online_job(directory)))
-    found.job, found.recipe, found.step = job, GRPO(num_minibatches=2), 0
+    found.job, found.recipe, found.step = job, of_keys(GRPO, num_minibatches=2), 0
     found.samples = ResponseLog(directory, TrackConfig(), tokenizer(), 0)
     return found
 
@@ -189,7 +190,7 @@ def step_of_controller(directory: Path, episodes: int) -> Run:
 
 def packing_of_episodes(directory: Path, episodes: int) -> Run:
     """What the policy does with a step's episodes before its model: packing by shared prompts, dealing, laying out."""
-    units, world = GRPO().compute_advantages(groups_of(episodes)), World(0, 2)
+    units, world = of_keys(GRPO).compute_advantages(groups_of(episodes)), World(0, 2)
     return lambda: deal(pack_shared(units, 512), world, 8, 512)
 
 

@@ -52,6 +52,7 @@ from ptf.run import run
 from ptf.tasks.tiny import write_model
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import load_model
+from tests.recipes.of_keys import of_keys
 
 RESULTS = results_page("learning.md")
 KEPT = RESULTS.with_suffix(".jsonl")
@@ -215,7 +216,8 @@ class Seed:
         units = [unit for row in rows for unit in encode_document(row, tokenizer, "held_out")]
         with torch.no_grad():
             found = [
-                sums(DPO().logprobs(decoder, batch), batch) for batch in deal(pack_all(units, WIDTH), World(), 8, WIDTH)
+                sums(of_keys(DPO).logprobs(decoder, batch), batch)
+                for batch in deal(pack_all(units, WIDTH), World(), 8, WIDTH)
             ]
         return float(torch.cat(found).exp().mean())
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Uncorrected(GRPO):
     """GRPO without the importance weights of tokens that earlier weights sampled."""
 
     def loss(self, model: Any, batch: Any, frozen_models: Any) -> Any:
-        return GRPO.loss(replace(self, tis_cap=None), model, batch, frozen_models)
+        return GRPO.loss(self.with_keys(tis_cap=None), model, batch, frozen_models)
 
 
 def shifted(samples: Callable[..., list[Sample]]) -> Callable[..., list[Sample]]:

@@ -118,12 +118,18 @@ def units_of(path: str) -> list[Any]:
 
 def recipe_of(name: str) -> Any:
     """ptf's recipe."""
+    from ptf.recipes.dpo.config import DPOConfig
     from ptf.recipes.dpo.recipe import DPO
-    from ptf.recipes.kd.config import TeacherConfig
+    from ptf.recipes.kd.config import KDConfig, TeacherConfig
     from ptf.recipes.kd.recipe import KD
+    from ptf.recipes.rm.config import RMConfig
     from ptf.recipes.rm.recipe import RM
 
-    return {"dpo": DPO(beta=BETA), "rm": RM(), "kd": KD({"teacher": TeacherConfig(path="unused")})}[name]
+    return {
+        "dpo": DPO(DPOConfig(beta=BETA)),
+        "rm": RM(RMConfig()),
+        "kd": KD(KDConfig(teachers={"teacher": TeacherConfig(path="unused")})),
+    }[name]
 
 
 def ours(given: dict[str, Any]) -> None:

@@ -52,13 +52,14 @@ def ranking(directory: Path) -> tuple[Path, str, list[str]]:
     """Write a catalogue of 1,000 items and a model of it; return the model, the catalogue and histories as texts."""
     from ptf.config.sections.model import ModelConfig, TokensConfig
     from ptf.events.prepare import generated
-    from ptf.train.starting_model import extended
+    from ptf.train.model_source import StartingModel
 
     made = directory / "made"
     generated(str(made), users=200, items=1000, kinds=10)
     tokens = TokensConfig(file=str(made / "tokens.jsonl"), init=str(made / "tokens.safetensors"))
     model = ModelConfig(path=str(made / "model"), init="random", tokens=tokens)
-    place = extended(model, made / "model", directory, 0)[1]
+    start = StartingModel(model, made / "model", tokenizer_path=str(made / "model"), run=directory)
+    place = start.extended(tokens).directory
     rows = [json.loads(line) for line in (made / "held_out.jsonl").read_text().splitlines()]
     return place, str(made / "catalogue.json"), [row["messages"][0]["content"] for row in rows]
 

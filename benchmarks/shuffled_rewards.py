@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from ptf.data.trajectory import Group, Reward
 from ptf.recipes.grpo.recipe import GRPO
 
 
-@dataclass(frozen=True)
 class ShuffledRewards(GRPO):
     """GRPO after a permutation of the rewards of a step. The metric `reward` is that of the true ones."""
 

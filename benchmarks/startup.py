@@ -105,10 +105,11 @@ def on_ray(directory: Path) -> Figures:
     import ray
 
     from benchmarks.startup import rank_on_ray  # by its name, which the rank imports, too
-    from ptf.compute.gang import run_gang
+    from ptf.compute.gang import Gang
     from ptf.compute.lease import hold_lease
     from ptf.compute.ray_session import ray_session
-    from ptf.config import dump, load
+    from ptf.config import load
+    from ptf.run import write_job_file
 
     def used() -> float:
         this = psutil.Process()
@@ -124,17 +125,19 @@ def on_ray(directory: Path) -> Figures:
             "Ray, until its first task has ended": used() - before,
             "the same, wall": time.perf_counter() - began,
         }
-        found = run_gang(rank_on_ray, (dump(job), str(run), lease.text), workers=1, threads=1, timeout_s=300.0)
+        write_job_file(job, run)
+        with Gang("gang", workers=1, threads=1, timeout_s=300.0) as gang:
+            (found,) = gang.execute(rank_on_ray, [(str(run), lease.text)])
     return started | found
 
 
-def rank_on_ray(text: str, directory: str, lease: str) -> Figures:
+def rank_on_ray(directory: str, lease: str) -> Figures:
     """Be a rank on Ray until its first step; what its process had used before is Ray's, verl's and the gang's."""
     before, imports = time.process_time(), Imports()
-    from ptf.run import train_rank
+    from ptf.run import run_rank
 
     try:
-        train_rank(text, directory, lease)
+        run_rank(directory, lease)
     except FirstStep:
         return {"rank on Ray, before its function": before, "rank on Ray, imports of its function": imports.cpu_s}
     raise AssertionError("no step was taken")

@@ -121,6 +121,7 @@ def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 def ours(given: dict[str, Any]) -> None:
     """One round of ptf: Trainer.step over packed sequences, as a run does it."""
+    from ptf.recipes.sft.config import SFTConfig
     from ptf.recipes.sft.recipe import SFT
 
     with prepared(given) as (trainer, batches):
@@ -130,7 +131,7 @@ def ours(given: dict[str, Any]) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
         for step, batch in enumerate(batches):
             began = time.process_time()
-            losses.append(trainer.step([batch], SFT(), step)["loss"])
+            losses.append(trainer.step([batch], SFT(SFTConfig()), step)["loss"])
             if step >= given["warmup"]:
                 cpu_s.append(time.process_time() - began)
                 tokens.append(sum(batch.lengths))

@@ -38,7 +38,7 @@ from ptf.workspace import disk, progress, scratch
 from ptf.workspace.credentials import redacted
 
 if TYPE_CHECKING:
-    pass
+    from ptf.compute.world import World
 
 
 def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
@@ -192,7 +192,7 @@ def run(job: Job, run_name: str) -> Path:
             submit_and_wait(job, run_name, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
-                _run(job, run_name, directory, lease)
+                _run(job, directory, lease)
     return directory
 
 
@@ -205,35 +205,23 @@ def begin(job: Job, directory: Path) -> None:
         remove_leftovers(job, directory.name)
 
 
-def _run(job: Job, run_name: str, directory: Path, lease: Lease) -> None:
-    text, compute = dump(job), job.compute
+def _run(job: Job, directory: Path, lease: Lease) -> None:
     begin(job, directory)
     if registry.is_online(job):
         with entry.large_imports():
             from ptf.rl.online_run import train_online
 
         train_online(job, directory, lease)
-    elif launch.needs_ray(compute):
+    elif launch.needs_ray(job.compute):
         from ptf.compute.gang import on_ray
 
         with shutdown.passing_on(directory):
-            on_ray(
-                train_rank,
-                (text, str(directory), lease.text),
-                workers=compute.workers,
-                device=compute.device,
-                threads=compute.threads,
-                address=compute.address,
-                workdir=directory,
-                timeout_s=compute.timeout_s,
-            )
-    elif compute.launcher == "torchrun":
-        threads = compute.threads or launch.default_threads(compute.workers)
+            on_ray(run_rank, (str(directory), lease.text), job.compute, directory, "train")
+    elif job.compute.launcher == "torchrun":
         with shutdown.passing_on(directory):
-            command = [str(directory / JOB), "--run-name", run_name, "--lease", lease.text]
-            launch.torchrun(command, compute.workers, threads, compute.timeout_s, directory)
+            launch.torchrun([str(directory), "--lease", lease.text], job.compute, directory)
     else:
-        train_rank(text, str(directory), lease.text)
+        run_rank(str(directory), lease.text)
 
 
 def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
@@ -353,23 +341,48 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 
-def train_rank(text: str, directory: str, lease: str) -> None:
-    """Train as one rank of an offline job; the process that started it holds the lease."""
+def run_rank(directory: str, lease: str, world: "World | None" = None) -> None:
+    """Train as one rank of the offline run in the directory, by its stored job; the process that started it holds the
+    lease. `world`: the rank that this process is already."""
     with entry.large_imports():
         from ptf.train.loop import train_offline
 
+    text = read_job_file(Path(directory))
+    assert text is not None, "the run has begun"
     job = loads(text)
-    with world_of(job) as world:
-        train_offline(job, world, Path(directory), Lease.parse(lease))
+    with contextlib.nullcontext(world) if world else world_of(job) as joined:
+        train_offline(job, joined, Path(directory), Lease.parse(lease))
 
 
-def world_of(job: Job):
+def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
     """Return a context manager that makes this process one of the job's ranks."""
     from ptf.compute.world import joined
 
     compute = job.compute
     threads = compute.threads or launch.default_threads()
     return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor_parallel_size)
+
+
+def run_by_hand(job: Job, run_name: str | None) -> None:
+    """Train as one of the ranks of a torchrun that was started by hand; the first one begins the run for all."""
+    if registry.is_online(job):
+        raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
+    if job.compute.workers != (size := int(os.environ.get("WORLD_SIZE", 1))):
+        raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {size} processes")
+    with disk.disk_errors_as_user_errors(job.output), world_of(job) as world, contextlib.ExitStack() as held:
+
+        def begun() -> tuple[str, str]:
+            found = shown(resolved(job, recorded_models(job, run_name), run_name))
+            directory = Path(found.output) / (run_name or new_run_name(found))
+            print(f"run name {directory.name}", flush=True)
+            lease = held.enter_context(hold_lease(found, directory))
+            begin(settled_as_begun(found, directory), directory)
+            return str(directory), lease.text
+
+        directory, lease = world.together(begun)
+        run_rank(directory, lease, world)
+        if world.leads:
+            print(f"trained: {directory}/model", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -380,40 +393,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", nargs="+")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--run-name", help="name of the run; continues a run of this name, otherwise begins one")
-    parser.add_argument("--lease", help=argparse.SUPPRESS)  # held by the process that started torchrun
+    # held by the process that started torchrun, for the run whose directory is in place of a config
+    parser.add_argument("--lease", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    rank = int(os.environ.get("RANK", 0))
     # for a rank whose torchrun was started by hand; ranks that ptf started are bound to their parent before any import
     entry.end_with_parent(entry.STARTED_BY)
     try:
-        job = load(*given.config, overrides=given.set)
-        if registry.is_online(job):
-            raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
-        if job.compute.workers != int(os.environ.get("WORLD_SIZE", 1)):
-            raise UserError(
-                f"compute.workers is {job.compute.workers}, but torchrun started {os.environ.get('WORLD_SIZE', 1)} "
-                "processes"
-            )
-        with entry.large_imports():
-            from ptf.train.loop import train_offline
-
-        with disk.disk_errors_as_user_errors(job.output), world_of(job) as world:
-
-            def the_run() -> tuple[str, Path]:
-                found = shown(resolved(job, recorded_models(job, given.run_name), given.run_name))
-                directory = Path(found.output) / (given.run_name or new_run_name(found))
-                print(f"run name {directory.name}", flush=True)
-                return dump(settled_as_begun(found, directory)), directory
-
-            text, directory = world.together(the_run)
-            job = loads(text)
-            with contextlib.ExitStack() as held:
-                lease = world.together(lambda: given.lease or held.enter_context(hold_lease(job, directory)).text)
-                world.together(lambda: begin(job, directory))
-                train_offline(job, world, directory, Lease.parse(lease))
-            if world.leads and not os.environ.get(launch.LAUNCHED):
-                print(f"trained: {directory / 'model'}", flush=True)
+        if given.lease:
+            (directory,) = given.config
+            with disk.disk_errors_as_user_errors(directory):
+                run_rank(directory, given.lease)
+        else:
+            run_by_hand(load(*given.config, overrides=given.set), given.run_name)
     except UserError as error:
+        rank = int(os.environ.get("RANK", 0))
         print(redacted(f"rank {rank}: {error}" if rank else str(error)), file=sys.stderr, flush=True)
         return 2
     return 0

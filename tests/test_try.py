@@ -23,7 +23,7 @@ from ptf.episode_preview.report import Piece, Preview, PreviewEpisode
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
-from ptf.train.starting_model import start_directory
+from ptf.train.model_source import StartingModel
 from ptf.workspace import progress
 from tests.conftest import ROOT
 from tests.tiny import arithmetic
@@ -96,9 +96,9 @@ def test_the_own_model_answers_where_it_has_weights(tmp_path: Path, capfd: pytes
     assert len(re.findall(r"episode \d: sums, prompt \d", page.read_text())) == 4
     path = str(tmp_path / "model")
     section = ModelConfig(path=path, init="random")
-    start = start_directory(section, tmp_path / "model", tmp_path / "run", path, seed=1)
     run = tmp_path / "run"
-    (run / "model").symlink_to(start)
+    start = StartingModel(section, tmp_path / "model", 1, tokenizer_path=path, run=run).with_weights()
+    (run / "model").symlink_to(start.directory)
     (run / "job.yaml").touch()  # what makes it the directory of a run
     status, other = tried(capfd, job, "--episodes", "4", "--policy", str(run))
     assert (status, other["policy"]) == (0, f"the model {run}/model")

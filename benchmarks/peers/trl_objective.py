@@ -5,7 +5,7 @@ further weight. The standard deviation of a group is that of the population.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +17,6 @@ from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.protocol import Metrics
 
 
-@dataclass(frozen=True)
 class ClippedToEngine(GRPO):
     """GRPO with the log-probs of the engine in place of those of the trainer before the update."""
 

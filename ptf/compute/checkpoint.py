@@ -5,11 +5,12 @@ The manifest, with the SHA-256 of every file, is written last. Without it a chec
 A reader takes the newest that verifies and names those that it skipped.
 """
 
+import contextlib
 import io
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ class Checkpoints:
         # newer checkpoints are damaged, and will be written again
         done = [other for other in self._steps() if other <= step]
         keep = {*done[: self.keep], *self.ranked()[:1]}
-        present = {int(name.removeprefix("step_")) for name in storage.children(self.root) if STEP.fullmatch(name)}
+        present = {*_numbers(storage.children(self.root))}
         for old in sorted(other for other in present - keep if other <= step):
             self.lease.check()
             storage.remove(self.path(old))
@@ -247,40 +248,35 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Return the steps that have a manifest, newest first."""
-        return sorted((int(name.removeprefix("step_")) for name in self._names() if STEP.fullmatch(name)), reverse=True)
+        return _numbers(name for name, whole in self._directories().items() if whole)
 
-    def _unfinished(self, finished: Sequence[int]) -> list[int]:
-        """Return the steps that have files but no manifest."""
-        try:
-            names = {uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/*")}
-        except storage.Missing:
-            return []
-        return sorted({int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)} - set(finished))
-
-    def _names(self) -> list[str]:
-        """Return the names of all directories that look like checkpoints."""
-        try:
-            return [uri.split("/")[-2] for uri in storage.listing(f"{self.root}/step_*/{storage.MANIFEST}")]
-        except storage.Missing:
-            return []
+    def _directories(self) -> dict[str, bool]:
+        """Return the names of all directories that look like checkpoints, and whether they have a manifest."""
+        found: dict[str, bool] = {}
+        with contextlib.suppress(storage.Missing):
+            for uri in storage.listing(f"{self.root}/step_*/*"):
+                *_, name, file = uri.split("/")
+                found[name] = found.get(name, False) or file == storage.MANIFEST
+        return found
 
     def latest(self) -> tuple[int, str, dict[str, Any]] | None:
         """Return (step, path, manifest) of the newest checkpoint that verifies; None if there is none at all.
 
         Raises UserError if there are checkpoints but all are damaged.
         """
-        for name in self._names():
-            if not STEP.fullmatch(name):
+        directories = self._directories()
+        for name, whole in directories.items():
+            if whole and not STEP.fullmatch(name):
                 print(
                     f"{self.root}/{name} is not a checkpoint of this run (step_ and 8 digits); it is ignored",
                     flush=True,
                 )
-        steps = self._steps()
-        for step in self._unfinished(steps):
+        for step in reversed(_numbers(name for name, whole in directories.items() if not whole)):
             print(
                 f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
                 flush=True,
             )
+        steps = _numbers(name for name, whole in directories.items() if whole)
         for step in steps:
             try:
                 manifest = storage.verify(self.path(step), self.whole_up_to)
@@ -295,3 +291,8 @@ class Checkpoints:
                 "with another name"
             )
         return None
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    """Return the steps of the directories that have the name of a checkpoint, newest first."""
+    return sorted((int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)), reverse=True)

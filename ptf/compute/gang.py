@@ -43,6 +43,7 @@ with large_imports():
 
 from ptf.compute.heartbeat import ADDRESS, BEAT_S, SILENT_S, Monitor
 from ptf.compute.launch import default_threads
+from ptf.config.sections.compute import ComputeConfig
 from ptf.errors import Lost
 
 logging.root.handlers[:] = _handlers  # verl installs one, after which the program's own basicConfig would do nothing
@@ -182,9 +183,7 @@ class Gang:
         while True:
             if time.monotonic() >= heard + BEAT_S:  # not for each item: a look takes as long as some items
                 heard = time.monotonic()
-                for message in self._monitor.poll([0]):
-                    print(message, flush=True)
-                self._raise_if_silent([0], doing, self.silent_s)
+                self._watch([0], doing)
             if time.monotonic() > deadline:
                 raise Lost(f"{self.label} {self._name(0)}: not done with {doing} after {self.timeout_s:g} s")
             if not ray.wait([items], timeout=max(0.0, heard + BEAT_S - time.monotonic()))[0]:
@@ -203,9 +202,7 @@ class Gang:
         failures: dict[int, RayTaskError | RayActorError] = {}
         while ranks:
             left = deadline - time.monotonic()
-            for message in self._monitor.poll(list(ranks.values())):
-                print(message, flush=True)
-            self._raise_if_silent(ranks.values(), doing, self.silent_s)
+            self._watch([*ranks.values()], doing)
             if left <= 0:
                 if failures:
                     self._raise_if_silent(ranks.values(), doing, SILENT_S)
@@ -222,6 +219,12 @@ class Gang:
         if failures:
             raise self._verdict(failures, doing)
         return [results[rank] for rank in range(len(refs))]
+
+    def _watch(self, ranks: Sequence[int], doing: str) -> None:
+        """Print what the heartbeats of ranks that should be working say. Raises Lost if one is silent for too long."""
+        for message in self._monitor.poll(ranks):
+            print(message, flush=True)
+        self._raise_if_silent(ranks, doing, self.silent_s)
 
     def _raise_if_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
         for rank in ranks:
@@ -276,25 +279,6 @@ class Gang:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def run_gang(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    *,
-    workers: int,
-    timeout_s: float,
-    use_gpu: bool = False,
-    threads: int | None = None,
-    env: Mapping[str, str] | None = None,
-    label: str = "gang",
-) -> Any:
-    """Call `fn(*args)` on every rank and wait until all are done, however long that takes; return rank 0's result.
-
-    `timeout_s` bounds only the start: a rank that dies is noticed when it dies.
-    """
-    with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=use_gpu, threads=threads, env=env) as gang:
-        return gang.execute(fn, [tuple(args)] * workers, timeout_s=float("inf"))[0]
 
 
 def _cause(error: RayTaskError | RayActorError) -> BaseException:
@@ -393,18 +377,12 @@ def _rendezvous(group: PlacementGroup, timeout_s: float) -> tuple[str, str]:
 
 
 def on_ray(
-    function: Callable[..., object],
-    arguments: Sequence[object],
-    *,
-    workers: int,
-    device: str,
-    threads: int | None,
-    address: str | None,
-    workdir: Path,
-    timeout_s: float,
-    label: str = "train",
+    function: Callable[..., object], arguments: Sequence[object], compute: ComputeConfig, workdir: Path, label: str
 ) -> None:
-    """Run the function on every rank of a verl worker group; `label` is its name on the console and in errors."""
-    with ray_session(address=address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
-        gpu = device == "cuda" or (device == "auto" and gpus() > 0)
-        run_gang(function, arguments, workers=workers, use_gpu=gpu, threads=threads, timeout_s=timeout_s, label=label)
+    """Call a function on every rank of a gang and wait until all are done, however long that takes: a rank that dies
+    is noticed when it dies. `label` is the gang's name on the console and in errors."""
+    workers, timeout_s = compute.workers, compute.timeout_s
+    with ray_session(address=compute.address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
+        gpu = compute.device == "cuda" or (compute.device == "auto" and gpus() > 0)
+        with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=gpu, threads=compute.threads) as gang:
+            gang.execute(function, [tuple(arguments)] * workers, timeout_s=math.inf)

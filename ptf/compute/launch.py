@@ -15,7 +15,7 @@ from ptf.workspace import scratch
 from ptf.workspace.entry import PARENT, PATH, end_with_parent  # noqa: F401  the latter is imported from here
 
 ENTRY = "ptf.workspace.entry"
-LAUNCHED = "PTF_LAUNCHED"  # set for a process that another process of ptf started, which holds the run's lease
+LAUNCHED = "PTF_LAUNCHED"  # set for a run that another process of ptf began and submitted as a job of a Ray cluster
 
 
 # the number of ranks on this machine, by who started them: verl's worker groups, torchrun; of all, where neither did
@@ -30,43 +30,35 @@ def default_threads(workers: int | None = None) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def torchrun(arguments: Sequence[str], workers: int, threads: int, timeout_s: float, workdir: Path) -> None:
+def torchrun(arguments: Sequence[str], compute: ComputeConfig, workdir: Path) -> None:
     """Run `torchrun … -m ptf.run ARGUMENTS` on this machine.
 
     Raises Retryable with its exit status if it fails (its output gives the reason), or if a rank sends no heartbeat for
-    `timeout_s`. The agent's temporary files lie below `workdir`.
+    `compute.timeout_s`. The agent's temporary files lie below `workdir`.
     """
+    workers, timeout_s = compute.workers, compute.timeout_s
     with contextlib.closing(Monitor("train")) as monitor, scratch.directory(workdir / "torchrun") as logs:
-        _torchrun(
-            monitor,
-            ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run", *arguments],
-            workers,
-            threads,
-            timeout_s,
-        )
-
-
-def _torchrun(monitor: Monitor, arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
-    agent = start(
-        "torch.distributed.run", arguments, {"OMP_NUM_THREADS": str(threads), LAUNCHED: "1", ADDRESS: monitor.address}
-    )
-    try:
-        while (status := _ended(agent)) is None:
-            for message in monitor.poll(range(workers)):
-                print(message, flush=True)
-            if silent := [rank for rank in range(workers) if monitor.silent_seconds(rank) > timeout_s]:
-                raise Retryable(
-                    f"no heartbeat for {timeout_s:g} s: "
-                    + ", ".join(f"rank {rank}{monitor.describe(rank)}" for rank in silent)
-                )
-    except BaseException:
-        agent.terminate()  # it passes the signal on to its ranks
+        options = ["--log-dir", str(logs), "--standalone", f"--nproc-per-node={workers}", "-m", ENTRY, "ptf.run"]
+        # without OMP_NUM_THREADS, torchrun sets it to 1
+        environment = {"OMP_NUM_THREADS": str(compute.threads or default_threads(workers)), ADDRESS: monitor.address}
+        agent = start("torch.distributed.run", [*options, *arguments], environment)
         try:
-            agent.wait(60)  # it gives them 30 s
-        except subprocess.TimeoutExpired:
-            agent.kill()  # its ranks die with it
-            agent.wait()
-        raise
+            while (status := _ended(agent)) is None:
+                for message in monitor.poll(range(workers)):
+                    print(message, flush=True)
+                if silent := [rank for rank in range(workers) if monitor.silent_seconds(rank) > timeout_s]:
+                    raise Retryable(
+                        f"no heartbeat for {timeout_s:g} s: "
+                        + ", ".join(f"rank {rank}{monitor.describe(rank)}" for rank in silent)
+                    )
+        except BaseException:
+            agent.terminate()  # it passes the signal on to its ranks
+            try:
+                agent.wait(60)  # it gives them 30 s
+            except subprocess.TimeoutExpired:
+                agent.kill()  # its ranks die with it
+                agent.wait()
+            raise
     if status:
         raise Retryable(f"torchrun ended with status {status}; its lines above give the reason")
 

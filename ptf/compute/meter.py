@@ -61,7 +61,8 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
     else:
-        peak = _status_kib("VmHWM") / 2**20
+        status = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 2**20  # in KiB
     reset_peak_memory(device)
     return peak
 
@@ -76,9 +77,3 @@ def reset_peak_memory(device: torch.device | None = None) -> None:
         torch.cuda.reset_peak_memory_stats(None if device is None or device.type == "cpu" else device)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_kib(key: str) -> int:
-    """Return a value of /proc/self/status, in KiB."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(f"{key}:"))

@@ -9,11 +9,12 @@ before ray.
 import contextlib
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 from ray._private.grpc_utils import init_grpc_channel
@@ -21,10 +22,12 @@ from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[rep
 from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # pyright: ignore[reportAttributeAccessIssue]
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
-from ptf.errors import UserError
+from ptf.errors import Retryable, UserError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 ANSWER_S = 10.0  # for one reply of a cluster
+EVERY_S = 1.0  # between two attempts to connect
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -63,6 +66,39 @@ def of_cluster(address: str) -> contextlib.AbstractContextManager[None]:
     """
     lets_in = _lets_in_jobs if address.startswith(("http://", "https://")) else _lets_in_gcs
     return environment(**{MODE: _mode(address, lambda token: lets_in(address, token))})
+
+
+@contextlib.contextmanager
+def connected(address: str, timeout_s: float, does: str, connect: Callable[[], T]) -> Iterator[T]:
+    """Yield what `connect` returns, in the environment for the cluster; it is tried again for `timeout_s`.
+
+    `does` says what a cluster does that can be connected to. Raises Retryable if none does in time.
+    """
+    deadline, is_reported = time.monotonic() + timeout_s, False
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(of_cluster(address))
+                found = connect()
+                break
+            except (ConnectionError, RuntimeError) as error:
+                stack.close()
+                if time.monotonic() > deadline:
+                    raise Retryable(
+                        f"no Ray cluster {does} at {address} after {timeout_s:.0f} s: {one_line(error)}; "
+                        "check compute.address"
+                    ) from error
+                if not is_reported:
+                    why = one_line(error)
+                    print(f"no Ray cluster {does} at {address} ({why}); trying again for {timeout_s:.0f} s", flush=True)
+                is_reported = True
+            time.sleep(EVERY_S)
+        yield found
+
+
+def one_line(error: Exception) -> str:
+    """Return the beginning of an error's text, on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _mode(address: str, lets_in: Callable[[str | None], bool]) -> str:

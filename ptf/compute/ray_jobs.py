@@ -4,12 +4,12 @@ The job is named after the run, so a retry or a resume of the same run, after th
 and follows it; only a job that failed or was stopped is submitted again, and then continues from its checkpoint.
 """
 
-import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
 
@@ -18,9 +18,9 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ptf.compute import ray_authentication
 from ptf.compute.launch import LAUNCHED
+from ptf.compute.ray_authentication import EVERY_S
 from ptf.errors import Retryable
 
-EVERY_S = 1.0
 LOST_S = 300.0  # without a reply of the cluster
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
@@ -49,7 +49,8 @@ def follow(
     `anew` is called before it is submitted. Raises UserError if the cluster needs another token or has none, Retryable
     if it does not answer within `timeout_s` at the start, or for `LOST_S` later; the job then still exists.
     """
-    with _connected(address, timeout_s) as client:
+    connect = partial(JobSubmissionClient, address)
+    with ray_authentication.connected(address, timeout_s, "takes jobs", connect) as client:
         return _follow(client, address, name, command, anew)
 
 
@@ -84,31 +85,6 @@ def _follow(
         if info.status in ENDED:
             return JobOutcome(was_running, info.status, info.message or "", info.driver_exit_code)
         time.sleep(EVERY_S)
-
-
-@contextlib.contextmanager
-def _connected(address: str, timeout_s: float) -> Iterator[JobSubmissionClient]:
-    deadline, is_reported = time.monotonic() + timeout_s, False
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(ray_authentication.of_cluster(address))
-                client = JobSubmissionClient(address)
-                break
-            except (ConnectionError, RuntimeError) as error:
-                stack.close()
-                if time.monotonic() > deadline:
-                    raise Retryable(
-                        f"compute.address: no Ray cluster takes jobs at {address} after {timeout_s:.0f} s: {error}"
-                    ) from error
-                if not is_reported:
-                    print(
-                        f"no Ray cluster takes jobs at {address} ({error}); trying again for {timeout_s:.0f} s",
-                        flush=True,
-                    )
-                is_reported = True
-                time.sleep(EVERY_S)
-        yield client
 
 
 def _running(client: JobSubmissionClient, name: str) -> bool:

@@ -36,6 +36,7 @@ import ray
 from ray._private import ray_constants, services
 
 from ptf.compute import ray_authentication
+from ptf.compute.ray_authentication import EVERY_S, one_line
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 from ptf.errors import Retryable, UserError
 from ptf.workspace import scratch
@@ -46,7 +47,6 @@ LOGS = "ray-logs"  # in the run's directory, of a Ray that failed
 DRAIN_S = 0.6  # the last lines that workers print take up to 0.5 s to reach the driver
 # for the first server of a Ray of one's own, before it is started again; it takes 2-5 s on an idle machine
 START_S = 120
-EVERY_S = 1.0
 QUICK_FAILURES = 3  # after that many starts that failed within QUICK_S, trying again does not help
 QUICK_S = 20.0
 
@@ -78,33 +78,20 @@ def ray_session(
 @contextlib.contextmanager
 def _joined(address: str, timeout_s: float) -> Iterator[None]:
     resolved = _resolved(address)
-    deadline, is_reported = time.monotonic() + timeout_s, False
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(ray_authentication.of_cluster(resolved))
-                with _sigterm_kept():
-                    ray.init(address=resolved, logging_level=logging.WARNING, log_to_driver=True)
-                break
-            except (ConnectionError, RuntimeError) as error:
-                stack.close()
-                ray.shutdown()
-                if "ersion mismatch" in str(error):
-                    raise UserError(
-                        f"compute.address: the Ray cluster at {resolved} has another version: {_line(error)}"
-                    ) from error
-                if time.monotonic() > deadline:
-                    raise Retryable(
-                        f"no Ray cluster answers at {resolved} after {timeout_s:.0f} s: {_line(error)}; "
-                        "check compute.address"
-                    ) from error
-                if not is_reported:
-                    print(
-                        f"no Ray cluster answers at {resolved} ({_line(error)}); trying again for {timeout_s:.0f} s",
-                        flush=True,
-                    )
-                is_reported = True
-            time.sleep(EVERY_S)
+
+    def connect() -> None:
+        try:
+            with _sigterm_kept():
+                ray.init(address=resolved, logging_level=logging.WARNING, log_to_driver=True)
+        except (ConnectionError, RuntimeError) as error:
+            ray.shutdown()
+            if "ersion mismatch" in str(error):
+                raise UserError(
+                    f"compute.address: the Ray cluster at {resolved} has another version: {one_line(error)}"
+                ) from error
+            raise
+
+    with ray_authentication.connected(resolved, timeout_s, "answers", connect):
         try:
             yield
         finally:
@@ -118,7 +105,7 @@ def _resolved(address: str) -> str:
         try:
             address = services.canonicalize_bootstrap_address_or_die("auto")
         except ConnectionError as error:
-            raise UserError(f"compute.address is auto, but RAY_ADDRESS names no cluster: {_line(error)}") from None
+            raise UserError(f"compute.address is auto, but RAY_ADDRESS names no cluster: {one_line(error)}") from None
     if not address.rpartition(":")[2].isdigit():
         raise UserError(
             f"compute.address is {address!r}; write host:port, or auto for the cluster named by RAY_ADDRESS"
@@ -140,10 +127,11 @@ def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: fl
                 quick_failures += time.monotonic() - begun < QUICK_S
                 if time.monotonic() > first + timeout_s or quick_failures == QUICK_FAILURES:
                     logs = f" (its logs are in {workdir / LOGS})" if workdir else ""
+                    spent = time.monotonic() - first
                     raise Retryable(
-                        f"Ray did not start on this machine in {time.monotonic() - first:.0f} s: {_line(error)}{logs}"
+                        f"Ray did not start on this machine in {spent:.0f} s: {one_line(error)}{logs}"
                     ) from error
-                print(f"Ray did not start ({_line(error)}); starting it again", flush=True)
+                print(f"Ray did not start ({one_line(error)}); starting it again", flush=True)
                 time.sleep(EVERY_S)
                 continue
             yield
@@ -204,10 +192,6 @@ def _token(path: Path) -> Path:
     # it warns that the mode was unset
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     return path
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -24,11 +24,6 @@ from ptf.errors import UserError
 from ptf.workspace import disk
 
 
-def host_file(rank: int) -> str:
-    """Return the file name of a rank's host state."""
-    return f"host_{rank:05}.pt"
-
-
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread; all ranks construct it and call its methods together."""
 
@@ -132,7 +127,7 @@ class Saver:
                 saves.commit(step, entries, manifest)
 
         # the lease is checked on every rank, before it writes its part
-        self._writer.begin(path, model, optimizer, {host_file(world.rank): host}, saves.lease.check, commit)
+        self._writer.begin(path, model, optimizer, {f"host_{world.rank:05}.pt": host}, saves.lease.check, commit)
         return time.perf_counter() - began
 
     def wait(self) -> None:

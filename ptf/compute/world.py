@@ -108,13 +108,6 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value, on every rank."""
-        box = [value]
-        if self.mesh is not None and self.size > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
-
     def together(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; return its result on every rank, or raise its error on every rank."""
         result = error = None
@@ -124,7 +117,10 @@ class World:
             except Exception as raised:
                 error = raised
         known = error is None or isinstance(error, UserError)  # others may be no objects that processes can send
-        result, shared = self.broadcast_object((result, error if known else RuntimeError(f"rank 0: {error!r}")))
+        box: list[Any] = [result, error if known else RuntimeError(f"rank 0: {error!r}")]
+        if self.mesh is not None and self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        result, shared = box
         if error or shared:
             raise error or shared
         return result

@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails
 
 from ptf.config.error import Problems
 from ptf.config.explain import explain, given
-from ptf.config.inherited import algo_config
 from ptf.config.plugin import on_path
 from ptf.config.plugin_code import code_of
+from ptf.config.recipes import algo_config
 from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source

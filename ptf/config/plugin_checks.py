@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from ptf.config import plugin
 from ptf.config.error import ConfigError
 from ptf.config.explain import explain
-from ptf.config.inherited import inherited_errors
 from ptf.config.load import checked
 from ptf.config.plugin import on_path
-from ptf.config.recipes import JOB_ARGUMENTS
+from ptf.config.recipes import declared_config, validated
 from ptf.config.reward_signature import parameters, reward_fault
 from ptf.config.schema import Job
 from ptf.config.tree import Node, Problem, merge, near
@@ -59,6 +60,10 @@ def problems(root: Node) -> Iterator[Problem]:
         if not callable(target):
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
             continue
+        if where == ("recipe",):
+            algo = values.get("algo")
+            yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
+            continue
         yield from unknown(root, (*where, "args"), target, args, use)
         of_source = where[:-1] if where[-1] != "args" else ()  # with the name of a source at the end
         if {where, of_source} & REWARDS and (error := reward_fault(target, use, args)):
@@ -68,9 +73,6 @@ def problems(root: Node) -> Iterator[Problem]:
         is_environment = ("rollout", "environment") in (where, of_source)
         if is_environment and isinstance(target, type) and (error := environment_fault(target)):
             yield problem(root, (*where, "use"), f"{use} {error}")
-        if where == ("recipe",):
-            algo = values.get("algo")
-            yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})
 
 
 def warnings(job: Job) -> Iterator[str]:
@@ -96,20 +98,26 @@ def plugins(value: Any, where: Keys) -> Iterator[tuple[Keys, str, dict[str, Any]
             yield from plugins(inner, (*where, number))
 
 
-def recipe(
-    root: Node, target: Callable[..., Any], use: str, args: Mapping[str, Any], algo: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """Wrong keys of a recipe that ptf does not have: those of `algo` that it does not take,
-    and those that it needs and is not given."""
-    yield from unknown(root, ("algo",), target, algo, use)
-    for error in inherited_errors(target, {**args, **algo}):
-        section = ("algo",) if error["loc"][0] in algo else ("recipe", "args")
-        yield from explain({**error, "loc": (*section, *error["loc"])}, Job, root)
-    given = {*args, *algo, *JOB_ARGUMENTS}
-    for name, parameter in parameters(target).items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and name not in given:
-            yield problem(root, ("algo", name), f"is missing: {use} needs it")
+def recipe(root: Node, target: object, use: str, args: Mapping[str, Any], algo: Mapping[str, Any]) -> Iterator[Problem]:
+    """Wrong keys of a recipe of the user's own, by the class of its keys."""
+    try:
+        config = declared_config(target, use)
+    except ConfigError as error:
+        yield problem(root, ("recipe", "use"), str(error))
+        return
+    try:
+        validated(config, {**args, **algo})
+    except ValidationError as found:
+        for error in found.errors():
+            name, *below = error["loc"]
+            where = ("recipe", "args") if name in args and name not in algo else ("algo",)
+            if error["type"] == "extra_forbidden" and not below:
+                what = f"{use} has no key {name!r}{near(str(name), config.model_fields)}"
+                yield problem(root, (*where, name), what)
+            elif error["type"] == "missing" and not below:
+                yield problem(root, (*where, name), f"is missing: {use} needs it")
+            else:
+                yield from explain({**error, "loc": (*where, *error["loc"])}, Job, root)
 
 
 def environment_fault(environment: Any) -> str | None:

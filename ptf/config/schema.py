@@ -43,7 +43,7 @@ class Job(Section):
     model: ModelConfig
     data: DataConfig
     algo: AlgoConfig | dict[str, Any] = {}
-    """Settings of the recipe, which its `config.py` declares; with `recipe: {use: …}`, its keyword arguments."""
+    """Settings of the recipe, which the class of its `config` declares."""
     rollout: RolloutConfig | None = None
     train: TrainConfig
     compute: ComputeConfig = ComputeConfig()

@@ -91,7 +91,7 @@ class AlgoConfig(Section):
     imported stands here."""
 
     online: ClassVar[bool] = False
-    """Whether it trains on what it generates, and so needs the section `rollout`; its recipe's `online` is this one."""
+    """Whether it trains on what it generates, and so needs the section `rollout`."""
     held_out_metric: ClassVar[str] = "loss"
     """Name of its held-out loss, as in `loss/NAME`; the gate (ptf/evaluate/gate.py) compares it."""
     may_share_prefixes: ClassVar[bool] = False
@@ -108,7 +108,3 @@ class AlgoConfig(Section):
     def in_force(self, job: "Job") -> "AlgoConfig":
         """Return these keys, with `auto` replaced by what it is for the job."""
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the recipe's class."""
-        return {name: getattr(self, name) for name in type(self).model_fields}

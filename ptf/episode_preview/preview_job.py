@@ -29,7 +29,7 @@ from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
 from ptf.rl.rollout_role import raise_if_wrong_environments, sampler_spec, training_rewards, trie_of
 from ptf.rl.sampler import Sampler, SamplerSettings
-from ptf.train.starting_model import StartingModel
+from ptf.train.model_source import StartingModel
 from ptf.workspace import progress, scratch
 
 MOST_PROBED = 8  # episodes that each scripted probe plays
@@ -64,9 +64,9 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
     """Yield the sampler that plays the job's episodes; `place` is an empty directory."""
     job = chosen.job
     if chosen.script is None:
-        starting = StartingModel.of(job, place)
+        starting = StartingModel.of_job(job, place)
         trie = trie_of(job.rollout, starting.load_tokenizer())
-        arguments = (job, starting.with_weights(), starting.tokenizer_path, place, trie)
+        arguments = (job, starting.with_weights().directory, starting.tokenizer_path, place, trie)
         spec = sampler_spec(*arguments, engine="native", length=job.data.seq_len)
         threads = job.compute.threads or default_threads(1)
         with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:

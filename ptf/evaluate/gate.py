@@ -21,7 +21,7 @@ import numpy as np
 from ptf import storage
 from ptf.artifact import START
 from ptf.config import Job
-from ptf.config.inherited import algo_config
+from ptf.config.recipes import algo_config
 from ptf.errors import UserError
 from ptf.storage import file_verification
 

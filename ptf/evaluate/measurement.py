@@ -10,8 +10,9 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from ptf.evaluate import gate
 from ptf.events.model_ranking import rank
 from ptf.model.decoder import Decoder
 from ptf.recipes import registry
-from ptf.recipes.protocol import Recipe, ScoringRecipe, as_evaluated, as_reported
+from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.engines.vllm_support import config_of, installed_build, verdict_on
 from ptf.rl.job_cluster import job_cluster
@@ -42,9 +43,7 @@ from ptf.train.batch_sharding import deal
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.dataloading import held_out_sequences
 from ptf.train.export import raise_if_damaged
-from ptf.train.frozen_models import checkpoint_section, load_frozen_models
-from ptf.train.starting_model import StartingModel
-from ptf.train.trainer import load_model
+from ptf.train.model_source import StartingModel, load_frozen_models
 from ptf.train.validate import held_out_metrics, held_out_sequence_losses
 from ptf.workspace import progress
 
@@ -87,17 +86,7 @@ def measure_held_out_rows(job: Job, run: Path) -> dict[str, float]:
     if needs_ray(compute) and not (compute.address or "").startswith("http"):
         from ptf.compute.gang import on_ray
 
-        on_ray(
-            measure_on_rank,
-            (dump(job), str(run)),
-            workers=compute.workers,
-            device=compute.device,
-            threads=compute.threads,
-            address=compute.address,
-            workdir=run,
-            timeout_s=compute.timeout_s,
-            label="evaluate",
-        )
+        on_ray(measure_on_rank, (dump(job), str(run)), compute, run, "evaluate")
     else:
         measure_on_rank(dump(job), str(run))
     return read_row_metrics(run)
@@ -114,44 +103,24 @@ def measure_on_rank(text: str, directory: str) -> None:
     The first rank writes the metrics into the directory.
     """
     job, run = loads(text), Path(directory)
-    recipe, compute = as_evaluated(registry.build(job)), job.compute
-    starting = StartingModel.of(job, run)
-    spec, tokenizer_path = starting.section, starting.tokenizer_path
+    recipe, compute = registry.build(job).evaluated, job.compute
+    starting = StartingModel.of_job(job, run)
     sets = held_out_sequences(
         job, recipe, starting.load_tokenizer(), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None
     )
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor_parallel_size)
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
-
-        def load(place):
-            return load_model(
-                place,
-                world,
-                checkpoint_section(spec, place),
-                seed=job.seed,
-                precision=job.train.precision,
-                head=recipe.head,
-                frozen=True,
-            )[0]
-
-        model = load(run / "model")
-        beside = load_frozen_models(
-            recipe.frozen_models,
-            job,
-            world,
-            world,
-            model,
-            without_adapters(spec),
-            starting.directory,
-            run,
-            tokenizer_path,
-        )
+        # for a few passes, without the parts that a run compiles or replaces
+        plain = job.train.model_copy(update={"compile": False, "fused": []})
+        model, _ = starting.checkpoint(run / "model").load(world, plain, recipe.head, frozen=True)
+        unadapted = replace(starting, section=without_adapters(starting.section))
+        beside = load_frozen_models(recipe.frozen_models, job, unadapted, model, world)
         losses = run / gate.LOSSES if gate.needs_losses(job) else None
         metrics = measure_sequences(model, recipe, sets, job, world, beside, losses)
         if job.publish.measures_start:
-            place = world.broadcast_object(str(starting.with_weights()) if world.leads else None)
-            before, losses = load(Path(str(place))), losses and losses / "start"
+            start = starting.checkpoint(world.together(starting.with_weights).directory)
+            before, losses = start.load(world, plain, recipe.head, frozen=True)[0], losses and losses / "start"
             of_start = measure_sequences(before, recipe, sets, job, world, beside, losses)
             metrics |= {START + name: value for name, value in of_start.items()}
         metrics |= _length_baselines(sets)
@@ -187,15 +156,14 @@ def measure_sequences(
     true.
     """
     micro_batch_sequences, seq_len = job.train.micro_batch_sequences, job.data.seq_len
-    metrics = as_reported(recipe, held_out_metrics(model, recipe, sets, world, micro_batch_sequences, seq_len, beside))
+    metrics = recipe.reported(held_out_metrics(model, recipe, sets, world, micro_batch_sequences, seq_len, beside))
     for name, sequences in sets.items() if losses else ():
         rows = held_out_sequence_losses(model, recipe, sequences, world, seq_len, beside)
         lines = [json.dumps({"value": value, "denominator": n}) + "\n" for value, n in rows.tolist()]
         if world.leads:
             storage.write_text(f"{losses}/{name}.jsonl", "".join(lines))
-    if not getattr(recipe, "scores_are_logits", False):
+    if not recipe.scores_are_logits:
         return metrics
-    recipe = cast(ScoringRecipe, recipe)
     for name, sequences in sets.items():
         scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_sequences, seq_len)
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
@@ -215,7 +183,7 @@ def answer_length(sample: Sample) -> int:
 @torch.no_grad()
 def score_answers(
     model: Decoder,
-    recipe: ScoringRecipe,
+    recipe: Recipe,
     sequences: Sequence[Sequence[PackUnit]],
     world: World,
     micro_batch_sequences: int,
@@ -274,7 +242,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     rewards = evaluation_rewards(job)
     if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
         return {}
-    starting = StartingModel.of(job, run)
+    starting = StartingModel.of_job(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
     prompts, trie = (
         held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.prompts),
@@ -282,7 +250,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     )
     models = {"": run / "model"}
     if job.publish.measures_start:
-        models["start/"] = starting.with_weights()
+        models["start/"] = starting.with_weights().directory
     prompts, job = affordable(prompts, job, run / "model", len(models))
     metrics: dict[str, float] = {}
     length = (
@@ -340,11 +308,11 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     """
     evaluate_config = job.evaluate.ranking
     assert evaluate_config is not None
-    starting = StartingModel.of(job, run)
+    starting = StartingModel.of_job(job, run)
     tokenizer = starting.load_tokenizer()
     models = {"": run / "model"}
     if job.publish.measures_start and job.model.init == "pretrained":
-        models["start/"] = starting.with_weights()
+        models["start/"] = starting.with_weights().directory
     prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}
     with joined(job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)) as world:

@@ -31,7 +31,7 @@ from ptf.model import hf_backend
 from ptf.model.bridge import build, carried_tensors, hf_tensors, locate, save_hf
 from ptf.recipes import registry
 from ptf.run import run
-from ptf.train.frozen_models import backend_of, located, raise_if_other_architecture
+from ptf.train.model_source import ModelSource
 from ptf.train.trainer import load_model
 
 ROWS = 64  # of each source
@@ -151,15 +151,16 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
     for role, one in registry.build(job).frozen_models.items():
         if one.path is None:
             continue
-        place = located(one, role, None)
+        source = ModelSource.of(one, role, job.model)
+        place = source.directory
         if one.same_architecture:
             made: Any = hf_backend.build if job.model.backend == "hf" else build
-            raise_if_other_architecture(made(place)[0], made(model)[0], place, role)
+            source.raise_if_other_architecture(made(place)[0], made(model)[0])
         shrink(place, scratch / f"{role}.config")
         drawn, family = load_model(
             scratch / f"{role}.config",
             World(),
-            ModelConfig(path="-", init="random", backend=backend_of(place, job.model.backend)),
+            ModelConfig(path="-", init="random", backend=source.section.backend),
             seed=0,
             precision="fp32",
         )

@@ -91,24 +91,22 @@ def look_at_models(job: Job) -> Path:
     from ptf.recipes.protocol import FrozenModelSpec
     from ptf.rl.rewards.model import raise_if_without_score
     from ptf.train.components import without_head
-    from ptf.train.frozen_models import backend_of, errors_of, located, raise_if_other_architecture, section_of
-    from ptf.train.trainer import raise_if_unfit
+    from ptf.train.model_source import ModelSource
 
     recipe, section = registry.build(job), without_head(job.model) if job.model.tokens else job.model
     directory = locate(section.path, verify_up_to=None)
-    model = raise_if_unfit(directory, section, recipe.head)
+    model = ModelSource(section, directory).raise_if_unfit(recipe.head)
     for role, one in recipe.frozen_models.items():
         if one.path is not None and is_here(one.path):
-            place = located(one, role, None)
-            with errors_of(role):
-                frozen_model = raise_if_unfit(place, section_of(one, section, place), "lm")
+            source = ModelSource.of(one, role, section)
+            frozen_model = source.raise_if_unfit("lm")
             if one.same_architecture:
-                raise_if_other_architecture(frozen_model, model, place, role)
+                source.raise_if_other_architecture(frozen_model, model)
     if job.rollout and (scorer := job.rollout.reward_model) and is_here(scorer.path):
-        place = located(FrozenModelSpec(scorer.path), "rollout.reward_model.path", None)
-        raise_if_without_score(place)
-        with errors_of("rollout.reward_model.path"):
-            raise_if_unfit(place, ModelConfig(path=str(place), backend=backend_of(place, "ptf")), "scalar")
+        spec = FrozenModelSpec(scorer.path, same_architecture=False)
+        source = ModelSource.of(spec, "rollout.reward_model.path", ModelConfig(path=scorer.path))
+        raise_if_without_score(source.directory)
+        source.raise_if_unfit("scalar")
     return directory
 
 

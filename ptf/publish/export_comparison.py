@@ -23,7 +23,7 @@ from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
 from ptf.train.export_settings import padding_id
 from ptf.train.job_tokenizer import rendered
-from ptf.train.starting_model import adapted_from, extended, tokenizer_directory
+from ptf.train.model_source import StartingModel
 from ptf.train.trainer import load_model
 
 
@@ -72,9 +72,8 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
 
     Raises UserError if the difference is too large.
     """
-    base = bridge.locate(job.model.path, verify_up_to=job.verify_bytes)
-    spec, base = extended(job.model, base, run, job.seed)
-    spec, base = adapted_from(spec, base, run, tokenizer_directory(job, spec, base, run), job.seed)
+    source = StartingModel.of_job(job, run).trained()
+    spec, base = source.section, source.directory
     stored = AdapterDirectory.read(adapter)
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}
     head = "scalar" if "values" in kept else "lm"

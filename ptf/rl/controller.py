@@ -21,7 +21,6 @@ from ptf.config import dump
 from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, Prompt, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
-from ptf.recipes.protocol import bootstraps_truncated
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.logprob_guard import LogprobDifference
@@ -153,7 +152,7 @@ class Controller:
         if self.critic:
             with self.cluster.phase(self.critic, "values"):
                 groups, _ = self.add_token_column(groups, self.critic, "values", "values")
-                if bootstraps_truncated(self.recipe):
+                if self.recipe.critic and self.recipe.critic.bootstrap_truncated:
                     groups = self.add_values_after(groups, self.critic)
         return groups, metrics
 

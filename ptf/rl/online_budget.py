@@ -12,7 +12,7 @@ what libraries take for their kernels, is not counted.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ptf.config import Job
 from ptf.config.transports import TRANSPORTS, resolve_transport, with_lora_sync
@@ -20,14 +20,14 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig
 from ptf.recipes import registry
-from ptf.recipes.protocol import OnlineRecipe, Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import Pool
 from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
-from ptf.train.frozen_models import needs_weights
+from ptf.train.model_source import needs_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def online_budget(
     assert job.rollout is not None
     job = with_lora_sync(job, gpu=True, experts=bridge.decoder_config(directory).moe is not None)
     assert job.rollout is not None
-    recipe, room = cast("OnlineRecipe", registry.build(job)), room_gib * GIB
-    update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=cast("Recipe", recipe), beside={})
+    recipe, room = registry.build(job), room_gib * GIB
+    update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=recipe, beside={})
     engine = _engine(job, directory, room)
     transport = resolve_transport(job, gpu=True)
     roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
@@ -127,7 +127,7 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
     return RoleMemory(workers, held, phases)
 
 
-def _policy(job: Job, recipe: OnlineRecipe, update: Budget, gpus: int) -> RoleMemory:
+def _policy(job: Job, recipe: Recipe, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
     memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
     own = {role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model)}
@@ -135,7 +135,7 @@ def _policy(job: Job, recipe: OnlineRecipe, update: Budget, gpus: int) -> RoleMe
     return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
 
 
-def _frozen(job: Job, directory: Path, recipe: OnlineRecipe, gpus: int) -> dict[str, RoleMemory]:
+def _frozen(job: Job, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:
     """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
     assert job.rollout is not None
     found: dict[str, RoleMemory] = {}

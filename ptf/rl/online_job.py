@@ -21,7 +21,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.model.sampling import LogitsProcessing
 from ptf.model.sizes import sizes_of
 from ptf.recipes import registry
-from ptf.recipes.protocol import FrozenModelSpec, OnlineRecipe
+from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.job_cluster import offload_path
 from ptf.rl.prompts import FittingPrompts, held_out_prompts, training_prompts
@@ -29,10 +29,8 @@ from ptf.rl.rewards.model import RewardModel, raise_if_without_score
 from ptf.rl.roles import Learner, LearnerSettings, LogprobModel, ModelSettings
 from ptf.rl.rollout_role import raise_if_cut_responses, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.validate import affordable
-from ptf.train.components import without_adapters
-from ptf.train.frozen_models import backend_of, located, needs_weights, raise_if_other_tokenizer
+from ptf.train.model_source import ModelSource, StartingModel, needs_weights
 from ptf.train.source_specs import specs
-from ptf.train.starting_model import StartingModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class OnlineJob:
 
     job: Job  # with `rollout.lora_sync` settled
     run: Path
-    recipe: OnlineRecipe
+    recipe: Recipe
     start: StartingModel  # whose directory has weights
     tokenizer: Tokenizer
     prompts: FittingPrompts
@@ -62,16 +60,14 @@ class OnlineJob:
         if job.rollout is None:
             raise UserError("an online recipe needs the section rollout; add it to the config")
         recipe = registry.build(job)
-        start = StartingModel.of(job, run)
+        start = StartingModel.of_job(job, run)
         tokenizer = start.load_tokenizer()
         prompts = training_prompts(job, tokenizer)
         if job.evaluate.ranking is not None:  # rewards read the catalogue too
             Catalogue.load(job.evaluate.ranking.catalogue).raise_if_different(tokenizer, "the model's")
         trie = trie_of(job.rollout, tokenizer)
         recipe, processing = with_logits_processing(recipe, job.rollout, trie)
-        start = replace(
-            start, directory=start.with_weights(), section=start.section.model_copy(update={"init": "pretrained"})
-        )
+        start = start.with_weights()
         held_out = _held_out(job, tokenizer, trie, start.directory)
         sizes = sizes_of(start.directory, job.model.backend)
         if text := sizes.beyond(job.data.seq_len):
@@ -80,7 +76,7 @@ class OnlineJob:
         return cls(
             with_lora_sync(job, computes_on_gpu(job.compute), experts),
             run,
-            cast("OnlineRecipe", recipe),
+            recipe,
             start,
             tokenizer,
             prompts,
@@ -140,28 +136,23 @@ class OnlineJob:
 
         Raises UserError if its directory is missing, or its tokenizer is not the policy's.
         """
-        job, start = self.job, self.start
-        if frozen_model.path is None:
-            return replace(policy, section=without_adapters(start.section))
-        directory = located(frozen_model, role, job.verify_bytes)
-        raise_if_other_tokenizer(directory, start.tokenizer_path, role, frozen_model, start.directory)
-        section = ModelConfig(path=str(directory), backend=backend_of(directory, job.model.backend))
-        return replace(policy, directory=directory, section=section)
+        source = self.start.beside(frozen_model, role, self.job.verify_bytes)
+        return replace(policy, directory=source.directory, section=source.section)
 
     def _reward_model(self) -> ModelSettings:
         """Return the settings of the reward model. Raises UserError if it has no scalar head."""
         job, reward_model = self.job, self.rollout.reward_model
         assert reward_model is not None
-        directory = located(FrozenModelSpec(reward_model.path), "rollout.reward_model.path", job.verify_bytes)
-        raise_if_without_score(directory)
-        backend = backend_of(directory, "ptf")
+        spec, key = FrozenModelSpec(reward_model.path, same_architecture=False), "rollout.reward_model.path"
+        source = ModelSource.of(spec, key, ModelConfig(path=reward_model.path), verify_up_to=job.verify_bytes)
+        raise_if_without_score(source.directory)
         return ModelSettings(
-            directory=directory,
-            section=ModelConfig(path=str(directory), backend=backend),
+            directory=source.directory,
+            section=source.section,
             train=job.train,
             seed=job.seed,
             # its tokenizer and template may give more tokens than the policy's
-            seq_len=min(sizes_of(directory, backend).max_positions, 2 * job.data.seq_len),
+            seq_len=min(sizes_of(source.directory, source.section.backend).max_positions, 2 * job.data.seq_len),
         )
 
 

@@ -1,9 +1,8 @@
 """Build the rollout role of a job: the engine, the environment, the allowed responses, and the rewards."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 from ptf import storage
 from ptf.config import Job, Plugin, plugin
@@ -14,7 +13,7 @@ from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sizes import sizes_of
-from ptf.recipes.protocol import OnlineRecipe, Recipe
+from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.protocol import edges_of
@@ -161,28 +160,25 @@ def raise_if_cut_responses(trie: Trie, job: Job, longest_prompt: int) -> None:
 def with_logits_processing(
     recipe: Recipe, rollout_config: RolloutConfig, trie: Trie | None
 ) -> tuple[Recipe, LogitsProcessing]:
-    """Return the recipe, `processing` set to the distribution of the sampled responses, and that distribution.
+    """Return the recipe with the distribution of the sampled responses in its context, and that distribution.
 
-    Raises UserError if the distribution is not the model's own and the recipe has no such field.
+    Raises UserError if the distribution is not the model's own and the recipe does not read it.
     """
     processing = LogitsProcessing(
         rollout_config.temperature, rollout_config.top_p, None if trie is None else edges_of(trie)
     )
-    if processing.top_p < 1 and cast("OnlineRecipe", recipe).needs_old_logprobs:
+    if processing.top_p < 1 and recipe.needs_old_logprobs:
         raise UserError(
             "rollout.top_p must be 1: the recipe needs the old policy's log-probs, "
             "and the nucleus of one policy is not that of another"
         )
-    if is_dataclass(recipe) and any(field.name == "processing" and field.init for field in fields(recipe)):
-        return replace(cast("Any", recipe), processing=processing), processing
-    if processing != NO_LOGITS_PROCESSING:
+    if processing != NO_LOGITS_PROCESSING and not recipe.reads_processing:
         raise UserError(
-            "rollout.temperature, rollout.top_p and rollout.constrained_decoding: the recipe is not a dataclass "
-            "with a field "
-            "`processing` (of type ptf.model.sampling.LogitsProcessing), so its loss cannot use the distribution that "
-            "responses are sampled from. Add the field, or leave the three keys at 1, 1 and null"
+            "rollout.temperature, rollout.top_p and rollout.constrained_decoding: the loss of the recipe is not that "
+            "of the distribution that responses are sampled from. Use `context.processing` in it and set "
+            "`reads_processing = True` in its class, or leave the three keys at 1, 1 and null"
         )
-    return recipe, processing
+    return replace(recipe, context=replace(recipe.context, processing=processing)), processing
 
 
 def training_rewards(job: Job) -> Rewards | None:

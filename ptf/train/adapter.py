@@ -52,7 +52,7 @@ def export_adapter(
 
         loaded = probed(precision)
         if precision == "bf16":
-            error = world.broadcast_object(difference_of(trained, loaded))
+            error = world.together(lambda: difference_of(trained, loaded))
             bound = rounding.bound_of(error, bound, lambda: difference_of(probed("fp32"), loaded))
         return raise_if_difference(directory, trained, loaded, bound)
 

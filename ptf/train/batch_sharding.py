@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.packing import balanced, idle
+from ptf.data.rank_balancing import work_of
 from ptf.data.sample import PackUnit, length
 
 
@@ -36,11 +37,8 @@ def deal(
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
         sequences_per_rank = -(-sequences_per_rank // micro_batch_sequences) * micro_batch_sequences
-    work = [
-        sum(len(sample) * (len(sample) + 2 * sample.prefix_length) for unit in sequence for sample in unit)
-        for sequence in sequences
-    ]
-    own_sequences = [sequences[i] for i in balanced(work, world.data_parallel_size)[world.data_rank]]
+    shares = balanced([work_of(sequence) for sequence in sequences], world.data_parallel_size)
+    own_sequences = [sequences[i] for i in shares[world.data_rank]]
     own_sequences += [[idle(sequences)]] * (sequences_per_rank - len(own_sequences))
     if world.device.type == "cpu":
         seq_len = max(sum(length(unit) for unit in sequence) for sequence in own_sequences)

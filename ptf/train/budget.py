@@ -37,10 +37,12 @@ from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.storage.hub import at_revision, first_line, refusal, unreachable
 from ptf.train.components import layer_factory_of
-from ptf.train.frozen_models import forward_flops, needs_weights
+from ptf.train.model_source import needs_weights
 from ptf.train.optimizer_8bit import moment_bytes
 from ptf.train.optimizer_offload import BUCKET_BYTES
-from ptf.train.trainable import freeze, frozen_dtype
+from ptf.train.step_metrics import forward_flops
+from ptf.train.trainable import frozen_dtype
+from ptf.train.trainer import built
 
 GIB = 2.0**30
 
@@ -131,23 +133,47 @@ class _Run:
     shards: int = 1  # ranks that the model is sharded over: more than one gather into buffers that they free late
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
-        """Return the memory at the fullest moment of a pass."""
-        peaks = [
-            self._gathering_layer(sizes, layers),
-            self._in_experts(sizes, layers),
-            self._at_head(sizes, layers, dim),
-            self._in_layer(sizes, layers),
-            self._in_earlier_layer(sizes, layers, 0, max(layer.in_backward for layer in layers)),
-            self._in_earlier_layer(sizes, layers, sizes.block_trained, 0.0),
-            self._reducing_layer(sizes, layers),
-            self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0),  # reducing embedding and head
-        ]
+        """Return the memory at the fullest moment of a step."""
+        return max(self._moments(sizes, layers, dim), key=lambda memory: memory.total)
+
+    def _moments(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Iterator[Memory]:
+        """Yield the memory at the moments that may be the fullest."""
+        sharded, head = self.shards > 1, sizes.head if sizes.root_trained else 0
+        saved, before_last, again = self._saved(layers), self._saved(layers[:-1]), self._recomputed(layers)
+
+        def at(activations: float, blocks: int, elements: int = 0, fp32: int = 0, logits: float = 0.0) -> Memory:
+            """Return it with so many layers, embedding and head gathered, and with other elements in the dtype of the
+            computation and in fp32; `activations` are bytes per token."""
+            gathered = self.element * (blocks * sizes.block + sizes.root + elements) + blocks * sizes.block_quantised
+            return self._held(sizes, gathered + 4.0 * fp32, self._tokens * activations, logits)
+
+        # forward, before the last layer: its weights are copied out of the buffer that they were gathered into, and
+        # the buffer of the layer before is not yet free; then in its experts
+        yield at(before_last, 3 if sharded else 1)
+        yield at(saved + max(layer.in_forward for layer in layers), 2 if sharded else 1, sizes.dequantised)
+        # the loss of a chunk of logits: in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes;
+        # FSDP frees the last layer that it gathered when it gathers the next
+        logits = self._chunk(sizes, dim) * (1 + (self.element == 2) / 2 + self.softcapped)
+        logits += 2 * self._tokens * dim * self.element
+        yield at(saved, int(sharded), logits=logits + (4 + self.element) * head)
+        # backward of the last layer: its gradients are computed, the next layer is gathered, and the head's gradient
+        # waits for the embedding's
+        ahead = 2 if sharded and len(layers) > 1 else 1
+        yield at(saved + again, ahead, sizes.block_trained + head + sizes.dequantised)
+        # backward of an earlier layer, while the gradients of the layer after it are reduced, in fp32: an MLP's begins
+        # with the most that it holds beside what is saved, and ends with the gradients of its weights
+        ahead = 2 if sharded and len(layers) > 2 else 1
+        for gradients, passing in ((0, max(layer.in_backward for layer in layers)), (sizes.block_trained, 0.0)):
+            elements = gradients + head + sizes.dequantised
+            yield at(before_last + again + passing, ahead, elements, fp32=sizes.block_trained)
+        # the gradients of the last layer are reduced: its weights are freed; then those of embedding and head
+        yield at(before_last, 1, sizes.block_trained + head, fp32=sizes.block_trained)
+        yield self._held(sizes, (self.element + 4.0) * sizes.root_trained, 0.0, 0.0)
+        alone = self._held(sizes, 0.0, 0.0, 0.0)
         if self.offloaded:  # to save or to resume, when nothing is gathered
-            peaks.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=sizes.moments))
+            yield replace(alone, optimizer=sizes.moments)
         if self.eight_bit:  # in the optimizer's step, which has a bucket of them in fp32 beside those in 8 bits
-            in_step = sizes.moments + self._bucket(sizes)
-            peaks.append(replace(self._held(sizes, 0.0, 0.0, 0.0), optimizer=in_step))
-        return max(peaks, key=lambda memory: memory.total)
+            yield replace(alone, optimizer=sizes.moments + self._bucket(sizes))
 
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory of a forward pass alone, between steps, when there are no gradients."""
@@ -181,68 +207,10 @@ class _Run:
         """Return the most bytes of fp32 averages that the optimizer's step has at once, if it goes by bucket."""
         return min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest))
 
-    def _at_head(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
-        """Return the memory while the loss of a chunk of logits is computed, with all activations saved."""
-        tokens, chunk = self._tokens, self._chunk(sizes, dim)
-        # in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes
-        logits = chunk * (1 + (self.element == 2) / 2 + self.softcapped) + 2 * tokens * dim * self.element
-        gradient = (4 + self.element) * self._head_trained(sizes)
-        saved = tokens * self._saved(layers)
-        # FSDP frees the last layer that it gathered when it gathers the next
-        late = self.shards > 1
-        gathered = self.element * (sizes.root + late * sizes.block) + late * sizes.block_quantised
-        return self._held(sizes, gathered, saved, logits + gradient)
-
-    def _gathering_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
-        """Return the memory in the forward pass before the last layer: its weights are copied out of the buffer that
-        they were gathered into, and the buffer of the layer before is not yet free."""
-        blocks = 3 if self.shards > 1 else 1
-        gathered = self.element * (sizes.root + blocks * sizes.block) + blocks * sizes.block_quantised
-        return self._held(sizes, gathered, self._tokens * self._saved(layers[:-1]), 0.0)
-
-    def _in_experts(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
-        """Return the memory in the forward pass of the last layer's experts."""
-        blocks = 2 if self.shards > 1 else 1
-        gathered = self.element * (sizes.root + blocks * sizes.block + sizes.dequantised)
-        activations = self._saved(layers) + max(layer.in_forward for layer in layers)
-        return self._held(sizes, gathered + blocks * sizes.block_quantised, self._tokens * activations, 0.0)
-
-    def _in_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
-        """Return the memory in the backward pass of the last layer: its gradients are computed, the next layer is
-        gathered, and the head's gradient waits for the embedding's."""
-        activations = self._saved(layers) + self._recomputed(layers)
-        gathered = self._in_backward(sizes, sizes.block_trained, len(layers) > 1)
-        return self._held(sizes, gathered, self._tokens * activations, 0.0)
-
-    def _in_earlier_layer(self, sizes: _Sizes, layers: list[ActivationBytes], gradients: int, passing: float) -> Memory:
-        """Return the memory in the backward pass of an earlier layer, while the gradients of the layer after it are
-        reduced, in fp32.
-
-        `gradients`: the elements of its own weights' gradients; `passing`: bytes per token that its MLP or its experts
-        hold beside what is saved. An MLP's backward pass begins with the most of the latter, and ends with the former.
-        """
-        activations = self._saved(layers[:-1]) + self._recomputed(layers) + passing
-        gathered = self._in_backward(sizes, gradients, len(layers) > 2) + 4.0 * sizes.block_trained
-        return self._held(sizes, gathered, self._tokens * activations, 0.0)
-
-    def _in_backward(self, sizes: _Sizes, gradients: int, has_next: bool) -> float:
-        """Return the bytes of weights and gradients that a layer's backward pass holds beside the shards: the layer
-        and, where it is gathered ahead, the next, `gradients` elements of its gradients, embedding and head."""
-        blocks = 2 if has_next and self.shards > 1 else 1
-        elements = blocks * sizes.block + gradients + sizes.root + self._head_trained(sizes) + sizes.dequantised
-        return self.element * elements + blocks * sizes.block_quantised
-
     def _recomputed(self, layers: list[ActivationBytes]) -> float:
         """Return the bytes per token that a layer's backward pass computes again."""
         again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
         return again.get(self.recomputed, max(of.everything for of in layers))
-
-    def _reducing_layer(self, sizes: _Sizes, layers: list[ActivationBytes]) -> Memory:
-        """Return the memory while the last layer's gradients are reduced, in fp32: its weights are freed."""
-        saved = self._saved(layers[:-1])
-        gathered = sizes.block + sizes.block_trained + sizes.root + self._head_trained(sizes)
-        held = self.element * gathered + 4.0 * sizes.block_trained + sizes.block_quantised
-        return self._held(sizes, held, self._tokens * saved, 0.0)
 
     def _saved(self, layers: list[ActivationBytes]) -> float:
         """Return the bytes per token on the device that these layers keep for the backward pass."""
@@ -258,10 +226,6 @@ class _Run:
     @property
     def _tokens(self) -> int:
         return self.sequences * self.seq_len
-
-    @staticmethod
-    def _head_trained(sizes: _Sizes) -> int:
-        return sizes.head if sizes.root_trained else 0
 
 
 def budget(
@@ -286,13 +250,12 @@ def budget(
     in_step = _sequences_of_step(job, data)
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
-        model, family = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
+        model, _ = built(directory, job.model, recipe.head)
         check_mesh(model.config, mesh)
-        freeze(model, family, job.model.trainable)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
-        by_role = beside if beside is not None else {} if getattr(recipe, "precompute", False) else recipe.frozen_models
+        by_role = beside if beside is not None else {} if recipe.precompute else recipe.frozen_models
         others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, tensor, compiled=job.train.compile is not False)
@@ -313,7 +276,7 @@ def budget(
         eight_bit=job.train.optimizer == "adamw_8bit",
         shards=data // job.compute.mesh.replicate,
     )
-    in_step *= getattr(recipe, "update_epochs", 1) if job.rollout else 1
+    in_step *= recipe.update_epochs
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     dim, room = model.config.dim, room_gib * GIB

@@ -1,7 +1,7 @@
 """What a run reads: its sources as partitions of packed sequences, how long that takes, and its validation sets."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from ptf.compute.world import World
 from ptf.config import Job
 from ptf.config.rules import schedule_fault
 from ptf.data.chat import FIELD
-from ptf.data.forms import Row
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
@@ -96,15 +95,12 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
     if world.leads and (few or not partitions.endless):
         print("train: counting the steps and passes that the data has", flush=True)
 
-    def total(values: Sequence[float]) -> list[float]:
-        return world.sum(values).tolist()
-
     plan = planned(
         partitions,
         job.train.global_batch_sequences,
         job.train.steps,
         served=loader.served,
-        total=total,
+        total=lambda values: world.sum(values).tolist(),
         most=world.max,
         exact=few or not partitions.endless,
     )
@@ -148,16 +144,13 @@ def held_out_sequences(
     data = job.data
     sets: dict[str, list[list[PackUnit]]] = {}
 
-    def encode(row: Row, source: str) -> list[PackUnit]:
-        return recipe.encode(row, tokenizer, source)
-
     for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
         set_aside = Quarantine(file, data.max_bad_rows_share).add if data.max_bad_rows_share else None
         units = pack_units_once(
             {name: spec},
             tokenizer=tokenizer,
-            encode=encode,
+            encode=lambda row, source: recipe.encode(row, tokenizer, source),
             seq_len=data.seq_len,
             too_long=data.too_long,
             set_aside=set_aside,

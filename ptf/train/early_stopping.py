@@ -9,7 +9,7 @@ class EarlyStopping:
 
     def __init__(self, metric: str, patience: int) -> None:
         self.metric = metric
-        self._patience = patience
+        self.patience = patience
         self._best = float("inf")
         self._since = 0
 
@@ -21,7 +21,7 @@ class EarlyStopping:
             self._best, self._since = metrics[self.metric], 0
         else:
             self._since += 1
-        return self._since >= self._patience
+        return self._since >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the number of measurements since."""

@@ -37,10 +37,10 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import FrozenModelSpec, PrecomputingRecipe
+from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.train.batch_sharding import deal
 from ptf.train.components import without_adapters
-from ptf.train.frozen_models import located
+from ptf.train.model_source import ModelSource
 from ptf.train.tokenize import tokenize
 from ptf.train.trainer import forget_forwards
 from ptf.workspace import progress, scratch
@@ -53,7 +53,7 @@ Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Decoder]]
 
 def precompute_sources(
     job: Job,
-    recipe: PrecomputingRecipe,
+    recipe: Recipe,
     tokenizer: Tokenizer,
     world: World,
     model: Decoder,
@@ -87,14 +87,12 @@ def precompute_sources(
     return resolve(job, tokenized=directories)
 
 
-def _named(
-    job: Job, recipe: PrecomputingRecipe, tokenizer: Tokenizer, model: Decoder, directory: Path
-) -> dict[str, str]:
+def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
     """Return the directory of each source; its key covers all that decides what is written there, and nothing else."""
     models = {
         role: _start(job, directory)
         if frozen_model.path is None
-        else _digest(located(frozen_model, role, job.verify_bytes))
+        else _digest(ModelSource.of(frozen_model, role, job.model, verify_up_to=job.verify_bytes).directory)
         for role, frozen_model in recipe.frozen_models.items()
     }
     vocabulary = model.config.vocab if any(frozen_model.path for frozen_model in recipe.frozen_models.values()) else 0
@@ -144,7 +142,7 @@ class _Precomputing:
     def __init__(
         self,
         job: Job,
-        recipe: PrecomputingRecipe,
+        recipe: Recipe,
         tokenizer: Tokenizer,
         world: World,
         model: Decoder,

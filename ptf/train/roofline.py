@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from ptf.compute.meter import PEAKS
 from ptf.config import Job
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.attention import Attention
 from ptf.model.chunked import chunk_bytes
 from ptf.model.config import DecoderConfig
@@ -36,8 +36,7 @@ from ptf.model.layers import LayerFactory
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
 from ptf.model.sharding import compile_parts
-from ptf.train.components import layer_factory_of
-from ptf.train.trainable import freeze
+from ptf.train.trainer import built
 
 MATRIX, MEMORY = 0.72, 0.85  # shares of the peak FLOP/s and of the bandwidth that are reached
 KERNEL_S = 2e-6
@@ -58,10 +57,13 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "H200": Gpu(989e12, 4.8e12, 450e9),
-    "H100": Gpu(989e12, 3.35e12, 450e9),
-    "A100": Gpu(312e12, 2.0e12, 300e9),
-    "B200": Gpu(2250e12, 8.0e12, 900e9),
+    name: Gpu(PEAKS[name][0] * 1e12, bandwidth, link)
+    for name, bandwidth, link in (
+        ("H200", 4.8e12, 450e9),
+        ("H100", 3.35e12, 450e9),
+        ("A100", 2.0e12, 300e9),
+        ("B200", 8.0e12, 900e9),
+    )
 }
 
 
@@ -316,8 +318,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         )
     sequences = min(job.train.micro_batch_sequences, job.train.global_batch_sequences // data)
     passes = math.ceil(job.train.global_batch_sequences / (data * sequences))
-    model, family = bridge.build(directory, factory=layer_factory_of(job.model, adapted=True))
-    freeze(model, family, job.model.trainable)
+    model, _ = built(directory, job.model, "lm")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

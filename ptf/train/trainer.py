@@ -81,7 +81,12 @@ def load_model(
     if not own and world.mesh is not None and world.mesh["tensor"].size() > 1:
         raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     model, family = built(directory, spec, head)
-    _hold(model, family, directory, precision, frozen=frozen)
+    if frozen:
+        model.requires_grad_(False)
+    # fp32 for weights that are trained or that an export must give back in fp32
+    dtype = frozen_dtype(directory, precision, exported=not frozen)
+    rounds = dtype != torch.float32 and not frozen
+    hold_frozen(model, dtype, bridge.stored_in_fp32(model, family, directory) if rounds else ())
     parallelize(
         model,
         world.mesh,
@@ -121,16 +126,6 @@ def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, s
     return found
 
 
-def _hold(model: Decoder, family: Family, directory: Path, precision: str, *, frozen: bool) -> None:
-    """Set the dtypes of the parameters: fp32 for those that are trained or that an export must give back in fp32, and
-    `frozen_dtype` for the others."""
-    if frozen:
-        model.requires_grad_(False)
-    dtype = frozen_dtype(directory, precision, exported=not frozen)
-    rounds = dtype != torch.float32 and not frozen
-    hold_frozen(model, dtype, bridge.stored_in_fp32(model, family, directory) if rounds else ())
-
-
 def forget_forwards(frozen: nn.Module) -> None:
     """Discard FSDP's records of the forward passes of a frozen model.
 
@@ -149,17 +144,6 @@ def discard_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group._partial_reduce_output = None
-
-
-def fill_missing_gradients(model: nn.Module) -> None:
-    """Give a gradient of zeros to every trained parameter that has none.
-
-    FSDP does so for a parameter that a rank has not used, because other ranks may have used it (`parallelize`); one
-    process does the same, so that weight decay does not depend on the number of ranks.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 LARGEST = "_max"  # end of the names of metrics that are largest values, not means
@@ -300,7 +284,11 @@ class Trainer:
             # FSDP averages over the data-parallel ranks; the denominator is already summed over all
             (loss * (world.data_parallel_size / denominator)).backward()
             add_metrics(totals, metrics)
-        fill_missing_gradients(self.model)
+        # FSDP gives zeros to a parameter that this rank has not used, because others may have (`parallelize`); one
+        # process does the same, so that weight decay does not depend on the number of ranks
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return reduced(totals, denominator, world), denominator
 
     def loss(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray._raylet import get_authentication_mode
 
-from ptf.compute.gang import Gang, layout, make_pool, run_gang
+from ptf.compute.gang import Gang, layout, make_pool
 from ptf.compute.ray_session import ray_session
 from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
@@ -109,9 +109,10 @@ def test_a_dead_actor_is_named_at_once_and_leaves_no_process(ray_cluster):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_run_gang_returns_rank_0s_result_and_gives_its_places_back(ray_cluster):
+def test_a_gang_returns_results_in_the_order_of_ranks_and_gives_its_places_back(ray_cluster):
     free = ray.available_resources()["CPU"]
-    assert run_gang(lambda shift: int(os.environ["RANK"]) + shift, (5,), workers=2, timeout_s=300) == 5
+    with Gang("short", workers=2, timeout_s=300) as gang:
+        assert gang.execute(lambda shift: int(os.environ["RANK"]) + shift, [(5,), (5,)]) == [5, 6]
     deadline = time.monotonic() + 10
     while ray.available_resources().get("CPU") != free and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -9,7 +9,7 @@ import torch
 from ptf.compute import meter
 from ptf.compute.meter import PEAKS, known_gpu, peak_flops
 from ptf.compute.world import World
-from ptf.train.loop import OfflineAttempt
+from ptf.train.step_metrics import StepMeter
 
 GPUS = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -80,10 +80,10 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_product(monkeypatch) -> None:
 def test_an_mfu_above_1_is_never_reported(monkeypatch, capsys) -> None:
     """The peak is measured again; if that is not enough, there is no MFU, and a line says so once."""
     measured = iter([2.0, 1.0, 1.0])
-    monkeypatch.setattr(OfflineAttempt, "measured_peak", lambda self: next(measured))
-    attempt = OfflineAttempt.__new__(OfflineAttempt)
-    attempt.peak, attempt.world, attempt.said = 1.0, World(), set()
-    assert attempt.mfu(0.5) == {"mfu": 0.5}
-    assert attempt.mfu(1.5) == {"mfu": 0.75}
-    assert attempt.mfu(3.0) == attempt.mfu(3.0) == {}
+    monkeypatch.setattr(StepMeter, "measured_peak", lambda self: next(measured))
+    made = StepMeter.__new__(StepMeter)
+    made.peak, made.world, made.said = 1.0, World(), set()
+    assert made.mfu(0.5) == {"mfu": 0.5}
+    assert made.mfu(1.5) == {"mfu": 0.75}
+    assert made.mfu(3.0) == made.mfu(3.0) == {}
     assert capsys.readouterr().out == "train: mfu is left out: 1.500 is above 1, an error of ptf's; please report it\n"

@@ -49,13 +49,10 @@ def test_a_cluster_that_takes_no_jobs_is_an_error_after_the_deadline(monkeypatch
         raise ConnectionError("nobody listens")
 
     monkeypatch.setattr(ray_jobs, "JobSubmissionClient", refused)
-    monkeypatch.setattr(ray_jobs, "EVERY_S", 0.01)
+    monkeypatch.setattr(ray_jobs.ray_authentication, "EVERY_S", 0.01)
     monkeypatch.setattr(ray_jobs.ray_authentication, "of_cluster", lambda _: contextlib.nullcontext())
-    with (
-        pytest.raises(Retryable, match="no Ray cluster takes jobs at http://here after 0 s: nobody listens"),
-        ray_jobs._connected("http://here", 0.05),
-    ):
-        pass
+    with pytest.raises(Retryable, match="no Ray cluster takes jobs at http://here after 0 s: nobody listens"):
+        ray_jobs.follow("http://here", "run", [], 0.05, anew=lambda: None)
     assert len(attempts) > 1
     assert capsys.readouterr().out.count("trying again") == 1
 

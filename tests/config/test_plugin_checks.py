@@ -13,11 +13,14 @@ from ptf.config.tree import merge
 
 PLUGINS = """
 from dataclasses import dataclass
+from ptf.config.section import AlgoConfig
+from ptf.recipes.protocol import Recipe as Base
 import collections  # what is imported is found by name too
-@dataclass(frozen=True)
-class Recipe:
+class Keys(AlgoConfig):
     strength: float
     length: int = 0
+class Recipe(Base):
+    config: Keys
     def __post_init__(self): raise AssertionError("a check makes nothing")
 @dataclass(frozen=True)
 class NoEnvironment:
@@ -126,9 +129,9 @@ def test_what_is_right_is_right(written):
         ),
         (
             {"args": "{strenght: 2}"},
-            "2 recipe.args.strenght MODULE:Recipe has no argument 'strenght'  (did you mean strength?)",
+            "2 recipe.args.strenght MODULE:Recipe has no key 'strenght'  (did you mean strength?)",
         ),
-        ({"algo": "{lenght: 2}"}, "3 algo.lenght MODULE:Recipe has no argument 'lenght'  (did you mean length?)"),
+        ({"algo": "{lenght: 2}"}, "3 algo.lenght MODULE:Recipe has no key 'lenght'  (did you mean length?)"),
         ({"args": "{}"}, "3 algo.strength is missing: MODULE:Recipe needs it"),
         (
             {"reward": "one"},

@@ -23,6 +23,7 @@ from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 from tests.data.dataset_forms import Form
+from tests.recipes.of_keys import of_keys
 
 TEMPLATE = (  # it shows tools, calls and all that anybody says
     "{% if tools %}{% for tool in tools %}{{ '<tool>' + (tool | tojson) }}{% endfor %}{% endif %}"
@@ -32,11 +33,11 @@ TEMPLATE = (  # it shows tools, calls and all that anybody says
     "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|><|assistant|>' }}{% endif %}"
 )
 RECIPES: Mapping[str, Any] = {
-    "sft": SFT(),
-    "dpo": DPO(),
-    "rm": RM(),
-    "rm binary": RM("binary"),
-    "rm regression": RM("regression"),
+    "sft": of_keys(SFT),
+    "dpo": of_keys(DPO),
+    "rm": of_keys(RM),
+    "rm binary": of_keys(RM, loss_type="binary"),
+    "rm regression": of_keys(RM, loss_type="regression"),
 }
 SUFFIXES = ("jsonl", "parquet")
 

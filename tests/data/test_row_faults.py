@@ -24,6 +24,7 @@ from ptf.errors import UserError
 from tests.data import read_form
 from tests.data.dataset_forms import ANSWER, ASK, FORMS, TOOL
 from tests.data.read_form import RECIPES, at
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic
 
 ASKED, SAID = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -105,9 +106,9 @@ def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
     job = arithmetic(tmp_path)
     job["data"] |= {"validation": {"held": {"path": str(tmp_path / "a.jsonl")}}, "seq_len": 99}
     with pytest.raises(UserError, match=r"a\.jsonl:2 \(source held\): `tools`"):
-        held_out_sequences(loads(yaml.safe_dump(job)), SFT(), characters)
+        held_out_sequences(loads(yaml.safe_dump(job)), of_keys(SFT), characters)
     job["data"] |= {"max_bad_rows_share": 0.1}
-    sets = held_out_sequences(loads(yaml.safe_dump(job)), SFT(), characters, tmp_path / "quarantine")
+    sets = held_out_sequences(loads(yaml.safe_dump(job)), of_keys(SFT), characters, tmp_path / "quarantine")
     assert len([unit for sequence in sets["held"] for unit in sequence]) == 2
     assert [bad.where[-9:] for bad in rows_in(tmp_path / "quarantine" / "validation-held.jsonl")] == ["a.jsonl:2"]
 

@@ -16,6 +16,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import MESSAGE_KEYS, MOST, Unread
 from ptf.recipes.sft.recipe import SFT
 from tests.data import read_form
+from tests.recipes.of_keys import of_keys
 from tests.tiny import write_jsonl
 
 ASK = {"role": "user", "content": "1"}
@@ -38,7 +39,7 @@ def test_a_name_after_the_first_rows_is_told_once_and_the_first_ones_before(
     made = Partitions(
         {"s": SourceSpec(str(path), epochs=2)},
         printable,
-        lambda row, source: SFT().encode(row, printable, source),
+        lambda row, source: of_keys(SFT).encode(row, printable, source),
         partitions=2,
         seed=0,
         shuffle=0,
@@ -65,7 +66,7 @@ def test_processes_that_tokenize_tell_a_name_once(
             str(tmp_path / f"{processes}"),
             SourceSpec(str(path)),
             "s",
-            encode=lambda row, source: SFT().encode(row, printable, source),
+            encode=lambda row, source: of_keys(SFT).encode(row, printable, source),
             seq_len=64,
             too_long="error",
             tokenizer=printable,

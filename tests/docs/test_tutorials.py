@@ -96,7 +96,9 @@ def test_own_credit_pushes_only_what_is_above_the_median(tutorial: Path) -> None
         return Trajectory(Prompt(np.array([1, 2], np.int32), {}, "messages", 0), (generation,), "", outcome)
 
     group = tuple(answer(outcome) for outcome in [Reward(1.0), Reward(0.0), Reward(0.0), NoResult("it raised")])
-    units = importlib.import_module("tutorial.routing").AboveMedian(scale=2.0).compute_advantages([group, group[2:]])
+    module = importlib.import_module("tutorial.routing")
+    recipe = module.AboveMedian(module.AboveMedianConfig(scale=2.0))
+    units = recipe.compute_advantages([group, group[2:]])
     assert len(units) == 3  # nothing of the answer without a result, nor of the group with one result
     found = [advantages(sample) for (sample,) in units]
     assert [values.tolist() for values in found] == [[0, 0, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]

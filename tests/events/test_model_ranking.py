@@ -20,7 +20,7 @@ from ptf.events.prepare import generated
 from ptf.model.sampling import NEVER
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling, edges_of
-from ptf.train.starting_model import extended
+from ptf.train.model_source import StartingModel
 
 
 @pytest.fixture(scope="module", params=["items", {"levels": [5, 3]}], ids=["items", "semantic"])
@@ -35,8 +35,9 @@ def prepared_model(at: Path, ids: Any) -> Path:
     generated(str(at / "made"), users=20, items=24, kinds=3, ids=ids, window=64)
     tokens = TokensConfig(file=str(at / "made/tokens.jsonl"), init=str(at / "made/tokens.safetensors"))
     model = ModelConfig(path=str(at / "made/model"), init="random", tokens=tokens)
-    _, start = extended(model, at / "made/model", at, 0)
-    assert start == at / "extended"
+    place = at / "made/model"
+    start = StartingModel(model, place, tokenizer_path=str(place), run=at).extended(tokens)
+    assert start.directory == at / "extended"
     return at
 
 

@@ -18,6 +18,7 @@ from ptf.model.tensor_parallel import cut
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.parallel import checkpoint
+from tests.recipes.of_keys import of_keys
 from tests.tiny import packed
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "deepseek_v3")
@@ -87,7 +88,7 @@ def test_what_a_sharded_model_holds_is_offloaded_and_restored_to_the_bit(models,
     with joined(device, 60) as world:
         model, _ = load_model(Path(models["qwen3"]), world, ModelConfig(path=models["qwen3"]), seed=0, precision="bf16")
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3))
-        trainer.step([packed(ROWS, 256)], SFT(), 0)
+        trainer.step([packed(ROWS, 256)], of_keys(SFT), 0)
         held = [*model.parameters()]
         held += [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
         before = [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in held]
@@ -98,7 +99,7 @@ def test_what_a_sharded_model_holds_is_offloaded_and_restored_to_the_bit(models,
         offloaded.restore()
         after = [t.to_local() if isinstance(t, DTensor) else t for t in held]
         assert all(map(torch.equal, before, after))
-        trainer.step([packed(ROWS, 256)], SFT(), 1)
+        trainer.step([packed(ROWS, 256)], of_keys(SFT), 1)
 
 
 def test_an_optimizer_in_host_memory_makes_the_same_steps(models, device):
@@ -109,6 +110,6 @@ def test_an_optimizer_in_host_memory_makes_the_same_steps(models, device):
             model, _ = load_model(Path(spec.path), world, spec, seed=0, precision="bf16")
             trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3, optimizer=optimizer))
             for step in range(3):
-                trainer.step([packed(ROWS, 256, seed=step)], SFT(), step)
+                trainer.step([packed(ROWS, 256, seed=step)], of_keys(SFT), step)
             ended.append([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*ended, strict=True))

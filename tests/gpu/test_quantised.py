@@ -16,6 +16,7 @@ from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.gpu.test_families import BOUNDS
 from tests.model.published import SIZES, mxfp4_checkpoint
+from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, packed
 
 VOCABULARY = SIZES["vocab_size"]  # of the smaller of the two models
@@ -63,7 +64,7 @@ def trained(directory: Path, world: World, precision: str, spec: dict, **train: 
     for step in range(3):
         batch = packed([[100, 28, 1, 127], [256]], 256, seed=step)
         batch = dataclasses.replace(batch, tokens=batch.tokens % VOCABULARY, targets=batch.targets % VOCABULARY)
-        trainer.step([batch], SFT(), step)
+        trainer.step([batch], of_keys(SFT), step)
     weights = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return [(n, (p.full_tensor() if isinstance(p, DTensor) else p).detach().float().cpu()) for n, p in weights]
 

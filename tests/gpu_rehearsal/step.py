@@ -28,6 +28,7 @@ from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer
 from ptf.train.warm_up import warm_up
 from tests.gpu_rehearsal.host_syncs import HostSyncs
+from tests.recipes.of_keys import of_keys
 from tests.tiny import sample
 
 GPU = torch.device("cuda", 0)
@@ -54,12 +55,12 @@ def micro(recipe: Recipe) -> list[Batch]:
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "sft": SFT(),
-    "dpo": DPO(),
-    "rm": RM(),
-    "kd": KD(teachers={"teacher": TeacherConfig(path="-")}),
-    "grpo": GRPO(),
-    "grpo, old log-probs": GRPO(update_epochs=2),
+    "sft": of_keys(SFT),
+    "dpo": of_keys(DPO),
+    "rm": of_keys(RM),
+    "kd": of_keys(KD, teachers={"teacher": TeacherConfig(path="-")}),
+    "grpo": of_keys(GRPO),
+    "grpo, old log-probs": of_keys(GRPO, update_epochs=2),
 }
 
 

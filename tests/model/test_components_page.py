@@ -16,6 +16,7 @@ from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.test_components import DENSE, checkpoint
+from tests.recipes.of_keys import of_keys
 from tests.tiny import packed as packed_sequences
 
 TEXT = (Path(__file__).parents[2] / "docs" / "components.md").read_text()
@@ -43,7 +44,7 @@ def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> N
         hidden = [m(batch.tokens, batch.positions, batch.segments, lambda x, head: x) for m in (model, plain)]
         assert torch.equal(*hidden)  # what is added begins as nothing
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-2, schedule="constant", precision="fp32"))
-        losses = [trainer.step([batch], SFT(), step)["loss"] for step in range(3)]
+        losses = [trainer.step([batch], of_keys(SFT), step)["loss"] for step in range(3)]
         assert losses[-1] < losses[0]
         bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
         back, _ = load_model(

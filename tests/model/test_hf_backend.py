@@ -28,6 +28,7 @@ from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign
 from tests.model.ranks import two_ranks
 from tests.model.wrappers import wrapper
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, packed
 
 SPEC = ModelConfig(path="-", backend="hf")
@@ -83,7 +84,7 @@ def test_loss_gradients_and_steps_are_those_of_plain_transformers(model_type, tm
     directory = foreign(tmp_path / "m", model_type)
     model, _ = loaded(directory)
     expected, first = plain_training(directory)
-    loss, _ = SFT().loss(model, BATCHES[0], {})
+    loss, _ = of_keys(SFT).loss(model, BATCHES[0], {})
     (loss / BATCHES[0].loss_weights.sum()).backward()
     scale = max(g.abs().max() for g in first.values())
     for name, p in model.hf.named_parameters():
@@ -91,7 +92,7 @@ def test_loss_gradients_and_steps_are_those_of_plain_transformers(model_type, tm
         p.grad = None
     trainer = Trainer(model, World(), TRAIN)
     for step, (batch, (loss, norm)) in enumerate(zip(BATCHES, expected, strict=True)):
-        metrics = trainer.step([batch], SFT(), step)
+        metrics = trainer.step([batch], of_keys(SFT), step)
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert expected[0][0] != pytest.approx(expected[2][0], rel=1e-3)  # control: the weights moved
@@ -245,9 +246,9 @@ def _trained(directory: Path, world: World, lora: dict | None) -> tuple[list[flo
     trainer = Trainer(model, world, DAMPED)
     losses = []
     for step, batch in enumerate(BATCHES[:2]):
-        losses.append(trainer.step([_row(batch, rank)], SFT(), step)["loss"])
+        losses.append(trainer.step([_row(batch, rank)], of_keys(SFT), step)["loss"])
     idle = _row(BATCHES[2], 0) if rank == 0 else packed([[]], 30)
-    losses.append(trainer.step([idle], SFT(), 2)["loss"])
+    losses.append(trainer.step([idle], of_keys(SFT), 2)["loss"])
     return losses, {n: t.clone() for n, t in bridge.hf_tensors(model, family)}
 
 
@@ -268,7 +269,7 @@ def test_two_ranks_are_one(tmp_path, monkeypatch):
         trainer = Trainer(model, World(), DAMPED)
         for step, loss in enumerate(losses):
             micro = [_row(BATCHES[step], row) for row in range(2 if step < 2 else 1)]
-            assert trainer.step(micro, SFT(), step)["loss"] == pytest.approx(loss, rel=1e-5)
+            assert trainer.step(micro, of_keys(SFT), step)["loss"] == pytest.approx(loss, rel=1e-5)
         for name, tensor in bridge.hf_tensors(model, family):
             assert (tensors[name] - tensor).abs().max() <= 1e-5, name
 

@@ -18,6 +18,7 @@ from ptf.model.hf_checks import check
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model, raise_if_unfit
 from tests.model.wrappers import wrapper, wrapper_config
+from tests.recipes.of_keys import of_keys
 from tests.tiny import packed
 
 QUICK = ["llava", "gemma4", "qwen2_5_vl"]
@@ -62,7 +63,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
     assert all(p.is_meta for _, _, part in model.outside.modules for p in part.parameters())  # no memory
     trainer = Trainer(model, World(), TRAIN)
     batch = packed([[9, 14, 7]], 32)
-    losses = [trainer.step([batch], SFT(), step)["loss"] for step in range(3)]
+    losses = [trainer.step([batch], of_keys(SFT), step)["loss"] for step in range(3)]
     assert losses[-1] < losses[0]
 
     after = exported(model, family, source, tmp_path / "out")

@@ -21,6 +21,7 @@ from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.published import mxfp4_checkpoint
+from tests.recipes.of_keys import of_keys
 
 LORA = {"rank": 4, "alpha": 8, "targets": ["*"]}
 WIDTHS = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
@@ -84,7 +85,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_model(family: str, form
     batch = replace(batch, tokens=batch.tokens % vocabulary, targets=batch.targets % vocabulary)
     losses = []
     for model in (packed, plain):
-        loss, _ = SFT().loss(model, batch, {})
+        loss, _ = of_keys(SFT).loss(model, batch, {})
         loss.backward()
         losses.append(float(loss.detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -126,7 +127,7 @@ def test_nothing_is_held_between_forward_and_backward_but_bytes(tmp_path: Path) 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            SFT().loss(model, tiny.packed([[32]], 32), {})
+            of_keys(SFT).loss(model, tiny.packed([[32]], 32), {})
         held.append(len(floats))
     assert held[0] == 0
     assert held[1] > 0, "negative control: products with plain weights save them"

@@ -21,15 +21,16 @@ from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import load_model
 from tests.model.test_components import checkpoint as moe_checkpoint
 from tests.recipes import dense
+from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, sample
 
 FORMS = {
-    "dpo": DPO(beta=0.3),
-    "conservative": DPO(beta=0.3, label_smoothing=0.1),
-    "means": DPO(beta=2.0, length_normalised=True),
-    "ipo": DPO(loss_type="ipo", beta=0.2),
-    "ipo of means": DPO(loss_type="ipo", beta=0.2, length_normalised=True),
-    "simpo": DPO(loss_type="simpo", beta=2.0, gamma=0.7),
+    "dpo": of_keys(DPO, beta=0.3),
+    "conservative": of_keys(DPO, beta=0.3, label_smoothing=0.1),
+    "means": of_keys(DPO, beta=2.0, length_normalised=True),
+    "ipo": of_keys(DPO, loss_type="ipo", beta=0.2),
+    "ipo of means": of_keys(DPO, loss_type="ipo", beta=0.2, length_normalised=True),
+    "simpo": of_keys(DPO, loss_type="simpo", beta=2.0, gamma=0.7),
 }
 
 
@@ -68,19 +69,21 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
     for chosen, rejected in made:
         weight = float(chosen.loss_weights.max())
         (w, n_w), (v, n_v) = dense.answer(policy, chosen), dense.answer(policy, rejected)
-        if recipe.loss_type == "simpo":
-            loss = -torch.log(torch.sigmoid(recipe.beta / n_w * w - recipe.beta / n_v * v - recipe.gamma))
+        if recipe.config.loss_type == "simpo":
+            loss = -torch.log(
+                torch.sigmoid(recipe.config.beta / n_w * w - recipe.config.beta / n_v * v - recipe.config.gamma)
+            )
         else:
             with torch.no_grad():
                 (rw, _), (rv, _) = dense.answer(reference, chosen), dense.answer(reference, rejected)
-            by = (n_w, n_v) if recipe.length_normalised else (1, 1)
+            by = (n_w, n_v) if recipe.config.length_normalised else (1, 1)
             gap = (w - rw) / by[0] - (v - rv) / by[1]
-            if recipe.loss_type == "ipo":
-                loss = (gap - 1 / (2 * recipe.beta)) ** 2
+            if recipe.config.loss_type == "ipo":
+                loss = (gap - 1 / (2 * recipe.config.beta)) ** 2
             else:
-                e = recipe.label_smoothing
-                loss = -(1 - e) * torch.log(torch.sigmoid(recipe.beta * gap)) - e * torch.log(
-                    torch.sigmoid(-recipe.beta * gap)
+                e = recipe.config.label_smoothing
+                loss = -(1 - e) * torch.log(torch.sigmoid(recipe.config.beta * gap)) - e * torch.log(
+                    torch.sigmoid(-recipe.config.beta * gap)
                 )
         total, units = total + weight * loss, units + weight
     return total / units

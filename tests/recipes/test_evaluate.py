@@ -20,6 +20,7 @@ from ptf.evaluate.evaluation_check import check_evaluation
 from ptf.evaluate.gate import Worse, raise_if_regression
 from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run
 from ptf.publish.publishing import _raise_if_worse
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences
@@ -116,7 +117,7 @@ def test_transformers_reads_the_same_scores(tmp_path):
     model, _ = load_model(
         run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
     )
-    ours = RM().scores(model, Batch.of([units], 64)).tolist()
+    ours = of_keys(RM).scores(model, Batch.of([units], 64)).tolist()
     theirs = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
     assert theirs.config.num_labels == 1
     said = [float(theirs(torch.tensor(s.tokens[None].astype("int64"))).logits[0, 0]) for s in units[0]]

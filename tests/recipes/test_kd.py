@@ -17,19 +17,20 @@ from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.kd.recipe import KD, shared_vocabulary
 from ptf.train.precompute import of_samples
 from tests.recipes import dense
+from tests.recipes.of_keys import of_keys
 from tests.recipes.test_dpo import load, ours, stirred
 from tests.tiny import checkpoint, sample
 
 ONE = {"big": TeacherConfig(path="big")}
 TWO = {"big": TeacherConfig(path="big", weight=3.0), "small": TeacherConfig(path="small")}
 FORMS = {
-    "forward": KD(ONE),
-    "reverse": KD(ONE, loss_type="reverse"),
-    "js": KD(ONE, loss_type="js", beta=0.2),
-    "hot": KD(ONE, temperature=2.0, ce_coef=0.3),
-    "two": KD(TWO, loss_type="js", ce_coef=1.0),
-    "top": KD(ONE, top_k=5, temperature=1.5),
-    "top of two": KD(TWO, loss_type="reverse", top_k=5, ce_coef=0.5),
+    "forward": of_keys(KD, teachers=ONE),
+    "reverse": of_keys(KD, teachers=ONE, loss_type="reverse"),
+    "js": of_keys(KD, teachers=ONE, loss_type="js", beta=0.2),
+    "hot": of_keys(KD, teachers=ONE, temperature=2.0, ce_coef=0.3),
+    "two": of_keys(KD, teachers=TWO, loss_type="js", ce_coef=1.0),
+    "top": of_keys(KD, teachers=ONE, top_k=5, temperature=1.5),
+    "top of two": of_keys(KD, teachers=TWO, loss_type="reverse", top_k=5, ce_coef=0.5),
 }
 
 
@@ -54,21 +55,21 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
     """Return the mean loss over the trained tokens, weighted by their weights."""
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     shares = {
-        name: teacher.weight / sum(t.weight for t in recipe.teachers.values())
-        for name, teacher in recipe.teachers.items()
+        name: teacher.weight / sum(t.weight for t in recipe.config.teachers.values())
+        for name, teacher in recipe.config.teachers.items()
     }
     for (one,) in made:
         tokens, weights = torch.tensor(one.tokens[None].astype("int64")), torch.tensor(one.loss_weights[1:]).double()
         logits = student(tokens).logits[0, :-1]
-        loss = recipe.ce_coef * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+        loss = recipe.config.ce_coef * -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
         for name, share in shares.items():
             with torch.no_grad():
                 theirs = teachers[name](tokens).logits[0, :-1, : logits.shape[1]]
-            t, s = ((z / recipe.temperature).softmax(-1) for z in (theirs, logits))
-            if recipe.top_k:
-                best = t.topk(recipe.top_k).indices
+            t, s = ((z / recipe.config.temperature).softmax(-1) for z in (theirs, logits))
+            if recipe.config.top_k:
+                best = t.topk(recipe.config.top_k).indices
                 s, t = (torch.cat([p.gather(1, best), 1 - p.gather(1, best).sum(1, keepdim=True)], 1) for p in (s, t))
-            m = recipe.beta * t + (1 - recipe.beta) * s
+            m = recipe.config.beta * t + (1 - recipe.config.beta) * s
 
             def kl(p, q):
                 return (p * (p / q).log()).sum(-1)
@@ -76,9 +77,9 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
             apart = {
                 "forward": kl(t, s),
                 "reverse": kl(s, t),
-                "js": recipe.beta * kl(t, m) + (1 - recipe.beta) * kl(s, m),
-            }[recipe.loss_type]
-            loss = loss + share * recipe.temperature**2 * apart
+                "js": recipe.config.beta * kl(t, m) + (1 - recipe.config.beta) * kl(s, m),
+            }[recipe.config.loss_type]
+            loss = loss + share * recipe.config.temperature**2 * apart
         total, units = total + (weights * loss).sum(), units + float(weights.sum())
     return total / units
 
@@ -87,9 +88,9 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
 def test_loss_and_gradient_are_those_of_the_equations(places, form):
     recipe, made = FORMS[form], units(9)
     student, theirs = load(places["student"]), dense.model(places["student"])
-    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.teachers}, made)
+    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.config.teachers}, made)
     wanted.backward()
-    teachers = {name: load(places[name]) for name in recipe.teachers}
+    teachers = {name: load(places[name]) for name in recipe.config.teachers}
     assert ours(recipe, student, teachers, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
     assert dense.apart(student, dense.gradients(theirs)) < 1e-4
     assert not any(p.grad is not None for teacher in teachers.values() for p in teacher.parameters())
@@ -111,9 +112,9 @@ def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
     recipe, made = FORMS[form], units(9)
     student = stirred(load(places["student"], lora=LoraConfig(rank=4)))
     theirs, leaves = dense.adapted(dense.model(places["student"]), student)
-    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.teachers}, made)
+    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.config.teachers}, made)
     wanted.backward()
-    teachers = {name: load(places[name]) for name in recipe.teachers}
+    teachers = {name: load(places[name]) for name in recipe.config.teachers}
     assert ours(recipe, student, teachers, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
     assert dense.apart(student, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
 
@@ -121,7 +122,7 @@ def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
 @pytest.mark.parametrize("form", ["top", "top of two"])
 def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, form):
     recipe, made = FORMS[form], units(9)
-    student, teachers = load(places["student"]), {name: load(places[name]) for name in FORMS[form].teachers}
+    student, teachers = load(places["student"]), {name: load(places[name]) for name in FORMS[form].config.teachers}
     wanted = ours(recipe, student, teachers, made)
     gradient = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
@@ -131,11 +132,11 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
         batch = Batch.of([sequence], 30)
         found |= of_samples(batch, recipe.precomputed_columns(student, batch, teachers))
     ahead = [(Sample(s.tokens, s.loss_weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
-    assert ours(replace(recipe, precompute=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
+    assert ours(recipe.with_keys(precompute=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
     assert all(torch.allclose(p.grad, gradient[name], rtol=1e-4, atol=1e-6) for name, p in student.named_parameters())
 
 
 def test_vocabularies_of_unequal_length_are_compared_where_both_have_rows(places):
     assert shared_vocabulary(load(places["student"]), load(places["small"]), "small") == 97
     with pytest.raises(UserError, match=r"algo\.top_k \(97\) must be less than the vocabulary of 97"):
-        ours(replace(FORMS["top"], top_k=97), load(places["student"]), {"big": load(places["big"])}, units(1))
+        ours(FORMS["top"].with_keys(top_k=97), load(places["student"]), {"big": load(places["big"])}, units(1))

@@ -21,15 +21,16 @@ from ptf.model.decoder import Decoder
 from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
+from tests.recipes.of_keys import of_keys
 from tests.recipes.test_dpo import ours, stirred, units
 from tests.tiny import SIZES
 
 FORMS = {
-    "pair": RM(),
-    "margin": RM(margin=True),
-    "centred": RM(center_coef=0.05),
-    "binary": RM(loss_type="binary"),
-    "regression": RM(loss_type="regression"),
+    "pair": of_keys(RM),
+    "margin": of_keys(RM, margin=True),
+    "centred": of_keys(RM, center_coef=0.05),
+    "binary": of_keys(RM, loss_type="binary"),
+    "regression": of_keys(RM, loss_type="regression"),
 }
 
 
@@ -49,8 +50,8 @@ def load(place: Path, **spec: Any) -> Decoder:
 
 def data(recipe: RM, weight: float) -> list[PackUnit]:
     made, rng = units(6, weight=weight), np.random.default_rng(0)
-    if recipe.loss_type == "pair":
-        if not recipe.margin:
+    if recipe.config.loss_type == "pair":
+        if not recipe.config.margin:
             return made
         return [
             tuple(replace(s, token_columns={"margin": np.full(len(s), i / 4, np.float32)}) for s in unit)
@@ -63,7 +64,7 @@ def data(recipe: RM, weight: float) -> list[PackUnit]:
         for place in places:
             weights[place], scores[place] = (
                 s.loss_weights.max(),
-                {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.loss_type](),
+                {"binary": lambda: rng.integers(0, 2), "regression": rng.normal}[recipe.config.loss_type](),
             )
         found.append((replace(s, loss_weights=weights, token_columns={"score": scores, "answer_length": scores}),))
     assert any((sample.loss_weights != 0).sum() > 1 for (sample,) in found)
@@ -74,12 +75,12 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     total, units = torch.zeros((), dtype=torch.float64), 0.0
     for unit in made:
         weight = float(unit[0].loss_weights.max())
-        if recipe.loss_type == "pair":
+        if recipe.config.loss_type == "pair":
             scores = [dense.score(network, s) for s in unit]
-            margin = float(unit[0].token_columns["margin"][0]) if recipe.margin else 0.0
+            margin = float(unit[0].token_columns["margin"][0]) if recipe.config.margin else 0.0
             loss = (
                 -torch.log(torch.sigmoid(scores[0] - scores[1] - margin))
-                + recipe.center_coef * (scores[0] + scores[1]) ** 2
+                + recipe.config.center_coef * (scores[0] + scores[1]) ** 2
             )
             total, units = total + weight * loss, units + weight
             continue
@@ -94,7 +95,7 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
             )
             loss = (
                 (score - y) ** 2
-                if recipe.loss_type == "regression"
+                if recipe.config.loss_type == "regression"
                 else -y * logsigmoid(score) - (1 - y) * logsigmoid(-score)
             )
             total, units = total + weight * loss, units + weight
@@ -140,7 +141,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     messages = [*chat("a?", "b"), *chat("c?", "cab"), *chat("b?", "a")]
     for i, reward in ((1, 1.0), (3, 0.0), (5, 0.5)):
         messages[i]["reward"] = reward
-    recipe, model = RM(loss_type="binary"), load(place)
+    recipe, model = of_keys(RM, loss_type="binary"), load(place)
     ((whole,),) = recipe.encode({"messages": messages}, characters, "s")
     rows = [
         {"prompt": bare(messages[:i]), "completion": messages[i]["content"], "reward": messages[i]["reward"]}
@@ -162,7 +163,7 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
 
 def test_tokenized_data_without_scored_responses_are_refused(place):
     """Data of other recipes have none. A batch without documents is accepted."""
-    recipe, model = RM(loss_type="binary"), load(place)
+    recipe, model = of_keys(RM, loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
     with pytest.raises(UserError, match="have no score at the end of each response: tokenize them again"):
         recipe.loss(
@@ -208,24 +209,32 @@ def characters(tmp_path_factory) -> Tokenizer:
 @pytest.mark.parametrize(
     ("recipe", "row", "message"),
     [
-        (RM(), {"prompt": "a?", "chosen": "b", "rejected": "b"}, "are the same"),
-        (RM(), {"prompt": "a?", "chosen": "b"}, "needs `chosen` and `rejected`"),
-        (RM(), {"chosen": "b", "rejected": "c"}, "without a `prompt`"),
-        (RM(), {"prompt": "a?", "chosen": "b", "rejected": ""}, "empty"),
-        (RM(), {"chosen": chat("a?", "b"), "rejected": chat("c?", "c")}, "different prompts"),
-        (RM(margin=True), {"prompt": "a?", "chosen": "b", "rejected": "c"}, "needs a number `margin`"),
-        (RM(loss_type="binary"), {"prompt": "a?", "completion": "b", "reward": 3}, "from 0 to 1"),
-        (RM(loss_type="regression"), {"prompt": "a?", "completion": "b", "reward": float("nan")}, "finite"),
-        (RM(loss_type="regression"), {"prompt": "a?", "completion": "b"}, "needs `prompt`, `completion` and `reward`"),
-        (RM(loss_type="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
-        (RM(loss_type="regression"), rated(1, "good"), "message 3: `reward` must be a finite number, not 'good'"),
-        (RM(loss_type="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
+        (of_keys(RM), {"prompt": "a?", "chosen": "b", "rejected": "b"}, "are the same"),
+        (of_keys(RM), {"prompt": "a?", "chosen": "b"}, "needs `chosen` and `rejected`"),
+        (of_keys(RM), {"chosen": "b", "rejected": "c"}, "without a `prompt`"),
+        (of_keys(RM), {"prompt": "a?", "chosen": "b", "rejected": ""}, "empty"),
+        (of_keys(RM), {"chosen": chat("a?", "b"), "rejected": chat("c?", "c")}, "different prompts"),
+        (of_keys(RM, margin=True), {"prompt": "a?", "chosen": "b", "rejected": "c"}, "needs a number `margin`"),
+        (of_keys(RM, loss_type="binary"), {"prompt": "a?", "completion": "b", "reward": 3}, "from 0 to 1"),
+        (of_keys(RM, loss_type="regression"), {"prompt": "a?", "completion": "b", "reward": float("nan")}, "finite"),
         (
-            RM(loss_type="regression"),
+            of_keys(RM, loss_type="regression"),
+            {"prompt": "a?", "completion": "b"},
+            "needs `prompt`, `completion` and `reward`",
+        ),
+        (of_keys(RM, loss_type="binary"), rated(1, 0, -1), "from 0 to 1, not -1"),
+        (
+            of_keys(RM, loss_type="regression"),
+            rated(1, "good"),
+            "message 3: `reward` must be a finite number, not 'good'",
+        ),
+        (of_keys(RM, loss_type="regression"), rated(None, None), "no message of the assistant's has a `reward`"),
+        (
+            of_keys(RM, loss_type="regression"),
             rated(1, role="user"),
             r"message 0 \(user\) has a `reward`, but only what the assistant says",
         ),
-        (RM(loss_type="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
+        (of_keys(RM, loss_type="regression"), {"messages": rated(1)["messages"][1:]}, "the assistant speaks first"),
     ],
 )
 def test_rows_that_cannot_be_compared_or_scored_are_refused(characters, recipe, row, message):

@@ -12,6 +12,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.recipes.documents import episode_shares
 from ptf.recipes.grpo.recipe import GRPO
+from tests.recipes.of_keys import of_keys
 from tests.rl.test_family import Given
 
 LENGTHS = {"a": (2, 3, 1), "b": (4,), "c": (1, 2)}  # sampled tokens of the turns of each episode
@@ -65,7 +66,7 @@ def without_column(units: list[PackUnit]) -> list[PackUnit]:
 
 @pytest.mark.parametrize("loss_aggregation", ["token_mean", "episode_mean", "constant_length"])
 def test_the_same_tokens_have_the_same_loss_in_one_sample_and_in_several(loss_aggregation):
-    recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=9, clip_high=9.0, clip_low=9.0)
+    recipe = of_keys(GRPO, loss_aggregation=loss_aggregation, max_new_tokens=9, clip_high=9.0, clip_low=9.0)
     whole, parts = (recipe.compute_advantages([group(extends)]) for extends in (True, False))
     assert (len(whole), len(parts)) == (3, 6)
     assert not any("episode_tokens" in sample.token_columns for (sample,) in whole)
@@ -85,8 +86,8 @@ def test_the_same_tokens_have_the_same_loss_in_one_sample_and_in_several(loss_ag
 
 
 def test_the_shares_of_an_episodes_samples_add_up_to_one():
-    batch = Batch.of(pack_all(GRPO().compute_advantages([group(False)]), 40), 40)
+    batch = Batch.of(pack_all(of_keys(GRPO).compute_advantages([group(False)]), 40), 40)
     shares = episode_shares(batch)
     assert sorted(shares.tolist()) == pytest.approx(sorted([2 / 6, 3 / 6, 1 / 6, 1.0, 1 / 3, 2 / 3]))
-    batch = Batch.of(pack_all(GRPO().compute_advantages([group(True)]), 40), 40)
+    batch = Batch.of(pack_all(of_keys(GRPO).compute_advantages([group(True)]), 40), 40)
     assert episode_shares(batch).tolist() == [1.0] * 3

@@ -13,6 +13,7 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.recipes.advantages import leave_one_out
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.turns import leave_one_out_by_turn, rewards_of_turns, rewards_to_go
+from tests.recipes.of_keys import of_keys
 
 STOP, ACTIONS, TURNS, GROUP = 0, 3, 3, 3
 TURN_CREDIT = {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}
@@ -175,19 +176,22 @@ def test_turn_credit_is_the_policy_gradient_and_natural_baselines_are_not():
     assert max(len(samples_of(t)) for t in MADE) == 2
     assert np.abs(policy_gradient(1.0) - wanted.numpy()).max() <= 1e-9
 
-    found = expected(recipes(GRPO(**TURN_CREDIT)))
+    found = expected(recipes(of_keys(GRPO, **TURN_CREDIT)))
     assert np.abs(found - wanted.numpy()).max() <= 1e-6
     for biased in (mean_with_itself, normalised, sums_of_centred_rewards):
         assert off(expected(biased), wanted.numpy()) >= 1e-2, biased.__name__
     # the reward of the whole episode is unbiased too: with its own reward in the mean, up to a factor
-    for recipe, factor in ((GRPO(baseline="leave_one_out", scale_by_std=False), 1), (GRPO(scale_by_std=False), 2 / 3)):
+    for recipe, factor in (
+        (of_keys(GRPO, baseline="leave_one_out", scale_by_std=False), 1),
+        (of_keys(GRPO, scale_by_std=False), 2 / 3),
+    ):
         assert np.abs(expected(recipes(recipe)) - factor * wanted.numpy()).max() <= 1e-6
-    assert off(expected(recipes(GRPO())), wanted.numpy()) >= 1e-2  # the group's standard deviation
+    assert off(expected(recipes(of_keys(GRPO))), wanted.numpy()) >= 1e-2  # the group's standard deviation
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5])
 def test_discounted_returns_have_the_expectation_that_they_have_without_a_baseline(discount):
-    found = expected(recipes(GRPO(**TURN_CREDIT, turn_discount=discount)))
+    found = expected(recipes(of_keys(GRPO, **TURN_CREDIT, turn_discount=discount)))
     assert np.abs(found - policy_gradient(discount)).max() <= 1e-6
     assert np.abs(found - policy_gradient(1.0)).max() >= 1e-2
 
@@ -214,8 +218,8 @@ def test_turn_credit_is_smaller_than_the_outcome_and_than_with_other_unbiased_ba
     def squares(advantages_of) -> float:
         return sum(p * sum(float((a**2).sum()) for a in advantages_of(numbers)) for numbers, p in GROUPS)
 
-    found = squares(recipes(GRPO(**TURN_CREDIT)))
-    for of in (recipes(GRPO(baseline="leave_one_out", scale_by_std=False)), left_out, counted_as_nothing):
+    found = squares(recipes(of_keys(GRPO, **TURN_CREDIT)))
+    for of in (recipes(of_keys(GRPO, baseline="leave_one_out", scale_by_std=False)), left_out, counted_as_nothing):
         assert np.abs(expected(of) - policy_gradient(1.0)).max() <= 1e-6
         assert found < 0.95 * squares(of)
 
@@ -263,11 +267,11 @@ def test_a_kl_in_the_reward_is_at_its_turn_and_failed_episodes_enter_no_baseline
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0], np.float32), "reference_logprobs": -np.ones(3, np.float32)}
     t = MADE[PATHS.index((1, 1, STOP))]
     t = Trajectory(t.prompt, t.generations, "", t.outcome, columns, turn_rewards=t.turn_rewards)
-    recipe = GRPO(**TURN_CREDIT, kl_coef=0.5, kl_in="reward", kl_estimator="k1")
+    recipe = of_keys(GRPO, **TURN_CREDIT, kl_coef=0.5, kl_in="reward", kl_estimator="k1")
     assert recipe.turn_rewards(t) - t.turn_rewards == pytest.approx([0, 0.5, 1.0])
     assert recipe.turn_rewards(t).sum() == pytest.approx(recipe.reward(t))
     failed = Trajectory(t.prompt, t.generations[:1], "", NoResult("crashed"))
-    plain, group = GRPO(**TURN_CREDIT), (MADE[0], MADE[-1])
+    plain, group = of_keys(GRPO, **TURN_CREDIT), (MADE[0], MADE[-1])
     found = [
         [u[0].token_columns["advantages"].tolist() for u in plain.compute_advantages([g])]
         for g in (group, (*group, failed))

@@ -75,7 +75,7 @@ def expected(name: str, lora: LoraConfig | None, root: Path) -> tuple[float, dic
         loss = test_rm.expected(recipe, theirs, units(name))
     else:
         loss = test_kd.expected(
-            recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.teachers}, units(name)
+            recipe, theirs, {teacher: dense.model(root / teacher) for teacher in recipe.config.teachers}, units(name)
         )
     loss.backward()
     return float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items()} if lora else dense.gradients(network)

@@ -42,8 +42,9 @@ from ptf.model import bridge
 from ptf.rl.weights.stored import BucketFiles, write_buckets
 from ptf.rl.weights.verification import check
 from ptf.storage import file_verification, published_versions
-from ptf.train import job_tokenizer, starting_model
+from ptf.train import job_tokenizer
 from ptf.train.export import probe_of, raise_if_damaged
+from ptf.train.model_source import StartingModel
 from ptf.train.tokenize import tokenize
 from steps import retrain
 from tests.data import hub_stub
@@ -379,7 +380,7 @@ def in_the_run(made: Made, kind: str, ask: Callable[[Job, Path], Any]) -> Scene:
 
 def starting_weights(made: Made) -> Scene:
     def ask(job: Job, run: Path) -> Any:
-        return held(starting_model.start_directory(job.model, Path(job.model.path), run, job.model.path, job.seed))
+        return held(StartingModel.of_job(job, run).with_weights().directory)
 
     return in_the_run(made, "start", ask)
 
@@ -387,7 +388,7 @@ def starting_weights(made: Made) -> Scene:
 def extended_model(made: Made) -> Scene:
     def ask(job: Job, run: Path) -> Any:
         job = at(job, model__tokens={"added": codes(3, job.seed + 1)})
-        return held(starting_model.extended(job.model, Path(job.model.path), run, job.seed)[1])
+        return held(StartingModel.of_job(job, run).directory)
 
     return in_the_run(made, "extended", ask)
 
@@ -401,7 +402,7 @@ def rendering(made: Made) -> Scene:
 
     def ask(job: Job, run: Path) -> Any:
         job = at(job, model__chat_template=str(template))
-        place = Path(starting_model.tokenizer_directory(job, job.model, Path(job.model.path), run))
+        place = Path(StartingModel.of_job(job, run).tokenizer_path)
         return held(place), job_tokenizer.pinned_date(run)
 
     return in_the_run(made, "rendered", ask)

@@ -120,10 +120,10 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.data import tokenized
     from ptf.data.loader import Loader
     from ptf.recipes.dpo.recipe import DPO
-    from ptf.recipes.grpo.recipe import GRPO
     from ptf.recipes.kd.recipe import KD
     from ptf.recipes.opd.recipe import OPD
-    from ptf.recipes.ppo.recipe import PPO, CriticRecipe
+    from ptf.recipes.policy import ClippedPolicy
+    from ptf.recipes.ppo.recipe import Critic
     from ptf.recipes.rm.recipe import RM
     from ptf.recipes.sft.recipe import SFT
     from ptf.rl.in_flight import InFlight
@@ -153,7 +153,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
 
         setattr(owner, name, traced)
 
-    losses = [(of, "loss") for of in (SFT, DPO, RM, KD, GRPO, PPO, CriticRecipe, OPD) if "loss" in vars(of)]
+    losses = [(of, "loss") for of in (SFT, DPO, RM, KD, ClippedPolicy, Critic, OPD)]
     for owner, name in (
         *losses,
         (Loader, "__next__"),
@@ -162,7 +162,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
         (Trainer, "step"),
         (ptf.train.loop, "held_out_metrics"),
         (ptf.train.loop, "export"),
-        (ptf.train.loop.OfflineAttempt, "restore"),
+        (ptf.train.loop.Loop, "restore"),
         (ptf.run, "write_job_file"),
         (ptf.run, "remove_leftovers"),
         (ptf.rl.roles, "export"),

@@ -3,8 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from ptf.data.trajectory import Generation
 from ptf.model.layers import MLP
+from ptf.recipes.grpo.config import GRPOConfig
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.weights import streamed
@@ -79,20 +78,27 @@ class Engine(NativeEngine):
 losses = 0  # of this process
 
 
-@dataclass(frozen=True)
+class RecipeConfig(GRPOConfig):
+    """In which ways the loss fails."""
+
+    place: str = ""
+    faults: list[str] = []
+    after: int = 9
+
+
 class Recipe(GRPO):
     """GRPO whose loss fails, in each process, at the `after`-th call, in the next way of `faults`."""
 
-    place: str = ""
-    faults: Sequence[str] = ()
-    after: int = 9
+    config: RecipeConfig
 
     def loss(self, model, batch, frozen_models):
         global losses
         losses += 1
         loss, metrics = super().loss(model, batch, frozen_models)
-        if losses == self.after:
-            fault = next((fault for i, fault in enumerate(self.faults) if once(self.place, f"learner-{i}")), "")
+        if losses == self.config.after:
+            fault = next(
+                (fault for i, fault in enumerate(self.config.faults) if once(self.config.place, f"learner-{i}")), ""
+            )
             befall(fault)
             if fault == "garbage":
                 loss = loss * float("nan")

@@ -26,6 +26,7 @@ from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environments
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
+from tests.recipes.of_keys import of_keys
 
 
 class Scripted:
@@ -203,7 +204,7 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
     assert second.tokens.tolist() == [1, 9, 7, 8]
     assert second.token_columns["old_logprobs"].tolist() == [0, 0, 13, 14]
     other = Trajectory(t.prompt, generations[:1], "", Reward(0.0), {"old_logprobs": np.zeros(2, np.float32)})
-    assert len(GRPO().compute_advantages([(t, other)])) == 3
+    assert len(of_keys(GRPO).compute_advantages([(t, other)])) == 3
 
 
 @pytest.mark.parametrize("in_batches", [True, False])
@@ -404,7 +405,7 @@ def test_no_conversation_waits_for_anothers_turn(tokenizer, environments):
 def test_a_failed_episode_enters_no_advantage(tokenizer, environments):
     found = played([{}, {"at": 1, "fault": "raise"}, {}], tokenizer, environments)
     marked = tuple(Trajectory(t.prompt, t.generations, t.text, t.outcome, {"old_logprobs": t.logprobs}) for t in found)
-    assert len(GRPO().compute_advantages([marked])) == 2
+    assert len(of_keys(GRPO).compute_advantages([marked])) == 2
 
 
 def test_an_environment_that_does_not_exist_is_refused_at_once():

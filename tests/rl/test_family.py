@@ -13,7 +13,6 @@ from hypothesis.strategies import floats, sampled_from
 from torch import Tensor
 
 from ptf.config import loads
-from ptf.config.recipes import JOB_ARGUMENTS
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Sample
@@ -22,23 +21,27 @@ from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
-from ptf.recipes.grpo.recipe import GRPO, estimate_kl
-from ptf.recipes.registry import build, job_arguments
+from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.policy import estimate_kl
+from ptf.recipes.registry import build
+from tests.recipes.of_keys import of_keys
 from tests.rl.test_grpo import groups, trajectory
 
 LONGEST = 12
 FORMS = {
-    "tokens": GRPO(clip_high=0.3),
-    "samples": GRPO(loss_aggregation="episode_mean"),
-    "length": GRPO(loss_aggregation="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
-    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean", clip_low=0.02, clip_high=0.03),
-    "gspo of tokens": GRPO(importance_sampling_level="sequence", clip_low=0.02, clip_high=0.03),
-    "trusted": GRPO(tis_cap=1.1),
-    "trusted sequences": GRPO(tis_cap=1.3, tis_level="sequence"),
-    "masked": GRPO(tis_cap=1.1, tis_mode="mask"),
-    "dual clip": GRPO(dual_clip=1.1),
-    "cispo": GRPO(policy_loss="cispo", clip_low=0.1, clip_high=0.1, tis_cap=1.1),
-    "rloo": GRPO(baseline="leave_one_out", scale_by_std=False),
+    "tokens": of_keys(GRPO, clip_high=0.3),
+    "samples": of_keys(GRPO, loss_aggregation="episode_mean"),
+    "length": of_keys(GRPO, loss_aggregation="constant_length", scale_by_std=False, max_new_tokens=LONGEST),
+    "gspo": of_keys(
+        GRPO, importance_sampling_level="sequence", loss_aggregation="episode_mean", clip_low=0.02, clip_high=0.03
+    ),
+    "gspo of tokens": of_keys(GRPO, importance_sampling_level="sequence", clip_low=0.02, clip_high=0.03),
+    "trusted": of_keys(GRPO, tis_cap=1.1),
+    "trusted sequences": of_keys(GRPO, tis_cap=1.3, tis_level="sequence"),
+    "masked": of_keys(GRPO, tis_cap=1.1, tis_mode="mask"),
+    "dual clip": of_keys(GRPO, dual_clip=1.1),
+    "cispo": of_keys(GRPO, policy_loss="cispo", clip_low=0.1, clip_high=0.1, tis_cap=1.1),
+    "rloo": of_keys(GRPO, baseline="leave_one_out", scale_by_std=False),
 }
 AGGREGATION = {
     "token_mean": "token-mean",
@@ -86,9 +89,9 @@ def test_loss_and_gradient_are_verls(form):
         rollout_n=1,
         use_dynamic_bsz=True,
         clip_ratio=0.2,
-        clip_ratio_low=recipe.clip_low,
-        clip_ratio_high=recipe.clip_high,
-        clip_ratio_c=recipe.dual_clip or 1e9,
+        clip_ratio_low=recipe.config.clip_low,
+        clip_ratio_high=recipe.config.clip_high,
+        clip_ratio_c=recipe.config.dual_clip or 1e9,
     )
     old, new, advantages, mask = (
         padded(v, batch)
@@ -101,13 +104,13 @@ def test_loss_and_gradient_are_verls(form):
     )
     weights = padded_weights(recipe, old - padded(batch.token_columns["rollout_logprobs"], batch), batch)
     config.global_batch_info.update(
-        {"loss_scale_factor": LONGEST} if recipe.loss_aggregation == "constant_length" else {}
+        {"loss_scale_factor": LONGEST} if recipe.config.loss_aggregation == "constant_length" else {}
     )
-    name = {"clip": "vanilla", "cispo": "cispo"}[recipe.policy_loss]
-    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.importance_sampling_level == "sequence" else name)
-    wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.loss_aggregation], config, weights)
+    name = {"clip": "vanilla", "cispo": "cispo"}[recipe.config.policy_loss]
+    theirs = core_algos.get_policy_loss_fn("gspo" if recipe.config.importance_sampling_level == "sequence" else name)
+    wanted, _ = theirs(old, new, advantages, mask, AGGREGATION[recipe.config.loss_aggregation], config, weights)
     (gradient,) = torch.autograd.grad(wanted, logprobs)
-    if recipe.policy_loss == "clip":  # the value of CISPO's loss means nothing
+    if recipe.config.policy_loss == "clip":  # the value of CISPO's loss means nothing
         assert float(loss.detach() / recipe.denominator(batch)) == pytest.approx(float(wanted.detach()), abs=1e-6)
     assert float((ours - gradient).abs().max()) <= 1e-6
     assert gradient.abs().max() > 1e-3
@@ -117,8 +120,8 @@ def padded_weights(recipe: GRPO, logs: Tensor, batch: Batch) -> Tensor | None:
     """The weights π_old / π_engine, [answers, longest], of their logarithms, which are 0 where there is no token."""
     if recipe.tis_cap is None:
         return None
-    weights = (logs.sum(1, keepdim=True).expand_as(logs) if recipe.tis_level == "sequence" else logs).exp()
-    if recipe.tis_mode == "truncate":
+    weights = (logs.sum(1, keepdim=True).expand_as(logs) if recipe.config.tis_level == "sequence" else logs).exp()
+    if recipe.config.tis_mode == "truncate":
         return weights.clamp(max=recipe.tis_cap)
     return weights * ((weights <= recipe.tis_cap) & (weights >= 1 / recipe.tis_cap))
 
@@ -134,7 +137,7 @@ def padded_weights(recipe: GRPO, logs: Tensor, batch: Batch) -> Tensor | None:
 )
 def test_the_gradient_of_a_token_is_that_of_the_formula(ratio, off, advantage, cap, mode, loss, dual):
     """In float64, for one token whose log-ratio to the old policy, and whose old one's to the engine's, are given."""
-    recipe = GRPO(tis_cap=cap, tis_mode=mode, policy_loss=loss, dual_clip=dual, clip_low=0.2, clip_high=0.3)
+    recipe = of_keys(GRPO, tis_cap=cap, tis_mode=mode, policy_loss=loss, dual_clip=dual, clip_low=0.2, clip_high=0.3)
     logprob = torch.tensor([[-1.0 + ratio]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
     batch = Batch.of([[(Sample(np.zeros(2, np.int32), np.array([0.0, 1.0], np.float32)),)]], 2)
@@ -220,7 +223,7 @@ def test_estimators_of_the_kl_are_verls_and_have_its_mean(kind):
 
 
 def test_kl_may_be_taken_from_the_reward():
-    recipe = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
+    recipe = of_keys(GRPO, kl_coef=0.5, kl_in="reward", kl_estimator="k1", scale_by_std=False)
     one, other = trajectory(0, Reward(1.0)), trajectory(1, Reward(1.0))
     costs = [
         0.5 * float((t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"]).sum())
@@ -237,7 +240,7 @@ def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
 
 
 def test_the_length_penalty_is_subtracted():
-    recipe = GRPO(scale_by_std=False, max_new_tokens=3, overlong_buffer_tokens=4)
+    recipe = of_keys(GRPO, scale_by_std=False, max_new_tokens=3, overlong_buffer_tokens=4)
     episode = trajectory(0, Reward(0.1))
     assert recipe.overlong_penalty(episode) > 0
     assert recipe.reward(episode) == 0.1 - recipe.overlong_penalty(episode) == 0.1 + -recipe.overlong_penalty(episode)
@@ -342,16 +345,16 @@ def test_turns_have_credit_and_no_length_penalty_in_every_kind_of_episode(episod
 def test_an_overlong_filter_leaves_out_of_the_loss_what_was_truncated_and_not_of_the_baseline():
     (group,) = groups(1)
     cut = tuple(dataclasses.replace(t, complete=i != 1) for i, t in enumerate(group))
-    for recipe in (GRPO(), GRPO(baseline="leave_one_out", scale_by_std=False, credit_level="turn")):
+    for recipe in (of_keys(GRPO), of_keys(GRPO, baseline="leave_one_out", scale_by_std=False, credit_level="turn")):
         every = recipe.compute_advantages([cut])
-        kept = dataclasses.replace(recipe, overlong_filter=True).compute_advantages([cut])
+        kept = recipe.with_keys(overlong_filter=True).compute_advantages([cut])
         assert len(every) == len(kept) + 1 == 4
         for (sample,), (wanted,) in zip(kept, every[:1] + every[2:], strict=True):
             assert sample.tokens.tolist() == wanted.tokens.tolist()
             assert sample.token_columns["advantages"].tolist() == wanted.token_columns["advantages"].tolist()
     none = tuple(dataclasses.replace(t, complete=False) for t in group)
-    assert GRPO(overlong_filter=True).compute_advantages([none]) == []
-    assert len(GRPO(overlong_filter=True).compute_advantages([group])) == 4
+    assert of_keys(GRPO, overlong_filter=True).compute_advantages([none]) == []
+    assert len(of_keys(GRPO, overlong_filter=True).compute_advantages([group])) == 4
 
 
 def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
@@ -366,7 +369,8 @@ def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
         Reward(1.0),
         {"old_logprobs": np.array([-1.0, -2.0], np.float32)},
     )
-    recipe = GRPO(
+    recipe = of_keys(
+        GRPO,
         importance_sampling_level="sequence",
         loss_aggregation="episode_mean",
         clip_low=9e9,
@@ -389,22 +393,7 @@ def test_a_plugged_recipe_is_given_what_a_built_in_is_given() -> None:
     )
     plugged = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO"}')))
     assert plugged == build(loads(text.replace("RECIPE", "grpo")))
-    assert plugged.max_new_tokens == 17
-    assert plugged.processing == LogitsProcessing(0.5, 1.0)
-    # what `ptf check` takes for given
-    assert set(job_arguments(loads(text.replace("RECIPE", "grpo")))) == set(JOB_ARGUMENTS)
-    mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {max_new_tokens: 3}}')))
-    assert mine.max_new_tokens == 3  # what the config says comes first
-
-
-class WithoutDenominator:
-    """A recipe without a method."""
-
-
-def test_a_plugged_recipe_without_a_denominator_is_told_its_name() -> None:
-    text = (
-        "{recipe: {use: 'tests.rl.test_family:WithoutDenominator'}, model: {path: m}, "
-        "data: {sources: {a: {path: a}}}, train: {steps: 1, lr: 1e-4}}"
-    )
-    with pytest.raises(UserError, match=r"no method `denominator\(batch\)`"):
-        build(loads(text))
+    assert plugged.context.max_new_tokens == 17
+    assert plugged.context.processing == LogitsProcessing(0.5, 1.0)
+    mine = build(loads(text.replace("RECIPE", '{use: "ptf.recipes.grpo.recipe:GRPO", args: {clip_high: 0.5}}')))
+    assert (mine.config.clip_low, mine.config.clip_high) == (0.1, 0.5)  # type: ignore[attr-defined]

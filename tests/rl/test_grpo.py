@@ -13,6 +13,7 @@ from ptf.model import bridge
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.advantages import group_relative
 from ptf.recipes.grpo.recipe import GRPO
+from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint
 
 
@@ -35,9 +36,9 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
 @pytest.mark.parametrize(
     "recipe",
     [
-        GRPO(),
-        GRPO(kl_coef=0.1),
-        GRPO(clip_low=0.1, clip_high=0.3, kl_coef=0.02, scale_by_std=False, processing=LogitsProcessing(0.8)),
+        of_keys(GRPO),
+        of_keys(GRPO, kl_coef=0.1),
+        of_keys(GRPO, clip_low=0.1, clip_high=0.3, kl_coef=0.02, scale_by_std=False, processing=LogitsProcessing(0.8)),
     ],
 )
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
@@ -54,38 +55,38 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in scored:
         r = np.array([t.outcome.value for t in group])
-        advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-6) if recipe.scale_by_std else r - r.mean()
+        advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-6) if recipe.config.scale_by_std else r - r.mean()
         for t, a in zip(group, advantages, strict=True):
             (generation,) = t.generations
             ids = torch.tensor(np.concatenate([generation.context, generation.sampled_ids]).astype(np.int64))[None]
             positions = torch.arange(ids.shape[1])[None]
             logits = model(ids, positions, torch.zeros_like(positions), lambda x, head: head.logits(x))[0]
             logp = (
-                (logits / recipe.processing.temperature)
+                (logits / recipe.context.processing.temperature)
                 .log_softmax(-1)[len(generation.context) - 1 : -1]
                 .gather(1, ids[0, len(generation.context) :, None])
                 .squeeze(1)
             )
             old, ref = (torch.tensor(t.token_columns[s]).double() for s in ("old_logprobs", "reference_logprobs"))
             rho = (logp - old).exp()
-            surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * a)
+            surrogate = torch.minimum(rho * a, rho.clamp(1 - recipe.config.clip_low, 1 + recipe.config.clip_high) * a)
             k3 = (ref - logp).exp() - (ref - logp) - 1
-            total = total + (-surrogate + recipe.kl_coef * k3).sum()
+            total = total + (-surrogate + recipe.config.kl_coef * k3).sum()
             tokens += len(generation.sampled_ids)
     assert float(recipe.denominator(batch)) == tokens
     assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     for a, b in zip(ours, torch.autograd.grad(total / tokens, list(model.parameters())), strict=True):
         assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max()) + 1e-9
-    flipped = dataclasses.replace(recipe, clip_low=recipe.clip_high + 0.05)
+    flipped = recipe.with_keys(clip_low=recipe.config.clip_high + 0.05)
     assert float(flipped.loss(model, batch, {})[0].detach()) != float(loss.detach())
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        GRPO(),
-        GRPO(processing=LogitsProcessing(0.8), loss_aggregation="constant_length", max_new_tokens=7),
-        GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean"),
+        of_keys(GRPO),
+        of_keys(GRPO, processing=LogitsProcessing(0.8), loss_aggregation="constant_length", max_new_tokens=7),
+        of_keys(GRPO, importance_sampling_level="sequence", loss_aggregation="episode_mean"),
     ],
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
@@ -120,7 +121,7 @@ def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, re
 
 def other(recipe: GRPO) -> GRPO:
     """The same, which finds its gradient on the way."""
-    return NotForeseen(**vars(recipe))
+    return NotForeseen(recipe.config, recipe.context)
 
 
 class NotForeseen(GRPO):
@@ -131,13 +132,13 @@ class NotForeseen(GRPO):
 def test_answers_without_a_result_enter_no_advantage():
     ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
     failed = trajectory(9, NoResult("the reward crashed"))
-    units = GRPO().compute_advantages([(*ok[:2], failed, *ok[2:])])
+    units = of_keys(GRPO).compute_advantages([(*ok[:2], failed, *ok[2:])])
     assert len(units) == 4
     expected = group_relative(np.array([0.0, 1.0, 0.0, 1.0]), True)
     assert [float(a[0].token_columns["advantages"][-1]) for a in units] == pytest.approx(expected.tolist())
     as_zero = group_relative(np.array([0.0, 1.0, 0.0, 0.0, 1.0]), True)  # what it would be if a crash were a 0
     assert not np.allclose(expected, as_zero[[0, 1, 3, 4]])
-    assert GRPO().compute_advantages([(ok[0], failed)]) == []
+    assert of_keys(GRPO).compute_advantages([(ok[0], failed)]) == []
 
 
 @pytest.mark.parametrize("rest", [{}, {"kl_coef": 0.1, "update_epochs": 2, "clip_low": 0.01, "tis_cap": 0.9}])
@@ -145,8 +146,8 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
     """Its coefficients do not add up to the number of answers that a step divides by."""
     model, _ = bridge.load(checkpoint(tmp_path / "m"))
     found = []
-    for loss_aggregation in ("constant_length", "samples"):
-        recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=1000, **rest)
+    for loss_aggregation in ("constant_length", "episode_mean"):
+        recipe = of_keys(GRPO, loss_aggregation=loss_aggregation, max_new_tokens=1000, **rest)
         made = groups() if rest else [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
         batch = Batch.of(pack_all(recipe.compute_advantages(made), 40), 40)
         _, metrics = recipe.loss(model, batch, {})
@@ -165,9 +166,9 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
 @pytest.mark.parametrize(
     "recipe",
     [
-        GRPO(),
-        GRPO(loss_aggregation="constant_length", max_new_tokens=7, kl_coef=0.1),
-        GRPO(importance_sampling_level="sequence", loss_aggregation="episode_mean"),
+        of_keys(GRPO),
+        of_keys(GRPO, loss_aggregation="constant_length", max_new_tokens=7, kl_coef=0.1),
+        of_keys(GRPO, importance_sampling_level="sequence", loss_aggregation="episode_mean"),
     ],
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
@@ -184,7 +185,7 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
-@pytest.mark.parametrize("recipe", [GRPO(), GRPO(kl_coef=0.1, loss_aggregation="episode_mean")])
+@pytest.mark.parametrize("recipe", [of_keys(GRPO), of_keys(GRPO, kl_coef=0.1, loss_aggregation="episode_mean")])
 def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator(tmp_path, recipe, weight):
     """∇(L₁ + w L₂) / (n₁ + w n₂), where n counts the tokens, or the answers, of a prompt's group."""
     model, _ = bridge.load(checkpoint(tmp_path / "m"))
@@ -201,7 +202,7 @@ def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator
     of_two, n_two = gradient([two])
     of_both, n_both = gradient([one, weighed])
     assert n_both == pytest.approx(n_one + weight * n_two)
-    counted = [len(t.generations[0].sampled_ids) if recipe.loss_aggregation == "token_mean" else 1 for t in two]
+    counted = [len(t.generations[0].sampled_ids) if recipe.config.loss_aggregation == "token_mean" else 1 for t in two]
     assert n_two == sum(counted)
     for both, a, b in zip(of_both, of_one, of_two, strict=True):
         assert torch.allclose(both, a + weight * b, rtol=1e-5, atol=1e-7 * float(both.abs().max()))
@@ -210,7 +211,7 @@ def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator
 
 
 def test_context_is_never_trained():
-    for (sample,), t in zip(GRPO().compute_advantages(groups()), [t for g in groups() for t in g], strict=True):
+    for (sample,), t in zip(of_keys(GRPO).compute_advantages(groups()), [t for g in groups() for t in g], strict=True):
         c = len(t.prompt.tokens)
         assert not sample.loss_weights[:c].any()
         assert sample.loss_weights[c:].all()

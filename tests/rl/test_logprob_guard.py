@@ -16,6 +16,7 @@ from ptf.recipes import registry
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights.verification import SyncError
+from tests.recipes.of_keys import of_keys
 
 BF16, FP32 = LOGPROB_LIMITS["bf16"], LOGPROB_LIMITS["fp32"]
 EXPERTS = LIMITS_WITH_EXPERTS["fp32"]
@@ -106,7 +107,7 @@ def test_the_tolerance_is_a_factor_on_the_differences_and_not_on_the_share(preci
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
     samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
-    recipe = GRPO(loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_threshold=0.25)
+    recipe = of_keys(GRPO, loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_threshold=0.25)
     engine = torch.zeros_like(batch.loss_weights)
     batch.token_columns["rollout_logprobs"] = engine
     off = torch.where(batch.loss_weights != 0, 0.25, 0.0)
@@ -136,7 +137,7 @@ def test_importance_weights_are_used_in_bf16_unless_a_job_says_otherwise(recipe,
     )
     built = registry.build(job)
     assert built.tis_cap == used
-    assert built.logprob_diff_threshold == LOGPROB_LIMITS[precision].threshold
+    assert built.context.logprob_diff_threshold == LOGPROB_LIMITS[precision].threshold
 
 
 def test_a_run_in_fp32_that_began_without_importance_weights_is_resumed():

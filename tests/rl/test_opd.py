@@ -10,11 +10,12 @@ from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.recipes.opd.recipe import OPD
 from ptf.run import run
+from tests.recipes.of_keys import of_keys
 from tests.rl.test_controller import raw as raw
 from tests.rl.test_grpo import trajectory
 from tests.tiny import checkpoint
 
-TEACHER = OPD(teacher="t")
+TEACHER = of_keys(OPD, teacher="t")
 
 
 def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():

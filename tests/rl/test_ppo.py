@@ -16,11 +16,10 @@ from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of
 from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
-from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.ppo.recipe import PPO, CriticRecipe
-from ptf.recipes.protocol import bootstraps_truncated
+from ptf.recipes.ppo.recipe import PPO
 from ptf.rl.forward_passes import per_document, per_token
 from ptf.train.trainer import load_model
+from tests.recipes.of_keys import of_keys
 from tests.rl.test_controller import intercept, train
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_family import Given, padded
@@ -76,7 +75,7 @@ def scored(n: int = 6) -> list:
 def test_the_critics_loss_and_gradient_are_verls():
     from verl.trainer.ppo import core_algos
 
-    batch = Batch.of(pack_all(PPO().compute_advantages(scored()), 40), 40)
+    batch = Batch.of(pack_all(of_keys(PPO).compute_advantages(scored()), 40), 40)
     g = torch.Generator().manual_seed(0)
     values = (batch.token_columns["values"] + 0.4 * torch.randn(batch.loss_weights.shape, generator=g)).requires_grad_()
 
@@ -84,7 +83,7 @@ def test_the_critics_loss_and_gradient_are_verls():
         def __call__(self, *given: object, **named: object) -> torch.Tensor:
             return values
 
-    critic = CriticRecipe(0.2)
+    critic = of_keys(PPO, value_clip=0.2).critic
     loss, metrics = critic.loss(Says(), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / critic.denominator(batch), values)
     new, returns, old, weights = (
@@ -101,7 +100,7 @@ def test_the_critics_loss_and_gradient_are_verls():
 def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_none():
     (group,) = scored()
     failed = trajectory(9, NoResult("crashed"), values=np.zeros(9, np.float32))
-    units = PPO(gamma=0.9).compute_advantages([(*group, failed)])
+    units = of_keys(PPO, gamma=0.9).compute_advantages([(*group, failed)])
     assert len(units) == len(group)
     raw = []
     for t in group:
@@ -116,17 +115,20 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
             wanted + t.token_columns["values"], abs=1e-6
         )
     whitened = np.concatenate(
-        [unit[0].token_columns["advantages"][unit[0].loss_weights != 0] for unit in PPO().compute_advantages([group])]
+        [
+            unit[0].token_columns["advantages"][unit[0].loss_weights != 0]
+            for unit in of_keys(PPO).compute_advantages([group])
+        ]
     )
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
-    assert PPO().compute_advantages([(failed,)]) == []
-    loss, _ = PPO().loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
+    assert of_keys(PPO).compute_advantages([(failed,)]) == []
+    loss, _ = of_keys(PPO).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})
     assert torch.isfinite(loss)
 
 
 def test_kl_is_taken_from_every_tokens_reward():
     t = trajectory(4, Reward(1.0), values=np.zeros(6, np.float32))
-    found = PPO(kl_coef=0.5, kl_estimator="k1").rewards(t)
+    found = of_keys(PPO, kl_coef=0.5, kl_estimator="k1").rewards(t)
     cost = 0.5 * (t.token_columns["old_logprobs"] - t.token_columns["reference_logprobs"])
     wanted = -cost
     wanted[-1] += 1
@@ -147,10 +149,10 @@ def of_turns(*lengths: int, **fields) -> Trajectory:
 
 def test_the_reward_of_a_turn_is_at_its_last_token():
     t = of_turns(2, 1, 3, outcome=Reward(1.5), turn_rewards=np.array([0.5, -1.0, 2.0]))
-    assert PPO(credit_level="turn").rewards(t).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
-    assert PPO().rewards(t).tolist() == [0, 0, 0, 0, 0, 1.5]  # the default
-    assert PPO(credit_level="turn").rewards(replace(t, turn_rewards=None)).tolist() == [0, 0, 0, 0, 0, 1.5]
-    recipes = [PPO(credit_level=at, lam=1.0) for at in ("turn", "episode")]
+    assert of_keys(PPO, credit_level="turn").rewards(t).tolist() == [0, 0.5, -1.0, 0, 0, 2.0]
+    assert of_keys(PPO).rewards(t).tolist() == [0, 0, 0, 0, 0, 1.5]  # the default
+    assert of_keys(PPO, credit_level="turn").rewards(replace(t, turn_rewards=None)).tolist() == [0, 0, 0, 0, 0, 1.5]
+    recipes = [of_keys(PPO, credit_level=at, lam=1.0) for at in ("turn", "episode")]
     found, before = (recipe.compute_advantages([(t,)]) for recipe in recipes)
     # what a token is credited with is what follows it, and no longer what came before
     returns = [unit[0][0].token_columns["returns"][unit[0][0].loss_weights != 0] for unit in (found, before)]
@@ -160,20 +162,20 @@ def test_the_reward_of_a_turn_is_at_its_last_token():
 
 def test_a_critic_encodes_no_rows():
     with pytest.raises(NotImplementedError, match="trains on what the policy sampled"):
-        CriticRecipe(0.2).encode({"prompt": "a"}, None, "a source")  # type: ignore[arg-type]
+        of_keys(PPO).critic.encode({"prompt": "a"}, None, "a source")  # type: ignore[arg-type]
 
 
 def test_what_was_truncated_is_bootstrapped_with_the_critics_value():
     t = of_turns(3, outcome=Reward(0.5), complete=False, value_after=2.0)
     values = t.token_columns["values"].astype(float)
-    (unit,) = PPO(gamma=0.9, lam=0.8).compute_advantages([(t,)])
+    (unit,) = of_keys(PPO, gamma=0.9, lam=0.8).compute_advantages([(t,)])
     errors = np.array([0.0, 0.0, 0.5]) + 0.9 * np.append(values[1:], 2.0) - values
     wanted = [sum((0.9 * 0.8) ** (u - i) * errors[u] for u in range(i, 3)) for i in range(3)]
     assert unit[0].token_columns["returns"][-3:] == pytest.approx(wanted + values, abs=1e-6)
-    (plain,) = PPO(gamma=0.9, lam=0.8).compute_advantages([(replace(t, value_after=None),)])
+    (plain,) = of_keys(PPO, gamma=0.9, lam=0.8).compute_advantages([(replace(t, value_after=None),)])
     assert plain[0].token_columns["returns"][-1] == pytest.approx(0.5, abs=1e-6)
-    assert PPO(overlong_filter=True).compute_advantages([(t,)]) == []
-    assert len(PPO(overlong_filter=True).compute_advantages([(replace(t, complete=True), t)])) == 1
+    assert of_keys(PPO, overlong_filter=True).compute_advantages([(t,)]) == []
+    assert len(of_keys(PPO, overlong_filter=True).compute_advantages([(replace(t, complete=True), t)])) == 1
 
 
 def test_the_last_sample_of_an_episode_ends_with_its_last_token():
@@ -208,15 +210,14 @@ def test_a_run_computes_the_value_after_what_was_truncated(ppo, monkeypatch):
     assert [t.value_after for t in cut] == values
     assert len({*values}) > 1
     assert all(t.value_after is None for t in seen if t.complete)
-    assert not bootstraps_truncated(PPO())
-    assert not bootstraps_truncated(GRPO())  # no critic
+    assert not of_keys(PPO).critic.bootstrap_truncated
 
 
 def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp_path):
     """Beside the values of samples that are one token longer."""
     place = checkpoint(tmp_path / "m")
     critic, _ = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
-    units = PPO().compute_advantages(scored())
+    units = of_keys(PPO).compute_advantages(scored())
     samples = [sample for (sample,) in units]
     longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
     arguments = {"seq_len": 40, "micro_batch_sequences": 2}

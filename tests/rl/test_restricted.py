@@ -138,21 +138,17 @@ def test_a_run_does_not_go_on_with_other_answers(short, tmp_path):
     train(allowed(raw, tmp_path))  # the control
 
 
-class Own:
-    """A recipe that is no dataclass."""
+class Own(GRPO):
+    """A recipe whose loss knows only the model's own distribution."""
 
-    def __init__(self):
-        self.of = GRPO()
-
-    def __getattr__(self, name):
-        return getattr(self.of, name)
+    reads_processing = False
 
 
 def test_a_recipe_that_cannot_be_told_what_answers_are_drawn_from_is_refused(short, tmp_path):
     short["algo"] = {}
     short["rollout"]["temperature"] = 0.7
     train({**short, "recipe": {"use": "tests.rl.faulty:Recipe"}})  # the control: it is told
-    with pytest.raises(UserError, match="not a dataclass with a field `processing`"):
+    with pytest.raises(UserError, match="set `reads_processing = True`"):
         train({**short, "recipe": {"use": "tests.rl.test_restricted:Own"}}, "b")
 
 

@@ -17,6 +17,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.recipes.rm.recipe import RM
 from ptf.rl.engines.vllm_engine import engine_env
 from ptf.train.trainer import load_model
+from tests.recipes.of_keys import of_keys
 from tests.train.test_loop import train
 from tests.train.test_preferences import preferences
 
@@ -42,7 +43,7 @@ def test_vllm_gives_the_same_scores(tmp_path):
         run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
     )
     with torch.no_grad():
-        ours = RM().scores(model, Batch.of([[pair]], 64)).tolist()
+        ours = of_keys(RM).scores(model, Batch.of([[pair]], 64)).tolist()
     asked, found = tmp_path / "asked.json", tmp_path / "found.json"
     asked.write_text(json.dumps([sample.tokens.tolist() for sample in pair]))
     code = (

@@ -38,7 +38,7 @@ from ptf.model import attention, bridge, chunked, decoder, moe, projection, reco
 from ptf.model.sharding import compile_parts, parallelize
 from ptf.recipes import registry
 from ptf.train.components import layer_factory_of
-from ptf.train.frozen_models import needs_weights
+from ptf.train.model_source import needs_weights
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.train.trainer import Trainer
 from tests.gpu_rehearsal.host_syncs import HostSyncs

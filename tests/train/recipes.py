@@ -1,7 +1,6 @@
 """Recipes as a user would write them: with a scalar head, or with losses that torch's own generator has a part in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,26 +12,17 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.sft.recipe import SFT
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(Recipe):
     """Regress the value at each trained position to a tenth of the token that follows: (v − target / 10)²."""
 
-    online: ClassVar[bool] = False
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
-
-    @property
-    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
-        return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         return encode_document(row, tokenizer, source, "assistant")
-
-    def denominator(self, batch: Batch) -> Tensor:
-        return batch.loss_weights.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         values = model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.values(x))

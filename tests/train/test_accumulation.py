@@ -23,9 +23,11 @@ from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Metrics
+from ptf.recipes.sft.config import SFTConfig
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
+from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, packed, sample
 
 MODEL = "PTF_TEST_MODEL"  # the environment says to the ranks where the model is
@@ -94,7 +96,7 @@ def held_and_gradients() -> dict[str, tuple[list[int], dict[str, Tensor]]]:
     for name, world in worlds().items():
         model, trainer = loaded(world)
         held: list[int] = []
-        recipe = Watched(before=lambda model, held=held: held.append(whole_gradient_elements(model)))
+        recipe = Watched(SFTConfig(), before=lambda model, held=held: held.append(whole_gradient_elements(model)))
         trainer.forward_backward(micro(world.rank), recipe, ())
         found[name] = held, gradients(model)
     return found
@@ -112,8 +114,8 @@ def after_a_failure() -> dict[str, dict[str, Tensor]]:
                 raise ZeroDivisionError
 
         with contextlib.suppress(ZeroDivisionError):
-            trainer.step(micro(world.rank), Watched(before=fails), 0)
-        trainer.forward_backward(micro(world.rank), SFT(), ())
+            trainer.step(micro(world.rank), Watched(SFTConfig(), before=fails), 0)
+        trainer.forward_backward(micro(world.rank), of_keys(SFT), ())
         found[name] = gradients(model)
     return found
 
@@ -133,7 +135,7 @@ def used_on_one_rank() -> dict[str, dict[str, Tensor]]:
         if world.rank == 1:
             untrained = sample(9, 1)
             batches[0] = Batch.of([[(Sample(untrained.tokens, untrained.loss_weights * 0, "a"),)]], 32)
-        trainer.forward_backward(batches, Watched(before=without), ())
+        trainer.forward_backward(batches, Watched(SFTConfig(), before=without), ())
         found[name] = gradients(model)
     return found
 
@@ -157,7 +159,7 @@ def alone(batches: list[Batch], lora: bool = False, without: frozenset[int] = fr
     model, trainer = loaded(World(), lora)
     calls = iter(range(100))
     trainer.forward_backward(
-        batches, Watched(before=lambda m: last_layer_plain(m) if next(calls) in without else None), ()
+        batches, Watched(SFTConfig(), before=lambda m: last_layer_plain(m) if next(calls) in without else None), ()
     )
     return gradients(model)
 
@@ -198,13 +200,12 @@ def test_weight_decay_reaches_what_was_not_used(found):
     """Zero gradients stand for missing ones, on one rank as on several."""
     assert found["unused"]
     model, trainer = loaded(World(), lora=True)
-    trainer.forward_backward(micro(0), Watched(before=last_layer_plain), ())
+    trainer.forward_backward(micro(0), Watched(SFTConfig(), before=last_layer_plain), ())
     last = [p.grad for p in model.layers[-1].parameters() if p.requires_grad]
     assert last
     assert all(grad is not None and not torch.any(grad) for grad in last)
 
 
-@dataclass(frozen=True)
 class Averaged(SFT):
     """A recipe with a metric that has the name of a largest value, but would be averaged."""
 
@@ -217,5 +218,5 @@ def test_a_largest_value_that_would_be_averaged_is_refused(found):
     assert found["held"]
     model, trainer = loaded(World())
     with pytest.raises(UserError, match="call it loss_max"):
-        trainer.step(micro(0), Averaged(), 0)
+        trainer.step(micro(0), of_keys(Averaged), 0)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -134,20 +134,20 @@ def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, mo
 
 
 def test_frozen_models_of_a_run_are_loaded_as_such(tmp_path: Path, monkeypatch) -> None:
-    """So that a reference is held in the dtype of the computation (`_hold`), with no parameter that trains."""
-    from ptf.train import frozen_models
+    """So that a reference is held in the dtype of the computation (`load_model`), with no parameter that trains."""
+    from ptf.train import model_source
 
     asked = list[bool]()
 
     def noted(*args: Any, **options: Any) -> Any:
-        asked.append(options["frozen"])
+        asked.append(options.get("frozen", False))
         return load_model(*args, **options)
 
-    monkeypatch.setattr(frozen_models, "load_model", noted)
+    monkeypatch.setattr(model_source, "load_model", noted)
     raw = preferences(tmp_path, "dpo")
     raw["train"] = {**raw["train"], "steps": 1}
     train(raw, "a")
-    assert asked == [True]
+    assert asked == [False, False, True], "the model that is written out, the model that trains, and the reference"
 
 
 def test_a_model_on_a_gpu_is_compiled_as_the_job_says(tmp_path: Path, monkeypatch) -> None:

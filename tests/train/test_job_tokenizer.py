@@ -12,7 +12,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.train import job_tokenizer as module
 from ptf.train.job_tokenizer import rendered
-from ptf.train.starting_model import extended, tokenizer_directory
+from ptf.train.model_source import StartingModel
 from tests.tiny import arithmetic
 
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -31,8 +31,7 @@ class Clock(datetime.date):
 
 
 def tokenizer_of(job: Job, run: Path) -> Tokenizer:
-    spec, directory = extended(job.model, Path(job.model.path), run, job.seed)
-    return Tokenizer.load(tokenizer_directory(job, spec, directory, run))
+    return StartingModel.of_job(job, run).load_tokenizer()
 
 
 def job_of(tmp_path: Path, **keys: dict) -> Job:
@@ -63,8 +62,7 @@ def test_the_date_is_that_of_the_day_on_which_the_run_began(tmp_path: Path, monk
 
 def test_a_job_that_changes_nothing_keeps_its_tokenizer_and_fingerprint(tmp_path: Path) -> None:
     job = job_of(tmp_path, data={"date": "2024-12-31"})  # its template renders none
-    spec, directory = extended(job.model, Path(job.model.path), tmp_path / "run", job.seed)
-    assert tokenizer_directory(job, spec, directory, tmp_path / "run") == job.model.path
+    assert StartingModel.of_job(job, tmp_path / "run").tokenizer_path == job.model.path
     assert (
         rendered(job, Tokenizer.load(job.model.path), None).fingerprint()
         == Tokenizer.load(job.model.path).fingerprint()
@@ -81,9 +79,8 @@ def test_what_is_exported_keeps_template_and_arguments_and_not_the_date(tmp_path
         "tokens": {"added": ["<a>"]},
     }
     job = job_of(tmp_path, model=keys, data={"date": "2024-12-31", "response_rendering": "append"})
-    run = tmp_path / "run"
-    spec, directory = extended(job.model, Path(job.model.path), run, job.seed)
-    path = tokenizer_directory(job, spec, directory, run)
+    start = StartingModel.of_job(job, tmp_path / "run")
+    path, directory = start.tokenizer_path, start.directory
     tokenizer = Tokenizer.load(path)
     assert tokenizer.render_text(CHAT[:1], True).endswith("<|im_end|>+")
     assert tokenizer.rendering.served

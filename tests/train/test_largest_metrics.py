@@ -3,7 +3,6 @@ minibatches."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from ptf.train.deterministic import trainer_of
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics
 from tests.model.ranks import two_ranks
+from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, sample
 
 MODEL = "PTF_TEST_MODEL"  # the environment says to the ranks where the model is
@@ -31,7 +31,6 @@ SEQUENCES = [[(sample(length, length),)] for length in LENGTHS]
 TRAINED = [int((unit[0].loss_weights != 0).sum()) for (unit,) in SEQUENCES]
 
 
-@dataclass(frozen=True)
 class Extremes(SFT):
     """SFT that reports the most tokens of a batch, and the fewest as the largest of a negative number."""
 
@@ -55,10 +54,10 @@ def found(world: World) -> dict[str, dict[str, float]]:
             micro, numbers = shard_sequences_singly(SEQUENCES, world)
         else:
             micro, numbers = deal(SEQUENCES, world, 1, 64), []
-        metrics = trainer_of(train, model, world).step(micro, Extremes(), 0, numbers)
+        metrics = trainer_of(train, model, world).step(micro, of_keys(Extremes), 0, numbers)
         results["deterministic" if deterministic else "trainer"] = {name: metrics[name] for name in EXPECTED}
         if not deterministic:
-            metrics = held_out_metrics(model, Extremes(), {"some": SEQUENCES}, world, 1, 64, {})
+            metrics = held_out_metrics(model, of_keys(Extremes), {"some": SEQUENCES}, world, 1, 64, {})
             results["held out"] = {name: metrics[f"{name}/some"] for name in EXPECTED}
     return results
 
@@ -82,7 +81,7 @@ def test_the_largest_value_of_minibatches_counts_and_losses_are_averaged(tmp_pat
         train=TrainConfig(steps=10, lr=1e-12, precision="fp32", micro_batch_sequences=1),
         seed=0,
         seq_len=64,
-        recipe=Extremes(),
+        recipe=of_keys(Extremes),
         tokenizer="",
     )
     learner = Learner(World(), settings)

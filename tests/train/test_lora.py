@@ -24,6 +24,7 @@ from ptf.train import adapter
 from ptf.train.components import layer_factory_of
 from ptf.train.trainer import load_model
 from tests import tiny
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, online
 from tests.train.test_loop import facts, resumed_alike, same, train, weights
 
@@ -140,7 +141,7 @@ def policy(directory: Path, section: ModelConfig) -> LearnerSettings:
         seed=0,
         seq_len=64,
         processing=NO_LOGITS_PROCESSING,
-        recipe=SFT("assistant"),
+        recipe=of_keys(SFT),
         tokenizer="",
     )
 

@@ -24,6 +24,7 @@ from ptf.train.optim import ParameterGroup, adamw
 from ptf.train.optimizer_8bit import QuantisedMoments, is_quantised, moment_bytes
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, packed
 from tests.train.test_loop import resumed_alike, same, train, weights
 
@@ -111,7 +112,7 @@ def trained(directory: Path, world: World, steps: range, resumed: str | None = N
         with trainer.whole_optimizer():
             checkpoints.load_tensors(resumed, model, trainer.optimizer, world)
     for step in steps:
-        trainer.step([BATCHES[step]], SFT(), step)
+        trainer.step([BATCHES[step]], of_keys(SFT), step)
     return trainer
 
 
@@ -142,7 +143,7 @@ def test_a_checkpoint_whose_moments_are_stored_otherwise_is_refused(tmp_path: Pa
     directory, stored = checkpoint(tmp_path / "m", hidden_size=64, intermediate_size=128), str(tmp_path / "stored")
     model, _ = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
     trainer = Trainer(model, World(), CONFIG.model_copy(update={"optimizer": "adamw"}))
-    trainer.step([BATCHES[0]], SFT(), 0)
+    trainer.step([BATCHES[0]], of_keys(SFT), 0)
     checkpoints.write(stored, checkpoints.tensors_of(model, trainer.optimizer), {}, World())
     with pytest.raises(UserError, match="do not fit the shards of this run"):
         trained(directory, World(), range(0), stored)

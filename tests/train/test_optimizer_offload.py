@@ -16,6 +16,7 @@ from ptf.recipes.sft.recipe import SFT
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, loaded, packed
 from tests.train.test_loop import facts, same, stopped, train, weights
 
@@ -38,7 +39,7 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
         trainer.optimizer_stepper = OffloadedMoments(trainer.optimizer, limit)
         trainer.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(sum(resident(optimizer))))
     for step, batch in enumerate(BATCHES):
-        trainer.step([batch], SFT(), step)
+        trainer.step([batch], of_keys(SFT), step)
         if limit is not None:
             assert not any(resident(trainer.optimizer))
     return trainer

@@ -30,6 +30,7 @@ from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.published import mxfp4_checkpoint
 from tests.model.test_quantised_weights import WIDTHS
+from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, resumed_alike, same, stopped, train, weights
 
@@ -106,7 +107,7 @@ def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path
                 logits = plain(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
             plain.reshard()
             found.append(logits)
-        loss, _ = SFT().loss(packed, tokens, {})
+        loss, _ = of_keys(SFT).loss(packed, tokens, {})
         loss.backward()
         with torch.no_grad():
             ours = packed(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
@@ -125,7 +126,7 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
         seed=0,
         seq_len=64,
         processing=LogitsProcessing(0.7),
-        recipe=SFT("assistant"),
+        recipe=of_keys(SFT),
         tokenizer="",
     )
     learner = Learner(World(), settings)

@@ -13,9 +13,8 @@ over pairs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,32 +29,28 @@ from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
 from ptf.recipes.documents import document_weights, pairs, sums
 from ptf.recipes.dpo.config import DPOConfig
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.protocol import FrozenModelSpec, Metrics, Recipe
 
 
-@dataclass(frozen=True)
-class DPO:
+class DPO(Recipe):
     """The family of losses on pairs of a chosen and a rejected response; see the module's docstring."""
 
-    loss_type: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    gamma: float = 0.5
-    reference: str | None = None
-    precompute: bool = False
-    online: ClassVar[bool] = DPOConfig.online
-    head: ClassVar[Literal["lm", "scalar"]] = "lm"
+    config: DPOConfig
 
     @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The reference, unless the loss needs none."""
-        return {} if self.loss_type == "simpo" else {"reference": FrozenModelSpec(self.reference)}
+        return {} if self.config.loss_type == "simpo" else {"reference": FrozenModelSpec(self.config.reference)}
 
     @property
     def evaluated(self) -> "DPO":
         """The recipe for evaluation, where the reference is loaded."""
-        return replace(self, precompute=False)
+        return self.with_keys(precompute=False)
+
+    @property
+    def precompute(self) -> bool:
+        """`algo.precompute`."""
+        return self.config.precompute
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a pair of samples."""
@@ -67,37 +62,31 @@ class DPO:
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
-        chosen, rejected = pairs(batch)
+        config, (chosen, rejected) = self.config, pairs(batch)
         # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
         reference = self.reference_logprobs(model, batch, frozen_models)
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
-        if self.loss_type == "ipo":
-            losses = (gap - 1 / (2 * self.beta)) ** 2
-        elif self.loss_type == "simpo":
-            losses = -logsigmoid(self.beta * gap - self.gamma)
+        if config.loss_type == "ipo":
+            losses = (gap - 1 / (2 * config.beta)) ** 2
+        elif config.loss_type == "simpo":
+            losses = -logsigmoid(config.beta * gap - config.gamma)
         else:
-            losses = -(1 - self.label_smoothing) * logsigmoid(self.beta * gap) - self.label_smoothing * logsigmoid(
-                -self.beta * gap
-            )
+            smoothing = config.label_smoothing
+            losses = -(1 - smoothing) * logsigmoid(config.beta * gap) - smoothing * logsigmoid(-config.beta * gap)
         counts = document_weights(batch)[chosen]
         loss = (losses * counts).sum()
         metrics = {
             "loss": loss,
             "accuracy": ((gap > 0) * counts).sum(),
-            "margin": (self.beta * gap * counts).sum(),
-            "reward_chosen": (self.beta * rewards[chosen] * counts).sum(),
-            "reward_rejected": (self.beta * rewards[rejected] * counts).sum(),
+            "margin": (config.beta * gap * counts).sum(),
+            "reward_chosen": (config.beta * rewards[chosen] * counts).sum(),
+            "reward_rejected": (config.beta * rewards[rejected] * counts).sum(),
             "logprob_chosen": (answers[chosen] * counts).sum(),
             "logprob_rejected": (answers[rejected] * counts).sum(),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    @property
-    def precomputed_from(self) -> tuple[object, ...]:
-        """Return nothing: no key of the recipe changes the reference's log-probs."""
-        return ()
 
     def precomputed_columns(
         self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
@@ -109,7 +98,7 @@ class DPO:
 
     def reference_logprobs(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
         """Return the reference's log-prob of each response, [documents]; None without a reference."""
-        if self.loss_type == "simpo":
+        if self.config.loss_type == "simpo":
             return None
         token_columns = (
             batch.token_columns if self.precompute else self.precomputed_columns(model, batch, frozen_models)
@@ -124,6 +113,6 @@ class DPO:
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each response, or its mean over tokens: [documents]."""
         total = sums(logprobs, batch)
-        if not (self.length_normalised or self.loss_type == "simpo"):
+        if not (self.config.length_normalised or self.config.loss_type == "simpo"):
             return total
         return total / sums(torch.ones_like(logprobs), batch).clamp(min=1)

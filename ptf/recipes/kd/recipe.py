@@ -12,9 +12,9 @@ student's, because a sharded head is whole only inside its own forward pass.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,38 +26,29 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
-from ptf.model.divergence import Divergence, Form, divergence, divergence_of_top, top_logprobs
+from ptf.model.divergence import Divergence, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.recipes.kd.config import KDConfig, TeacherConfig
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.kd.config import KDConfig
+from ptf.recipes.protocol import FrozenModelSpec, Metrics, Recipe
 
 TeacherOutput = tuple[str, Tensor, Head]  # a teacher's name, hidden states [B, T, D] and head
 
 
-@dataclass(frozen=True)
-class KD:
+class KD(Recipe):
     """Distillation from one or several teachers; see the module's docstring."""
 
-    teachers: Mapping[str, TeacherConfig]
-    loss_type: Form = "forward"
-    beta: float = 0.5
-    temperature: float = 1.0
-    ce_coef: float = 0.0
-    top_k: int | None = None
-    precompute: bool = False
-    train_on: str = "assistant"
-    online: ClassVar[bool] = KDConfig.online
-    head: ClassVar[Literal["lm", "scalar"]] = "lm"
+    config: KDConfig
 
     @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teachers, by name."""
-        return {name: FrozenModelSpec(teacher.path, same_architecture=False) for name, teacher in self.teachers.items()}
+        teachers = self.config.teachers.items()
+        return {name: FrozenModelSpec(teacher.path, same_architecture=False) for name, teacher in teachers}
 
     @property
     def evaluated(self) -> "KD":
         """The recipe for evaluation: KL(teacher ‖ student) and the loss of the data, with the teachers loaded."""
-        return replace(self, loss_type="forward", temperature=1.0, ce_coef=1.0, top_k=None, precompute=False)
+        return self.with_keys(loss_type="forward", temperature=1.0, ce_coef=1.0, top_k=None, precompute=False)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return held-out metrics with the divergence as `kl/NAME` and the data's loss as `ce/NAME`, without their
@@ -66,18 +57,14 @@ class KD:
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as SFT does."""
-        return encode_document(row, tokenizer, source, self.train_on)
-
-    def denominator(self, batch: Batch) -> Tensor:
-        """Count the trained tokens, by their weights."""
-        return batch.loss_weights.sum(dtype=torch.float64)
+        return encode_document(row, tokenizer, source, self.context.train_on)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
-        if self.top_k is None:
-            return self._nested_passes(list(self.teachers), model, batch, frozen_models, torch.is_grad_enabled())
+        if self.config.top_k is None:
+            return self._nested_passes(list(self.config.teachers), model, batch, frozen_models, torch.is_grad_enabled())
         token_columns = (
-            batch.token_columns if self.precompute else self.precomputed_columns(model, batch, frozen_models)
+            batch.token_columns if self.config.precompute else self.precomputed_columns(model, batch, frozen_models)
         )
         return model(
             batch.tokens,
@@ -88,26 +75,36 @@ class KD:
         )
 
     @property
+    def precompute(self) -> bool:
+        """`algo.precompute`."""
+        return self.config.precompute
+
+    @property
     def precomputed_from(self) -> tuple[object, ...]:
         """The settings that decide what is computed."""
-        return self.top_k, self.temperature
+        return self.config.top_k, self.config.temperature
 
     def precomputed_columns(
         self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
     ) -> dict[str, Tensor]:
         """Return each teacher's likeliest tokens, `NAME_ids` [B, T, k], and their log-probs and that of all others,
         `NAME_logprobs` [B, T, k + 1]."""
-        k = self.top_k
+        k = self.config.top_k
         assert k is not None
         columns: dict[str, Tensor] = {}
-        for name in self.teachers:
+        for name in self.config.teachers:
             vocab = shared_vocabulary(model, frozen_models[name], name)
             if k >= vocab:
                 raise UserError(f"algo.top_k ({k}) must be less than the vocabulary of {vocab} tokens")
 
             def head_fn(x, head, vocab=vocab):
                 return top_logprobs(
-                    x, replace(head, vocab=vocab), k, batch.loss_weights, self.temperature, batch.trained_positions
+                    x,
+                    replace(head, vocab=vocab),
+                    k,
+                    batch.loss_weights,
+                    self.config.temperature,
+                    batch.trained_positions,
                 )
 
             with torch.no_grad():
@@ -155,7 +152,8 @@ class KD:
         outputs: tuple[TeacherOutput, ...],
         teachers: Mapping[str, Decoder],
     ) -> tuple[Tensor, Metrics]:
-        divergences, how = {}, Divergence(self.loss_type, self.beta, self.temperature)
+        divergences, config = {}, self.config
+        how = Divergence(config.loss_type, config.beta, config.temperature)
         for name, x_teacher, head_teacher in outputs:
             vocab = shared_vocabulary(model, teachers[name], name)
             divergences[name] = divergence(
@@ -172,8 +170,9 @@ class KD:
     def _loss_of_top(
         self, x: Tensor, head: Head, batch: Batch, token_columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
-        divergences, how = {}, Divergence(self.loss_type, self.beta, self.temperature)
-        for name in self.teachers:
+        divergences, config = {}, self.config
+        how = Divergence(config.loss_type, config.beta, config.temperature)
+        for name in self.config.teachers:
             ids, logprobs = token_columns[f"{name}_ids"], token_columns[f"{name}_logprobs"]
             divergences[name] = divergence_of_top(
                 x, head, ids, logprobs, batch.loss_weights, how, batch.trained_positions
@@ -183,15 +182,15 @@ class KD:
     def _mixed_loss(
         self, x: Tensor, head: Head, batch: Batch, divergences: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
-        total_weight = sum(teacher.weight for teacher in self.teachers.values())
-        shares = {name: teacher.weight / total_weight for name, teacher in self.teachers.items()}
+        total_weight = sum(teacher.weight for teacher in self.config.teachers.values())
+        shares = {name: teacher.weight / total_weight for name, teacher in self.config.teachers.items()}
         mean = torch.stack([share * divergences[name] for name, share in shares.items()]).sum()
-        loss, metrics = self.temperature**2 * mean, {"divergence": mean}
+        loss, metrics = self.config.temperature**2 * mean, {"divergence": mean}
         if len(divergences) > 1:
             metrics |= {f"divergence_{name}": value for name, value in divergences.items()}
-        if self.ce_coef:
+        if self.config.ce_coef:
             metrics["ce"] = cross_entropy(x, head, batch.targets, batch.loss_weights, batch.trained_positions)
-            loss = loss + self.ce_coef * metrics["ce"]
+            loss = loss + self.config.ce_coef * metrics["ce"]
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 
 

@@ -9,7 +9,6 @@ The reward is reported and not trained on.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,20 +16,20 @@ from ptf.data.batch import Batch
 from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
-from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.opd.config import OPDConfig
+from ptf.recipes.policy import ClippedPolicy
 from ptf.recipes.protocol import FrozenModelSpec, Metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class OPD(GRPO):
+class OPD(ClippedPolicy):
     """Distillation on the student's own samples; see the module's docstring."""
 
-    teacher: str
+    config: OPDConfig
 
     @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The teacher."""
-        return {"teacher": FrozenModelSpec(self.teacher, same_architecture=False)}
+        return {"teacher": FrozenModelSpec(self.config.teacher, same_architecture=False)}
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -38,7 +37,7 @@ class OPD(GRPO):
         return True
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
-        """Return GRPO's loss; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
+        """Return the clipped objective; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, frozen_models)
         return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.loss_weights).sum()}
 

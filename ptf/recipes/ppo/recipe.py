@@ -10,8 +10,7 @@ critic  ½ max((V − R)², (clip(V, V_old ± value_clip) − R)²),  R = Â + V
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,46 +18,26 @@ from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.sample import PackUnit
-from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages
-from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.policy import RewardedPolicy
 from ptf.recipes.ppo.config import PPOConfig
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.protocol import CriticRecipe, Metrics
 from ptf.recipes.turns import rewards_of_turns, turn_ends
 
 
-@dataclass(frozen=True)
-class CriticRecipe:
-    """The recipe of the critic: regress the value of each state to the return. The loss is a mean over tokens."""
+class Critic(CriticRecipe):
+    """The recipe of PPO's critic: regress the value of each state to the return. The loss is a mean over tokens."""
 
-    value_clip: float = 0.2
-    lr: float | None = None
-    warmup: int = 0
-    bootstrap_truncated: bool = False
-    online: ClassVar[bool] = PPOConfig.online
-    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
-
-    @property
-    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
-        """A critic has no frozen models."""
-        return {}
-
-    def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
-        """Raise NotImplementedError: a critic trains on rollouts."""
-        raise NotImplementedError("a critic trains on what the policy sampled")
-
-    def denominator(self, batch: Batch) -> Tensor:
-        """Count the trained tokens, by their weights."""
-        return batch.loss_weights.sum(dtype=torch.float64)
+    config: PPOConfig
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
         values = model(batch.tokens, batch.positions, batch.segments, values_of, varlen=batch.varlen)  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
-        clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
+        clipped = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
         loss = (torch.maximum(clipped_error, error) * batch.loss_weights).sum() / 2
         metrics = {
@@ -74,23 +53,16 @@ def values_of(x: Tensor, head: Scalar) -> Tensor:
     return head.values(x)
 
 
-@dataclass(frozen=True)
-class PPO(GRPO):
-    """The policy's recipe: GRPO's loss with advantages from a critic."""
+class PPO(RewardedPolicy):
+    """The policy's recipe: the clipped objective with advantages from a critic."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    kl_in: Literal["loss", "reward"] = "reward"
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_clip: float = 0.2
-    critic_lr: float | None = None
-    critic_warmup: int = 0
-    bootstrap_truncated: bool = False
+    config: PPOConfig
 
     @property
-    def critic(self) -> CriticRecipe:
+    def critic(self) -> Critic:
         """The recipe of the critic."""
-        return CriticRecipe(self.value_clip, self.critic_lr, self.critic_warmup, self.bootstrap_truncated)
+        keys = self.config
+        return Critic(keys, self.context, keys.critic_lr, keys.critic_warmup, keys.bootstrap_truncated)
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         """Return the responses that have a result, with generalised advantages, which are centred and scaled over all
@@ -101,7 +73,7 @@ class PPO(GRPO):
         scored = [t for group in groups for t in group if isinstance(t.outcome, Reward) and self.is_trained(t)]
         advantages = [
             generalised_advantages(
-                self.rewards(t), t.token_columns["values"], self.gamma, self.lam, t.value_after or 0.0
+                self.rewards(t), t.token_columns["values"], self.config.gamma, self.config.lam, t.value_after or 0.0
             )
             for t in scored
         ]
@@ -122,9 +94,9 @@ class PPO(GRPO):
         """Return the reward of each token of a response: [n]."""
         assert isinstance(trajectory.outcome, Reward)
         rewards = np.zeros(trajectory.num_sampled_tokens)
-        if self.kl_coef and self.kl_in == "reward":
-            rewards -= self.kl_coef * self.kl_of_tokens(trajectory).numpy()
-        if self.credit_level == "turn":
+        if self.kl_in_reward:
+            rewards -= self.kl_in_reward * self.kl_of_tokens(trajectory).numpy()
+        if self.config.credit_level == "turn":
             rewards[turn_ends(trajectory)] += rewards_of_turns(trajectory)
             rewards[-1:] -= self.overlong_penalty(trajectory)
         else:

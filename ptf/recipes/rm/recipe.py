@@ -12,7 +12,7 @@ The loss is a mean over pairs, or over scored responses.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,37 +27,28 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.documents import document_weights, ends, pairs, values_at
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.rm.config import RMConfig
 
 
-@dataclass(frozen=True)
-class RM:
+class RM(Recipe):
     """Reward models from pairs, binary judgements or scores; see the module's docstring."""
 
-    loss_type: Literal["pair", "binary", "regression"] = "pair"
-    margin: bool = False
-    center_coef: float = 0.0
-    online: ClassVar[bool] = RMConfig.online
+    config: RMConfig
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
-
-    @property
-    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
-        """A reward model has no frozen models."""
-        return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a pair of samples, or as a scored conversation. Raises UserError for a row without the
         numbers that the loss needs."""
-        if self.loss_type != "pair":
+        if self.config.loss_type != "pair":
             units = encode_scored(row, tokenizer, source)
-            for (sample,) in units if self.loss_type == "binary" else ():
+            for (sample,) in units if self.config.loss_type == "binary" else ():
                 invalid = [reward for reward in sample.token_columns["score"].tolist() if not 0 <= reward <= 1]
                 if invalid:
                     raise UserError(f"algo.loss_type: binary needs a `reward` from 0 to 1, not {invalid[0]}")
             return units
         units = encode_preference(row, tokenizer, source)
-        if not self.margin:
+        if not self.config.margin:
             return units
         margin = row.get("margin")
         if not isinstance(margin, int | float) or not np.isfinite(margin):
@@ -69,29 +60,29 @@ class RM:
 
     def denominator(self, batch: Batch) -> Tensor:
         """Count the pairs or scored responses, by their weights."""
-        counts = document_weights(batch)[pairs(batch)[0]] if self.loss_type == "pair" else batch.loss_weights
+        counts = document_weights(batch)[pairs(batch)[0]] if self.config.loss_type == "pair" else batch.loss_weights
         return counts.sum(dtype=torch.float64)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs or responses, with the predicted score and accuracy."""
         scores = self.scores(model, batch)
-        if self.loss_type == "pair":
+        if self.config.loss_type == "pair":
             chosen, rejected = pairs(batch)
             gap, counts = scores[chosen] - scores[rejected], document_weights(batch)[chosen]
-            margin = batch.token_columns["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.margin else 0.0
-            losses = -logsigmoid(gap - margin) + self.center_coef * (scores[chosen] + scores[rejected]) ** 2
+            margin = batch.token_columns["margin"].reshape(-1)[ends(batch)[chosen] - 1] if self.config.margin else 0.0
+            losses = -logsigmoid(gap - margin) + self.config.center_coef * (scores[chosen] + scores[rejected]) ** 2
             correct, predicted = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
             truth, counts = self.labels(batch), batch.loss_weights.flatten()[batch.trained_positions]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
-                if self.loss_type == "binary"
+                if self.config.loss_type == "binary"
                 else (scores - truth) ** 2
             )
             correct, predicted = (scores > 0) == (truth > 0.5), scores
             metrics = {}
-        if self.loss_type != "regression":
+        if self.config.loss_type != "regression":
             metrics["accuracy"] = (correct * counts).sum()
         loss = (losses * counts).sum()
         metrics = {"loss": loss, "predicted_score": (predicted * counts).sum(), **metrics}
@@ -100,7 +91,7 @@ class RM:
     @property
     def scores_are_logits(self) -> bool:
         """Whether its score is the log-odds of a probability, so that its calibration is measured."""
-        return self.loss_type == "binary"
+        return self.config.loss_type == "binary"
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
         """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
@@ -127,5 +118,5 @@ class RM:
         """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored
         response, [responses]."""
         # weights are aligned with the targets
-        positions = ends(batch) if self.loss_type == "pair" else batch.trained_positions + 1
+        positions = ends(batch) if self.config.loss_type == "pair" else batch.trained_positions + 1
         return values_at(model, batch, positions)

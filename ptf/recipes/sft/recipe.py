@@ -5,9 +5,8 @@ It has no frozen models and no keys of `algo`. Where several sources are mixed, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,31 +17,18 @@ from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.recipes.protocol import FrozenModelSpec, Metrics
+from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.sft.config import SFTConfig
 
 
-@dataclass(frozen=True)
-class SFT:
+class SFT(Recipe):
     """Next-token prediction on trained tokens."""
 
-    train_on: str = "assistant"
-    sources: tuple[str, ...] = ()  # names of the training data
-    online: ClassVar[bool] = SFTConfig.online
-    head: ClassVar[Literal["lm", "scalar"]] = "lm"
-
-    @property
-    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
-        """SFT has no frozen models."""
-        return {}
+    config: SFTConfig
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a document."""
-        return encode_document(row, tokenizer, source, self.train_on)
-
-    def denominator(self, batch: Batch) -> Tensor:
-        """Count the trained tokens, by their weights."""
-        return batch.loss_weights.sum(dtype=torch.float64)
+        return encode_document(row, tokenizer, source, self.context.train_on)
 
     def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
@@ -53,11 +39,11 @@ class SFT:
     def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:
         """Return the loss and the share of each source's documents; `losses` is [documents], or None for heads that
         give no loss per document."""
-        if len(self.sources) < 2 or losses is None:
+        if len(self.context.sources) < 2 or losses is None:
             return {}
         denominator = batch.per_document(torch.ones_like(batch.loss_weights))
         metrics: Metrics = {}
-        for name in self.sources:
+        for name in self.context.sources:
             of_source = torch.tensor([source == name for source in batch.sources])
             of_source = of_source.to(losses.device, non_blocking=True)
             metrics |= {

@@ -18,7 +18,7 @@ from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.scalar import is_scalar
-from ptf.recipes.rm.recipe import RM
+from ptf.recipes.documents import last_values
 from ptf.rl.cluster import RoleGroup, split_over_workers
 from ptf.rl.forward_passes import per_document
 from ptf.rl.roles import ModelRole, ModelSettings
@@ -43,7 +43,7 @@ class RewardModel(ModelRole):
     @split_over_workers
     def scores(self, samples: list[Sample]) -> list[float]:
         """Return the score of each sample, at its last token."""
-        values = per_document(self.model, samples, self.world, RM().scores, **self.scored)
+        values = per_document(self.model, samples, self.world, last_values, **self.scored)
         forget_forwards(self.model)
         return values
 

@@ -1,0 +1,304 @@
+"""Where a model comes from: the config section that it is built by, and a local directory with its config and weights.
+
+The model that training starts from is a `StartingModel`, with which training, evaluation and rollouts all begin: it is
+located, tokens are added, and its tokenizer is written. Each directory is written once per run and verified when it is
+read again, so every stage uses the same model. A model beside it (a reference, a teacher, a reward model) is a
+`ModelSource`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+from ptf.compute.world import World
+from ptf.config.schema import Job
+from ptf.config.sections.model import ModelConfig, TokensConfig
+from ptf.config.sections.train import TrainConfig
+from ptf.data.added import add, wanted
+from ptf.data.tokenizer import Tokenizer
+from ptf.errors import UserError
+from ptf.model import bridge
+from ptf.model.decoder import Decoder
+from ptf.model.families import MODULES, Family
+from ptf.model.sizes import sizes_of
+from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
+from ptf.recipes.protocol import FrozenModelSpec
+from ptf.storage import file_verification
+from ptf.train.components import without_adapters, without_head
+from ptf.train.job_tokenizer import changes_rendering, rendered, renders_a_date
+from ptf.train.trainer import load_model, raise_if_unfit
+from ptf.workspace import scratch
+
+FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded; `role` is the frozen model's, which errors name in place of `model.path`."""
+
+    section: ModelConfig  # loads `directory`
+    directory: Path
+    seed: int = 0
+    role: str = ""
+
+    @classmethod
+    def of(
+        cls, spec: FrozenModelSpec, role: str, model: ModelConfig, *, seed: int = 0, verify_up_to: float | None = None
+    ) -> "ModelSource":
+        """Locate a model beside the one of the section `model`, and verify it as `bridge.locate` does. Raises UserError
+        if there is none.
+
+        One of the same architecture has the components of `model`; another one is ptf's own decoder, or of transformers
+        where `model` is or ptf has not its family.
+        """
+        with _errors_of(role):
+            directory = bridge.locate(str(spec.path), verify_up_to=verify_up_to)
+        if spec.same_architecture:
+            return cls(model, directory, seed, role).checkpoint(directory)
+        foreign = model.backend == "hf" or bridge.read_config(directory).get("model_type") not in MODULES
+        return cls(ModelConfig(path=str(directory), backend="hf" if foreign else "ptf"), directory, seed, role)
+
+    def checkpoint(self, directory: Path) -> "ModelSource":
+        """Return another checkpoint of this model: with its components, without adapters."""
+        section = without_adapters(self.section).model_copy(update={"path": str(directory), "init": "pretrained"})
+        return ModelSource(section, directory, self.seed, self.role)
+
+    def load(
+        self, world: World, train: TrainConfig, head: Literal["lm", "scalar"] = "lm", *, frozen: bool = False
+    ) -> tuple[Decoder, Family]:
+        """Load the model as a run with these settings does; all ranks of `world` share it (`load_model`)."""
+        with _errors_of(self.role):
+            return load_model(
+                self.directory,
+                world,
+                self.section,
+                seed=self.seed,
+                precision=train.precision,
+                head=head,
+                recomputed="none" if frozen else train.activation_checkpointing,
+                compiled=train.compile,
+                fused=train.fused,
+                frozen=frozen,
+            )
+
+    def raise_if_unfit(self, head: Literal["lm", "scalar"]) -> Decoder:
+        """Raise the UserError with which `load` would refuse the files; return the model without memory."""
+        with _errors_of(self.role):
+            return raise_if_unfit(self.directory, self.section, head)
+
+    def raise_if_other_architecture(self, frozen_model: Decoder, model: Decoder) -> None:
+        """Raise UserError if this model's config and that of `model` differ in anything that a forward pass depends
+        on."""
+        ours, theirs = (
+            {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, frozen_model)
+        )
+        if differ := [name for name in ours if ours[name] != theirs[name]]:
+            raise UserError(
+                f"{self.role}: the model in {self.directory} has another architecture than the model that is trained: "
+                f"{', '.join(differ)} differ"
+            )
+
+
+@contextlib.contextmanager
+def _errors_of(role: str) -> Iterator[None]:
+    """Name the role, if there is one, and not the job's model, in a UserError about the model of the block."""
+    try:
+        yield
+    except UserError as error:
+        if not role:
+            raise
+        raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingModel(ModelSource):
+    """The model that a run starts from, after tokens were added, and its tokenizer."""
+
+    tokenizer_path: str
+    run: Path
+
+    @classmethod
+    def of_job(cls, job: Job, run: Path, world: World | None = None) -> "StartingModel":
+        """Locate the model of the job, add its tokens and write its tokenizer: in the run, with the job's template,
+        where the job changes how conversations are rendered or the template renders a date.
+
+        With `world`, all ranks call it: each downloads the model to its own machine, and the leading rank's directories
+        are returned on all.
+        """
+        located = bridge.locate(job.model.path, verify_up_to=job.verify_bytes)
+
+        def written() -> StartingModel:
+            if bridge.unties(located):
+                print(
+                    f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
+                    "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
+                    flush=True,
+                )
+            path = tokenizer_files(job.model, located, run)
+            found = cls(job.model, located, job.seed, tokenizer_path=path, run=run)
+            if job.model.tokens is not None:
+                found = found.extended(job.model.tokens)
+            files, copy = found.tokenizer_path, run / "rendered"
+            if not copy.is_dir() and not (changes_rendering(job) or renders_a_date(files)):
+                return found
+            made_once(copy, lambda part: rendered(job, Tokenizer.load(files), run).save(part))
+            return replace(found, tokenizer_path=str(copy))
+
+        return written() if world is None else world.together(written)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer. Raises UserError if it has more tokens than the model has rows."""
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        raise_if_larger_tokenizer(self.directory, self.tokenizer_path, tokenizer.vocab_size)
+        return tokenizer
+
+    def with_weights(self) -> Self:
+        """Return the model with a directory with weights; random ones are drawn once and written to `run/start`."""
+        if self.section.init == "pretrained":
+            return self
+
+        def make(part: Path) -> None:
+            plain = without_adapters(self.section)
+            drawn, family = load_model(self.directory, World(), plain, seed=self.seed, precision="fp32")
+            carried = bridge.carried_tensors(drawn, self.directory)
+            tensors = bridge.hf_tensors(drawn, family)
+            bridge.save_hf(tensors, self.directory, part, writes=True, tokenizer=self.tokenizer_path, carried=carried)
+
+        start = made_once(self.run / "start", make)
+        return replace(self, section=self.section.model_copy(update={"init": "pretrained"}), directory=start)
+
+    def trained(self) -> Self:
+        """Return the model that training loads: adapters, to be of use, need one with weights."""
+        return self if self.section.lora is None else self.with_weights()
+
+    def beside(self, spec: FrozenModelSpec, role: str, verify_up_to: float | None) -> ModelSource:
+        """Return a frozen model that is given this model's tokens; without a path it is this model.
+
+        Raises UserError if it has another tokenizer.
+        """
+        if spec.path is None:
+            found = self.with_weights()
+            return replace(found.checkpoint(found.directory), role=role)
+        source = ModelSource.of(spec, role, self.section, seed=self.seed, verify_up_to=verify_up_to)
+        self._raise_if_other_tokenizer(source, spec)
+        return source
+
+    def _raise_if_other_tokenizer(self, other: ModelSource, spec: FrozenModelSpec) -> None:
+        """Raise UserError unless the frozen model's tokenizer gives the ids that this model is trained on.
+
+        Its chat template is not used, so it may differ.
+        """
+        path, role, ours = other.directory, other.role, Tokenizer.load(self.tokenizer_path)
+        if not (path / "tokenizer_config.json").exists():
+            its_rows, our_rows = rows(bridge.read_config(path)), rows(bridge.read_config(self.directory))
+            if not spec.same_architecture and its_rows != our_rows:
+                raise UserError(
+                    f"{role}: {path} has no tokenizer, and {its_rows} vocabulary rows where the model has {our_rows}, "
+                    "so its token ids may differ; put its tokenizer into that directory"
+                )
+            return
+        theirs = Tokenizer.load(str(path)).identity
+        if any(ours.identity[part] != theirs[part] for part in ("vocabulary", "merges", "probes")):
+            raise UserError(
+                f"{role}: the model in {path} has another tokenizer than the model that is trained, "
+                "so the same ids would mean other texts; use one with the same tokenizer"
+            )
+        raise_if_larger_tokenizer(path, self.tokenizer_path, ours.vocab_size)
+
+    def extended(self, tokens: TokensConfig) -> Self:
+        """Add the tokens and write the larger model to `run/extended`, once."""
+
+        def make(part: Path) -> None:
+            base = replace(self, section=without_head(self.section)).with_weights().directory
+            larger = Tokenizer.load(self.tokenizer_path)
+            raise_if_larger_tokenizer(base, self.tokenizer_path, larger.vocab_size)
+            new = added_rows(tokens, base, larger, self.section.backend)
+            with scratch.directory(part) as tokenizer_copy:
+                larger.save(tokenizer_copy)
+                extend(base, part, str(tokenizer_copy), new, self.section.backend)
+            old_rows, new_rows = (rows(bridge.read_config(d)) for d in (base, part))
+            frozen = (
+                ""
+                if self.section.lora is None or self.section.trainable
+                else "; under model.lora their rows keep their initial values: model.trainable: [embed, head] trains "
+                "them"
+            )
+            print(
+                f"model: {len(new.ids)} tokens added ({tokens.init}), vocabulary {old_rows} → {new_rows}{frozen}",
+                flush=True,
+            )
+
+        larger = made_once(self.run / "extended", make)
+        section = self.section.model_copy(update={"init": "pretrained", "tokenizer": None, "tokens": None})
+        return replace(self, section=section, directory=larger, tokenizer_path=str(larger))
+
+
+def tokenizer_files(model: ModelConfig, directory: Path, run: Path) -> str:
+    """Return the directory of the tokenizer's files: the model's, or that of `model.tokenizer` (a Hugging Face id is
+    copied into the run)."""
+    path = model.tokenizer
+    if path is None or Path(path).is_dir():
+        return path or str(directory)
+    return str(made_once(run / "tokenizer", lambda part: Tokenizer.load(path).save(part)))
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Return a directory of the run; `make` fills it if it does not exist yet.
+
+    Raises Corrupt if its files changed since, or if it belongs to another run.
+    """
+    file_verification.make_once(directory, file_verification.of_run(directory), make)
+    return directory
+
+
+def added_rows(
+    tokens: TokensConfig, base: Path, tokenizer: Tokenizer, backend: Literal["ptf", "hf"] = "ptf"
+) -> NewRows:
+    """Add the tokens to the tokenizer, in place, and return the initial values of their rows in the model `base`."""
+    config = sizes_of(base, "hf") if backend == "hf" else bridge.build(base)[0].config
+    old_size = tokenizer.vocab_size
+    pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
+    new = add(tokenizer, tokens)
+    vectors = read_vectors(tokens.vectors, len(new.ids), config.dim, config.tied) if tokens.vectors else None
+    return NewRows(new.ids, old_size, [pieces[text] for text in new.descriptions] if pieces else None, vectors)
+
+
+def needs_weights(frozen_model: FrozenModelSpec, model: ModelConfig) -> bool:
+    """Return whether a frozen model is a model of its own; `model` is the section of the model that trains.
+
+    If only adapters train, the policy without them is the model that training started from.
+    """
+    only_adapters = model.lora is not None and not model.trainable and not model.replace
+    return frozen_model.path is not None or not only_adapters
+
+
+def load_frozen_models(
+    by_role: Mapping[str, FrozenModelSpec],
+    job: Job,
+    start: StartingModel,
+    model: Decoder,
+    world: World,
+    model_world: World | None = None,
+) -> dict[str, Decoder]:
+    """Load the frozen models, by role; all ranks of `world` call it, and those of `model_world` share one model.
+
+    Where `model`, which was loaded from `start`, is the frozen model without its adapters (`needs_weights`), it serves
+    as that and costs no memory. Raises UserError for a frozen model with another tokenizer, or with another
+    architecture where it must have that of `model`.
+    """
+    loaded: dict[str, Decoder] = {}
+    for role, spec in by_role.items():
+        if not needs_weights(spec, start.section):
+            loaded[role] = model
+            continue
+        if spec.path is None:  # its weights may have to be drawn, once
+            source = world.together(partial(start.beside, spec, role, None))
+        else:
+            source = start.beside(spec, role, job.verify_bytes)
+        loaded[role], _ = source.load(model_world or world, job.train, frozen=True)
+        if spec.same_architecture:
+            source.raise_if_other_architecture(loaded[role], model)
+    return loaded
