@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -14,8 +12,9 @@ from huggingface_hub import constants
 from ptf.errors import UserError
 from ptf.model import bridge, hub
 from ptf.storage.hub import first_line, refusal
+from tests.child import run_python
 from tests.data.hub_stub import running
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, loaded
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 
@@ -60,10 +59,10 @@ print(json.dumps(found))
 def located(home: Path, asked: list[str], **environment: str) -> list[list[str]]:
     """What `hub.fetch` gives for each path in a process of its own, for the client reads its environment
     once: directory, and what it printed or its message."""
-    run = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(asked)],
-        capture_output=True,
-        text=True,
+    run = run_python(
+        "-c",
+        CODE,
+        json.dumps(asked),
         timeout=300,
         cwd=Path(__file__).parents[2],
         env={"PATH": "/usr/bin:/bin", "HF_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
@@ -157,10 +156,6 @@ def test_a_file_uri_and_a_missing_one(model, tmp_path):
 
 
 def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
-    def loaded(directory: Path):
-        found, family = bridge.load(directory)
-        return found, family
-
     first, family = loaded(model)
     with monkeypatch.context() as patch:
         patch.setattr(bridge, "SHARD_BYTES", 50_000)

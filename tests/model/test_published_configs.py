@@ -29,6 +29,7 @@ def test_a_published_model_has_its_size(name: str) -> None:
 
 # published sizes: those that transformers' config class has where a config.json says nothing else
 BY_DEFAULT = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe"]
+BY_DEFAULT += ["granite", "seed_oss"]
 
 
 @pytest.mark.parametrize("model_type", BY_DEFAULT)

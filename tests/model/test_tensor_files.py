@@ -13,16 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.tensor_files import TensorFiles
 from tests.model.published import mxfp4_checkpoint
-from tests.tiny import checkpoint
-
-
-def loaded(directory: Path) -> tuple[Decoder, Family]:
-    model, family = bridge.load(directory)
-    return model, family
+from tests.tiny import checkpoint, loaded
 
 
 def refused(directory: Path) -> list[str]:

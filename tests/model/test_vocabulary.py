@@ -1,7 +1,6 @@
 """Rows of the vocabulary: those that only fill up a tile never count, never move and never leave;
 those of new tokens begin as they are told."""
 
-import json
 import random
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,9 @@ from ptf.model.families import family_of
 from ptf.model.head import Head
 from ptf.model.reference import random_reference
 from ptf.model.sharding import parallelize
-from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
+from ptf.model.vocabulary import NewRows, extend, read_vectors, rows
 from tests.model.ranks import two_ranks
-from tests.tiny import packed
+from tests.tiny import loaded, packed
 
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma3")
 VOCAB = 131  # 3 rows of 64 tokens: the last has 3 real ones
@@ -41,9 +40,8 @@ def checkpoint(model_type: str, directory: Path, tied: bool | None = None) -> Pa
     return directory
 
 
-def loaded(directory: Path) -> Decoder:
-    model, _ = bridge.load(directory)
-    return model
+def model_of(directory: Path) -> Decoder:
+    return loaded(directory)[0]
 
 
 def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
@@ -58,7 +56,7 @@ def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_padding_rows_are_zero_and_stay_zero(tmp_path, model_type, drawn):
-    model = loaded(checkpoint(model_type, tmp_path / "m"))
+    model = model_of(checkpoint(model_type, tmp_path / "m"))
     if drawn:
         bridge.random_init(model, 1)
     tables = {id(p): p for p in (model.embed.weight, model.head.weight)}.values()
@@ -81,7 +79,7 @@ def test_padding_rows_are_zero_and_stay_zero(tmp_path, model_type, drawn):
 
 def test_unmasked_padding_is_noticed(tmp_path):
     """Negative control: a head that takes its padding for tokens gives it a gradient and another loss."""
-    model, batch = loaded(checkpoint("qwen3", tmp_path / "m")), packed([[20, 30]], 64)
+    model, batch = model_of(checkpoint("qwen3", tmp_path / "m")), packed([[20, 30]], 64)
     right = loss_of(model, batch)
     wrong = loss_of(model, batch, lambda h: Head(h.weight, 192, h.softcap))
     wrong.backward()
@@ -138,7 +136,7 @@ def test_a_sharded_model_reads_and_writes_only_real_rows(tmp_path, vocab):
 def test_random_rows_do_not_depend_on_sharding_or_padding(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m", tied=False)
     found = two_ranks(partial(_sharded, directory, tmp_path / "out", True), tmp_path)
-    model = loaded(directory)
+    model = model_of(directory)
     bridge.random_init(model, 3)
     assert torch.equal(torch.cat([f["local"] for f in found]), model.embed.weight)
 
@@ -148,7 +146,7 @@ def test_random_rows_do_not_depend_on_sharding_or_padding(tmp_path):
 
 def tables_of(directory: Path) -> dict[str, torch.Tensor]:
     """`embed` and, where it is not tied, `head`."""
-    model = loaded(directory)
+    model = model_of(directory)
     c = model.config
     return {
         n: p.detach()[: c.vocab]
@@ -209,10 +207,3 @@ def test_vectors_of_another_shape_are_refused(tmp_path):
     (tmp_path / "x.safetensors").write_text("x")
     with pytest.raises(UserError, match="cannot be read"):
         read_vectors(str(tmp_path / "x.safetensors"), 4, 8, tied=True)
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_what_to_do(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 97}))
-    raise_if_larger_tokenizer(tmp_path, "t", 97)
-    with pytest.raises(UserError, match=r"ids up to 97.*rows for 97 tokens.*model\.tokens"):
-        raise_if_larger_tokenizer(tmp_path, "t", 98)

@@ -70,6 +70,15 @@ def adapted(network: Any, ours: Any) -> tuple[Callable[[Tensor], Any], dict[str,
     return lambda tokens: functional_call(network, weights, (tokens,)), leaves
 
 
+def beside(directory: Path, ours: Any, scalar: bool = False) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
+    """The model of a directory with our model's adapters, if it has any; and its gradients, once there are some."""
+    network = model(directory, scalar)
+    if not adapters(ours):
+        return network, lambda: gradients(network)
+    theirs, leaves = adapted(network, ours)
+    return theirs, lambda: {name: leaf.grad for name, leaf in leaves.items()}
+
+
 def apart(ours: Any, theirs: dict[str, Tensor]) -> float:
     """Return the largest difference of any gradient, relative to the largest gradient of that tensor."""
     found = {

@@ -100,16 +100,21 @@ def ours(recipe: Recipe, policy: Decoder, frozen_models: dict[str, Decoder], mad
     return total
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.5], ids=["equal", "weighted"])
+CASES = {"equal": (1.0, None), "weighted": (0.5, None), "adapters": (1.0, LoraConfig(rank=4))}
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradient_are_those_of_the_equations(places, form, weight):
-    recipe, made = FORMS[form], units(7, weight=weight)
-    policy, theirs = load(places[0]), dense.model(places[0])
-    wanted = expected(recipe, theirs, dense.model(places[1]), made)
+def test_loss_and_gradient_are_those_of_the_equations(places, form, case):
+    """With adapters, the reference is the model without them."""
+    (weight, lora), recipe = CASES[case], FORMS[form]
+    policy, made = stirred(load(places[0], lora=lora)), units(7, weight=weight)
+    theirs, gradients = dense.beside(places[0], policy)
+    wanted = expected(recipe, theirs, dense.model(places[0 if lora else 1]), made)
     wanted.backward()
-    frozen_models = {"reference": load(places[1])} if recipe.frozen_models else {}
-    assert ours(recipe, policy, frozen_models, made) == pytest.approx(float(wanted), rel=2e-5)
-    assert dense.apart(policy, dense.gradients(theirs)) < 1e-4
+    frozen_models = {"reference": policy if lora else load(places[1])} if lora or recipe.frozen_models else {}
+    assert ours(recipe, policy, frozen_models, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
+    assert dense.apart(policy, gradients()) < 1e-4
 
 
 def test_a_pair_the_wrong_way_round_is_another_loss(places):
@@ -151,18 +156,6 @@ def stirred(model: Decoder) -> Decoder:
             if name.endswith("lora_b"):
                 parameter += 0.05  # the same on every rank that has a part of it
     return model
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
-    """The reference is the model without them."""
-    recipe, made = FORMS[form], units(7)
-    policy = stirred(load(places[0], lora=LoraConfig(rank=4)))
-    theirs, leaves = dense.adapted(dense.model(places[0]), policy)
-    wanted = expected(recipe, theirs, dense.model(places[0]), made)
-    wanted.backward()
-    assert ours(recipe, policy, {"reference": policy}, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
-    assert dense.apart(policy, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
 
 
 def test_experts_are_balanced_beside_an_own_reference(tmp_path):

@@ -84,15 +84,17 @@ def expected(recipe: KD, student, teachers, made: list[PackUnit]) -> torch.Tenso
     return total / units
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradient_are_those_of_the_equations(places, form):
+def test_loss_and_gradient_are_those_of_the_equations(places, form, lora):
     recipe, made = FORMS[form], units(9)
-    student, theirs = load(places["student"]), dense.model(places["student"])
+    student = stirred(load(places["student"], lora=lora))
+    theirs, gradients = dense.beside(places["student"], student)
     wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.config.teachers}, made)
     wanted.backward()
     teachers = {name: load(places[name]) for name in recipe.config.teachers}
     assert ours(recipe, student, teachers, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
-    assert dense.apart(student, dense.gradients(theirs)) < 1e-4
+    assert dense.apart(student, gradients()) < 1e-4
     assert not any(p.grad is not None for teacher in teachers.values() for p in teacher.parameters())
 
 
@@ -105,18 +107,6 @@ def test_a_teacher_that_says_other_things_is_another_loss(places):
     ]
     assert losses[2] == pytest.approx(0, abs=1e-6)
     assert min(abs(losses[0] - losses[1]), losses[0], losses[1]) > 0.1
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_gradient_of_adapters_is_that_of_the_equations(places, form):
-    recipe, made = FORMS[form], units(9)
-    student = stirred(load(places["student"], lora=LoraConfig(rank=4)))
-    theirs, leaves = dense.adapted(dense.model(places["student"]), student)
-    wanted = expected(recipe, theirs, {name: dense.model(places[name]) for name in recipe.config.teachers}, made)
-    wanted.backward()
-    teachers = {name: load(places[name]) for name in recipe.config.teachers}
-    assert ours(recipe, student, teachers, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
-    assert dense.apart(student, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
 
 
 @pytest.mark.parametrize("form", ["top", "top of two"])

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ptf.compute.world import World
-from ptf.config.sections.model import LoraConfig, ModelConfig
+from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sample import PackUnit, length
@@ -22,7 +22,7 @@ from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
 from tests.recipes.of_keys import of_keys
-from tests.recipes.test_dpo import ours, stirred, units
+from tests.recipes.test_dpo import CASES, ours, stirred, units
 from tests.tiny import SIZES
 
 FORMS = {
@@ -102,26 +102,16 @@ def expected(recipe: RM, network, made: list[PackUnit]) -> torch.Tensor:
     return total / units
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.5], ids=["equal", "weighted"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradient_are_those_of_the_equations(place, form, weight):
-    recipe = FORMS[form]
-    made, model, theirs = data(recipe, weight), load(place), dense.model(place, scalar=True)
-    wanted = expected(recipe, theirs, made)
-    wanted.backward()
-    assert ours(recipe, model, {}, made) == pytest.approx(float(wanted), rel=2e-5)
-    assert dense.apart(model, dense.gradients(theirs)) < 1e-4
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_gradient_of_adapters_is_that_of_the_equations(place, form):
-    recipe = FORMS[form]
-    made, model = data(recipe, 1.0), stirred(load(place, lora=LoraConfig(rank=4)))
-    theirs, leaves = dense.adapted(dense.model(place, scalar=True), model)
+def test_loss_and_gradient_are_those_of_the_equations(place, form, case):
+    (weight, lora), recipe = CASES[case], FORMS[form]
+    made, model = data(recipe, weight), stirred(load(place, lora=lora))
+    theirs, gradients = dense.beside(place, model, scalar=True)
     wanted = expected(recipe, theirs, made)
     wanted.backward()
     assert ours(recipe, model, {}, made) == pytest.approx(float(wanted.detach()), rel=2e-5)
-    assert dense.apart(model, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-4
+    assert dense.apart(model, gradients()) < 1e-4
 
 
 def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):

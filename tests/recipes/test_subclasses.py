@@ -22,21 +22,7 @@ from ptf.recipes.registry import build
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 
-
-class OwnSFT(SFT):
-    """SFT as a plugin."""
-
-
-class OwnDPO(DPO):
-    """DPO as a plugin."""
-
-
-class OwnKD(KD):
-    """KD as a plugin."""
-
-
-class OwnRM(RM):
-    """RM as a plugin."""
+OwnSFT, OwnDPO, OwnKD, OwnRM, OwnPPO = (type(f"Own{of.__name__}", (of,), {}) for of in (SFT, DPO, KD, RM, PPO))
 
 
 class OwnGRPOConfig(GRPOConfig):
@@ -49,10 +35,6 @@ class OwnGRPO(GRPO):
     """GRPO as a plugin."""
 
     config: OwnGRPOConfig
-
-
-class OwnPPO(PPO):
-    """PPO as a plugin."""
 
 
 class OwnOPD(OPD):
