@@ -7,14 +7,15 @@ import importlib.util
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests import loopback
+from tests.loopback import Loopback, running
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fetch_data.py"
 spec = importlib.util.spec_from_file_location("fetch_data", SCRIPT)
@@ -24,19 +25,20 @@ fetch_data = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fetch_data)
 
 
-class Upstream(ThreadingHTTPServer):
+class Upstream(Loopback):
     """`files`: name → bytes. `breaks`: names that break off after so many bytes, once. `asked`:
     name and range of every request."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(Answers)
         self.files: dict[str, bytes] = {}
         self.breaks: dict[str, int] = {}
         self.asked: list[tuple[str, str]] = []
 
 
-class Answers(BaseHTTPRequestHandler):
-    server: Upstream
+class Answers(loopback.Answers):
+    server: Upstream  # type: ignore[assignment]
+    protocol_version = "HTTP/1.0"  # the connection ends with the answer, whole or not
 
     def do_GET(self) -> None:
         name, wanted = self.path[1:], self.headers.get("Range", "")
@@ -50,16 +52,11 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[start : self.server.breaks.pop(name, None)])
 
-    def log_message(self, *_: object) -> None:
-        """Nothing on the console."""
-
 
 @pytest.fixture
 def upstream() -> Iterator[Upstream]:
-    with Upstream() as upstream:
-        threading.Thread(target=upstream.serve_forever, daemon=True).start()
+    with running(Upstream()) as upstream:
         yield upstream
-        upstream.shutdown()
 
 
 def sha256(data: bytes) -> str:
@@ -73,7 +70,7 @@ TAU = b'{"id": "tau-airline-0-0", "reward": 1.0, "messages": [{"role": "user", "
 @pytest.fixture
 def manifest(upstream: Upstream) -> dict[str, Any]:
     upstream.files = {"a": b"a" * 3_000_000, "b": b"b" * 10, "tau": json.dumps(TRAJECTORIES).encode()}
-    url = f"http://127.0.0.1:{upstream.server_port}"
+    url = upstream.url
     return {
         "files": [
             {"path": f"x/{name}.txt", "url": f"{url}/{name}", "sha256": sha256(upstream.files[name]), "licence": "MIT"}

@@ -1,8 +1,6 @@
 """An engine and a recipe for tests in which something goes wrong once a step."""
 
-import os
-import signal
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.data.trajectory import Generation
 from ptf.model.layers import MLP
 from ptf.recipes.grpo.config import GRPOConfig
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.weights import streamed
-
-HANG_S = 600.0
+from tests.reliability.fallible import befall
 
 
 def once(place: str, what: str) -> bool:
@@ -29,34 +25,22 @@ def once(place: str, what: str) -> bool:
     return True
 
 
-def befall(fault: str) -> None:
-    if fault == "raise":
-        raise RuntimeError("out of order")
-    if fault == "hang":
-        time.sleep(HANG_S)
-    elif fault.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, fault))
-        time.sleep(HANG_S)
-
-
-class Engine(NativeEngine):
-    """An engine with one fault for each step; `faults` are those of steps 1, 2, …."""
+class Plugged(NativeEngine):
+    """The native engine, made as an engine of the user's own is: by keywords that are plain values."""
 
     def __init__(
-        self,
-        directory: str,
-        *,
-        device: str,
-        dtype: str,
-        version: int,
-        seed: int,
-        max_length: int,
-        place: str,
-        faults: list[str],
+        self, directory: str, *, device: str, dtype: str, version: int, seed: int, max_length: int, **more: Any
     ) -> None:
         super().__init__(
-            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed
+            directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version, seed=seed, **more
         )
+
+
+class Engine(Plugged):
+    """An engine with one fault for each step; `faults` are those of steps 1, 2, …."""
+
+    def __init__(self, directory: str, *, place: str, faults: list[str], **usual: Any) -> None:
+        super().__init__(directory, **usual)
         self.place, self.faults = place, faults
 
     def answer(self, requests):
@@ -65,13 +49,7 @@ class Engine(NativeEngine):
         if fault and once(self.place, f"engine-{self.version}"):
             befall(fault)
             if fault == "garbage":
-                generations[0] = Generation(
-                    generations[0].context,
-                    generations[0].sampled_ids,
-                    np.full_like(generations[0].logprobs, np.nan),
-                    generations[0].versions,
-                    generations[0].finished,
-                )
+                generations[0] = replace(generations[0], logprobs=np.full_like(generations[0].logprobs, np.nan))
         return generations
 
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,8 @@ class Played:
         return sum(result.reward for result in self.results)
 
 
-@contextlib.contextmanager
-def environments(use: str, args: dict[str, Any], **options: Any) -> Iterator[Environments]:
-    made = Environments(Plugin(use=use, args=args), **{"timeout_s": 60.0, "retries": 0, **options})
-    try:
-        yield made
-    finally:
-        made.close()
+def environments(use: str, args: dict[str, Any], **options: Any) -> contextlib.closing[Environments]:
+    return contextlib.closing(Environments(Plugin(use=use, args=args), **{"timeout_s": 60.0, "retries": 0, **options}))
 
 
 async def episode(

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from ptf import api, cli
-from ptf.compute.tracking import is_clock, read_metrics
+from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.rl import rollouts
@@ -21,28 +20,18 @@ from ptf.rl.controller import Controller
 from ptf.rl.in_flight import InFlight
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
-from ptf.run import run
 from tests.rl.faulty import keep_a_tensor_at
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
+from tests.train.test_loop import facts, train, weights
 
 STEPS = 6
 
 
 @pytest.fixture
 def raw(tmp_path):
-    raw = arithmetic(tmp_path) | {"recipe": "grpo"}
-    raw["rollout"] = {
-        "engine": "native",
-        "prompts_per_step": 6,
-        "group_size": 3,
-        "max_new_tokens": 8,
-        "reward": {"use": "tests.rl.plugs:by_length"},
-        "max_staleness": 2,
-        "slice_tokens": 2,
-        "generation_batches": 2,
-    }
-    raw["data"] |= {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
-    raw["train"] |= {"steps": STEPS, "validate_every": 0, "lr": 3e-3}
+    flight = {"max_staleness": 2, "slice_tokens": 2, "generation_batches": 2}
+    raw = online(arithmetic(tmp_path), tmp_path, prompts_per_step=6, group_size=3, max_new_tokens=8, **flight)
+    raw["train"] |= {"steps": STEPS, "lr": 3e-3}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": 6}
     raw["checkpoint"] = {"every": 1, "keep": 99}
     return raw
@@ -54,13 +43,8 @@ def with_environment(raw, **rollout):
     return {**raw, "rollout": {k: v for k, v in {**raw["rollout"], **more}.items() if v is not None}}
 
 
-def train(raw, name: str) -> Path:
-    return run(loads(yaml.safe_dump(raw)), name)
-
-
 def found(directory: Path):
-    rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(directory / "metrics.jsonl")]
-    return rows, read_metrics(directory / "samples.jsonl"), load_file(directory / "model" / "model.safetensors")
+    return facts(directory), read_metrics(directory / "samples.jsonl"), weights(directory)
 
 
 def same(a, b) -> bool:

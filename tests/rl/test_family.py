@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import assume, given
 from hypothesis.strategies import floats, sampled_from
 from torch import Tensor
 
-from ptf.config import loads
+from ptf.config import Job, loads
 from ptf.data.batch import Batch
 from ptf.data.packing import pack_all
 from ptf.data.sample import Sample
@@ -246,6 +247,11 @@ def test_the_length_penalty_is_subtracted():
     assert recipe.reward(episode) == 0.1 - recipe.overlong_penalty(episode) == 0.1 + -recipe.overlong_penalty(episode)
 
 
+def job_of(algo: dict[str, Any], rollout: dict[str, Any], recipe: str = "grpo") -> Job:
+    values = {"model": {"path": "m"}, "data": {"sources": {"a": {"path": "a"}}}, "train": {"steps": 1, "lr": 1}}
+    return loads(yaml.safe_dump({**values, "recipe": recipe, "algo": algo, "rollout": rollout}))
+
+
 @pytest.mark.parametrize(
     ("algo", "message"),
     [
@@ -273,19 +279,8 @@ def test_the_length_penalty_is_subtracted():
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(algo, message):
-    import yaml
-
-    from ptf.config import loads
-
-    raw = {
-        "recipe": "grpo",
-        "model": {"path": "m"},
-        "data": {"sources": {"a": {"path": "a"}}},
-        "train": {"steps": 1, "lr": 1},
-        "rollout": {"reward": {"use": "a:b"}},
-    }
     with pytest.raises(UserError, match=message):
-        loads(yaml.safe_dump({**raw, "algo": algo}))
+        job_of(algo, {"reward": {"use": "a:b"}})
 
 
 ENVIRONMENT = {"reward": None, "environment": {"use": "a:b"}}
@@ -301,21 +296,11 @@ ENVIRONMENT = {"reward": None, "environment": {"use": "a:b"}}
     ],
 )
 def test_the_credit_of_episodes_has_rules_of_its_own(recipe, algo, message):
-    import yaml
-
-    raw = {
-        "recipe": recipe,
-        "algo": algo,
-        "model": {"path": "m"},
-        "data": {"sources": {"a": {"path": "a"}}},
-        "train": {"steps": 1, "lr": 1},
-        "rollout": ENVIRONMENT,
-    }
     if message is None:
-        build(loads(yaml.safe_dump(raw)))
+        build(job_of(algo, ENVIRONMENT, recipe))
     else:
         with pytest.raises(UserError, match=message):
-            loads(yaml.safe_dump(raw))
+            job_of(algo, ENVIRONMENT, recipe)
 
 
 PLUGIN = {"use": "a:b"}
@@ -327,19 +312,9 @@ PLUGIN = {"use": "a:b"}
     ids=["environment", "by source", "play", "harness"],
 )
 def test_turns_have_credit_and_no_length_penalty_in_every_kind_of_episode(episodes):
-    import yaml
-
-    turns = {"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}
-    raw = {
-        "recipe": "grpo",
-        "model": {"path": "m"},
-        "data": {"sources": {"a": {"path": "a"}}},
-        "train": {"steps": 1, "lr": 1},
-        "rollout": episodes,
-    }
-    build(loads(yaml.safe_dump({**raw, "algo": turns})))
+    build(job_of({"credit_level": "turn", "baseline": "leave_one_out", "scale_by_std": False}, episodes))
     with pytest.raises(UserError, match=r"algo\.overlong_buffer_tokens +applies to single responses"):
-        loads(yaml.safe_dump({**raw, "algo": {"overlong_buffer_tokens": 4}}))
+        job_of({"overlong_buffer_tokens": 4}, episodes)
 
 
 def test_an_overlong_filter_leaves_out_of_the_loss_what_was_truncated_and_not_of_the_baseline():

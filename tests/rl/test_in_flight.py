@@ -192,22 +192,6 @@ def sometimes() -> bool:
     return random.random() < 0.6
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_what_the_wall_clock_decided_is_repeated_from_its_ledger(k, tmp_path):
-    ledger = tmp_path / "flight.jsonl"
-    first = run(clock(k, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
-    lines = ledger.read_text()
-    assert all(len(of) == 4 for of in first[0])
-    assert max(age for step, of in enumerate(first[0]) for age in ages(of, step)) <= k
-    assert any(json.loads(line).get("beside_update") for line in lines.splitlines())
-    again = run(clock(k, wall=True), player(2, pause=True), ledger=ledger, updating=sometimes)
-    assert told(first[0]) == told(again[0])
-    assert first[1] == again[1]
-    assert ledger.read_text() == lines, "nothing was decided anew, nor after the last update"
-    other = run(clock(k, wall=True), player(2, pause=True), updating=sometimes)
-    assert first[1] != other[1]  # negative control
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_that_was_killed_goes_on_where_its_ledger_ends(seed, tmp_path):
     """The lines up to the kill, of which the last may be cut off, decide; later ones are decided anew."""

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.server_process import listening
 pytest.importorskip("mcp", reason="needs pip install 'ptf[mcp]'")
 
 from ptf.rl.environments.mcp import Mcp
+from tests.waiting import until
 
 USE = "ptf.rl.environments.mcp:Mcp"
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -46,13 +46,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def all_end(pids) -> bool:
-    until = time.monotonic() + 30
-    while any(map(is_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(is_alive, pids))
 
 
 class Says:
@@ -151,7 +144,7 @@ def test_a_server_that_fails_is_an_error_and_leaves_no_process(how, words, shop,
     assert shop.take_retries() == 1
     pids = [int(number) for number in file.read_text().split()]
     assert len(pids) == 4  # it was played again, with another server
-    assert all_end(pids)
+    until(lambda: not any(map(is_alive, pids)), 30)
 
 
 def test_the_sampled_calls_are_the_context_of_the_next_answer(shop, shared) -> None:
@@ -184,7 +177,7 @@ def test_nothing_is_left_when_the_worker_is_killed(shop, tmp_path) -> None:
     assert len(pids) == 2
     assert all(map(is_alive, pids))
     os.kill(shop.processes[0].process.pid, 9)
-    assert all_end(pids)
+    until(lambda: not any(map(is_alive, pids)), 30)
 
 
 def test_what_cannot_be_reached_is_named() -> None:

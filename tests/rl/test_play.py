@@ -12,19 +12,10 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
-from tests.data.templates import templated
-from tests.rl.endpoint.served import Scripted
+from tests.rl.endpoint.conftest import tokenizer as tokenizer  # a fixture
+from tests.rl.endpoint.served import Scripted, user
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.tiny import checkpoint
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 async def best_of(prompt, policy, *, n=3):

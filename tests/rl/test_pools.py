@@ -3,9 +3,7 @@
 import json
 import os
 import subprocess
-import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +11,18 @@ import pytest
 import yaml
 
 from ptf.compute.offload import release_freed_memory
-from ptf.compute.tracking import is_clock, read_metrics
 from ptf.compute.world import World, joined
-from ptf.config import Job, loads
+from ptf.config import loads
 from ptf.config.error import ConfigError
 from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.recipes import registry
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, phase_table
 from ptf.rl.roles import Learner, LearnerSettings
+from tests.child import run_python
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
+from tests.train.test_loop import facts
 
 SFT_DATA = {"sources": {"rows": {"path": "rows.jsonl"}}, "seq_len": 64}
 TRAINED = ["policy", "reference", "critic"]
@@ -47,9 +46,8 @@ def ppo(raw):
 def left(made: Path) -> dict[str, object]:
     """Return the results of a run that must not depend on where its roles run: metrics without times, samples and
     weights."""
-    rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(made / "metrics.jsonl")]
     return {
-        "metrics": rows,
+        "metrics": facts(made),
         "samples": (made / "samples.jsonl").read_text(),
         "weights": (made / "model" / "model.safetensors").read_bytes(),
     }
@@ -260,14 +258,7 @@ def bounded(raw: dict, place: Path, mib: float) -> subprocess.CompletedProcess:
     script.write_text(textwrap.dedent(CEILING))
     job.write_text(yaml.safe_dump(raw))
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(
-        [sys.executable, str(script), str(job), str(mib)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_python(str(script), str(job), str(mib), env=env, timeout=300)
 
 
 @pytest.mark.cluster
@@ -286,28 +277,25 @@ def test_two_roles_run_where_only_one_has_room(large, tmp_path):
     assert 4 * WEIGHTS_MIB < float(done.stdout.split("MOST")[1]) < 300
 
 
-def parked(job: Job, place: Path) -> LearnerSettings:
-    return LearnerSettings(
+def learner_of(raw: dict, world: World, place: Path, **train: object) -> Learner:
+    offline = {k: v for k, v in raw.items() if k not in ("rollout", "algo", "evaluate")}
+    job = loads(yaml.safe_dump({**offline, "recipe": "sft", "data": SFT_DATA}))
+    settings = LearnerSettings(
         directory=Path(job.model.path),
         section=job.model,
-        train=job.train,
+        train=job.train.model_copy(update=train),
         seed=0,
         seq_len=64,
         offload_path=str(place / "offloaded"),
         recipe=registry.build(job),
         tokenizer=job.model.path,
     )
+    return Learner(world, settings)
 
 
 def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
-    job = loads(
-        yaml.safe_dump(
-            {k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")}
-            | {"recipe": "sft", "data": SFT_DATA}
-        )
-    )
     with joined("cpu", 60) as world:
-        learner = Learner(world, parked(job, tmp_path))
+        learner = learner_of(large, world, tmp_path)
         units = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
         learner.update([units], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
@@ -325,15 +313,8 @@ def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
 
 def test_what_a_forward_has_gathered_is_parked_too(large, tmp_path):
     """In bf16 a learner is FSDP's on one rank too; after `prompt_logprobs` its root holds gathered copies."""
-    job = loads(
-        yaml.safe_dump(
-            {k: v for k, v in large.items() if k not in ("rollout", "algo", "evaluate")}
-            | {"recipe": "sft", "data": SFT_DATA}
-        )
-    )
     with joined("cpu", 60) as world:
-        train = job.train.model_copy(update={"precision": "bf16"})
-        learner = Learner(world, replace(parked(job, tmp_path), train=train))
+        learner = learner_of(large, world, tmp_path, precision="bf16")
         tokens = [np.arange(9, dtype=np.int32)]
         (before,) = learner.prompt_logprobs(tokens)
         learner.offload()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.compute.tracking import is_clock, read_metrics
+from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
@@ -20,11 +20,12 @@ from ptf.recipes.ppo.recipe import PPO
 from ptf.rl.forward_passes import per_document, per_token
 from ptf.train.trainer import load_model
 from tests.recipes.of_keys import of_keys
-from tests.rl.test_controller import intercept, train
+from tests.rl.test_controller import die_in_step, intercept, train
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_family import Given, padded
 from tests.rl.test_grpo import trajectory
 from tests.tiny import checkpoint
+from tests.train.test_loop import facts
 
 
 @pytest.fixture
@@ -238,22 +239,8 @@ def test_it_runs_warms_the_critic_up_and_resumes_to_the_bit(ppo, monkeypatch):
         for row in rows
     )
     assert all(row["logprob_diff_max"] <= 1e-5 for row in rows)
-    with monkeypatch.context() as patch:
-
-        def dies(call, minibatches, step, *bound):
-            if step == 5:
-                raise KeyboardInterrupt
-            return call(minibatches, step, *bound)
-
-        intercept(patch, "update", dies)
-        with pytest.raises(KeyboardInterrupt):
-            train(ppo, "stopped")
-    resumed = train(ppo, "stopped")
-    facts = [
-        [{k: v for k, v in r.items() if not is_clock(k)} for r in read_metrics(d / "metrics.jsonl")]
-        for d in (whole, resumed)
-    ]
-    assert facts[0] == facts[1]
+    die_in_step(monkeypatch, 5, lambda: train(ppo, "stopped"))
+    assert facts(train(ppo, "stopped")) == facts(whole)
 
 
 @pytest.mark.cluster

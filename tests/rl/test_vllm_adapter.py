@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from torch import Tensor
 from ptf.compute.world import World
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters_off
@@ -28,6 +25,7 @@ from ptf.rl.engines.vllm_engine import engine_env, max_lora_rank
 from ptf.rl.weights.stored import into_buckets
 from ptf.rl.weights.verification import SyncError, manifest_of
 from tests import tiny
+from tests.child import run_python
 
 TOKENS = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -69,7 +67,7 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = bridge.load(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
+    model, family = tiny.loaded(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in sorted(adapter_names(model)):
@@ -81,7 +79,7 @@ def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
 def in_process(function: str, place: Path) -> None:
     code = f"from tests.rl.test_vllm_adapter import {function}; {function}({str(place)!r})"
     env = {**os.environ, **engine_env(place / "vllm"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900)
+    done = run_python("-c", code, env=env, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

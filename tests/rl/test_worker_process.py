@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +16,18 @@ from ptf.rl import worker_server
 from ptf.rl.environments.protocol import EnvironmentFault, Environments
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.worker_server import Threads
+from tests.waiting import until
 
 
-@contextlib.contextmanager
-def scored_by(name: str, **options: Any) -> Iterator[RewardWorkers]:
-    made = RewardWorkers(Plugin(use=f"tests.rl.overlapping:{name}"), **{"timeout_s": 40.0, "retries": 0, **options})
-    try:
-        yield made
-    finally:
-        made.close()
+def scored_by(name: str, **options: Any) -> contextlib.closing[RewardWorkers]:
+    plugin = Plugin(use=f"tests.rl.overlapping:{name}")
+    return contextlib.closing(RewardWorkers(plugin, **{"timeout_s": 40.0, "retries": 0, **options}))
 
 
-@contextlib.contextmanager
-def environments_of(name: str, **options: Any) -> Iterator[Environments]:
-    made = Environments(Plugin(use=f"tests.rl.overlapping:{name}"), **{"timeout_s": 40.0, **options})
-    try:
-        yield made
-    finally:
-        made.close()
+def environments_of(name: str, **options: Any) -> contextlib.closing[Environments]:
+    return contextlib.closing(
+        Environments(Plugin(use=f"tests.rl.overlapping:{name}"), **{"timeout_s": 40.0, **options})
+    )
 
 
 def play(environments: Environments, rows: list[dict[str, Any]]) -> list[float | str]:
@@ -86,10 +78,7 @@ def test_a_call_that_hangs_ends_with_its_own_time_and_the_others_are_made_once(t
         assert Counter(calls.read_text().split()) == dict.fromkeys(texts, 1)
         process = rewards.workers[0].process
         assert process is not None
-        until = time.monotonic() + 30
-        while process.poll() is None:  # nothing is in it but the thread that never came back
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: process.poll() is not None, 30)  # nothing is in it but the thread that never came back
         (again,) = rewards.score([({"calls": str(calls)}, "x")])
         assert isinstance(again, Reward)
         assert again != outcomes[1]
@@ -220,9 +209,7 @@ def test_an_environment_is_closed_once_after_its_episode_or_before_it_is_replaye
     rows = [{"file": str(file), "name": fault, "fault": fault} for fault in ("none", "raise", "close")]
     with environments_of(name, retries=1) as environments:
         assert play(environments, rows) == [0.0, "OSError: broken", 0.0]
-        until = time.monotonic() + 20
-        while len(file.read_text().split() if file.exists() else []) < 4 and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: len(file.read_text().split() if file.exists() else []) >= 4, 20)
         assert sorted(file.read_text().split()) == ["close", "none", "raise", "raise"]
         assert play(environments, rows[:1]) == [0.0]  # in the same process
 

@@ -3,9 +3,7 @@
 import base64
 import functools
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
@@ -13,25 +11,23 @@ from huggingface_hub import constants
 
 from ptf.errors import UserError
 from ptf.publish.publishing import push
+from tests import loopback
+from tests.loopback import Loopback, running
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Loopback):
     """Takes commits of small files. `held`: what was committed; `refuses`: every request is answered with 403."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(Answers)
         self.held: dict[str, bytes] = {}
         self.messages: list[str] = []
         self.made: list[dict] = []
         self.refuses = False
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class Answers(BaseHTTPRequestHandler):
-    server: Hub
+class Answers(loopback.Answers):
+    server: Hub  # type: ignore[assignment]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -70,28 +66,15 @@ class Answers(BaseHTTPRequestHandler):
             )
         return self.answer({"error": "no such repository"}, 404)
 
-    def answer(self, said: dict | list, code: int = 200) -> None:
-        text = json.dumps(said).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the console."""
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+    with running(Hub()) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # it has a log below HOME
         monkeypatch.setattr(
             huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=hub.url, token="hf_secret")
         )
         yield hub
-        hub.shutdown()
 
 
 @pytest.fixture

@@ -15,6 +15,14 @@ from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits, Policy
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
 class Scripted:
     """An engine whose answers are texts of a script, by the number of the request; tokens come one at a time."""
 
@@ -48,6 +56,12 @@ class Scripted:
     def prompt_logprobs(self, tokens): ...
     def sleep(self): ...
     def wake(self): ...
+
+
+class Broken(Scripted):
+    async def stream(self, request: Request):
+        raise RuntimeError("the device is away")
+        yield
 
 
 class Served:

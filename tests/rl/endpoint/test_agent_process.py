@@ -20,9 +20,10 @@ from ptf.rl.endpoint.harness_rollout import HarnessRollout
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
+from tests.child import run_python
 from tests.conftest import ROOT
-from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted
+from tests.waiting import until
 
 AGENTS = """
 import asyncio, json, os, subprocess, sys, threading, time, urllib.request
@@ -81,11 +82,6 @@ def counts(row, base_url, api_key, seed, seen):
 def idle(row, base_url, api_key, seed):
     return 1.0
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +274,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("when", ["ready", "starting"])
 def test_a_run_that_is_killed_leaves_no_directory_of_its_agents(when):
     for _ in range(4):  # the process may hear of it by its input or by a signal
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLED, when], capture_output=True, text=True, cwd=ROOT, timeout=60
-        )
+        killed = run_python("-c", KILLED, when, cwd=ROOT, timeout=60)
         place = Path(killed.stdout.strip())
         assert place.name.startswith("ptf-agent-")
-        until = time.monotonic() + 20
-        while place.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not place.exists()
+        until(lambda place=place: not place.exists(), 20)

@@ -3,21 +3,13 @@
 import asyncio
 import json
 
-import pytest
-
 from ptf.rl.endpoint.http_server import HttpBounds
 from ptf.rl.endpoint.session import Bounds, Session
-from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted, played
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
 CHAT = json.dumps(BODY).encode()
 CALLS = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
 
 
 class Attacker:
@@ -225,15 +217,15 @@ def test_the_number_of_connections_is_below_that_of_open_files():
     assert HttpBounds(connections=3).most_connections == 3
 
 
-def test_a_frozen_model_under_another_name_is_not_trained(tokenizer):
+def test_a_frozen_model_is_served_and_not_trained_whatever_its_name(tokenizer):
     async def agent(served):
         served.session.aliases = {"judge": "policy:no_loss", "mine:no_loss": "policy"}
         client = served.client()
-        for model in ("judge", "mine:no_loss"):
+        for model in ("policy", "policy:no_loss", "judge", "mine:no_loss"):
             await client.chat.completions.create(model=model, messages=BODY["messages"])
 
     _, t = played(agent, Scripted(tokenizer, lambda i: f"answer {i}"), tokenizer)
-    assert [tokenizer.decode(g.sampled_ids) for g in t.generations] == ["answer 1<|im_end|>"]
+    assert [tokenizer.decode(g.sampled_ids) for g in t.generations] == [f"answer {i}<|im_end|>" for i in (0, 3)]
 
 
 def test_tools_without_a_known_format_are_refused(tokenizer):

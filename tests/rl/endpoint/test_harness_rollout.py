@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 
 import psutil
@@ -15,9 +14,9 @@ from ptf.data.trajectory import NoResult, Reward
 from ptf.rl.endpoint.confined import CONFINED
 from ptf.rl.loopback import unproxied
 from ptf.rl.rewards.sandbox.syscalls import landlock_version
-from tests.data.templates import templated
 from tests.rl.endpoint.harnesses import play
 from tests.rl.endpoint.served import Scripted
+from tests.waiting import until
 
 DAEMON = """
 ask()
@@ -42,11 +41,6 @@ ENDS = {  # program: the reason of no result
     "ask(); os.mkdir(os.environ['PTF_RESULT'])": "no regular file",
     "ask(model='gpt-5')": "HTTP Error 404",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
 
 
 def descendants(marker):
@@ -105,10 +99,7 @@ def test_a_command_ends_when_its_parent_is_killed(tmp_path):
     (place := tmp_path / "place").mkdir()
     parent = subprocess.Popen([sys.executable, "-c", start, CONFINED, command, str(place)])
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "ready").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until((tmp_path / "ready").exists, 60)
         below = psutil.Process(parent.pid).children(recursive=True)
         assert len(below) == 3
     finally:

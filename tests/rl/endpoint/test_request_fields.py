@@ -11,8 +11,8 @@ from ptf.rl.endpoint.answer_stream import AnswerStream
 from ptf.rl.endpoint.chat import parse
 from ptf.rl.endpoint.http_message import HttpError
 from tests.data.templates import templated
-from tests.rl.endpoint.served import Scripted, played
-from tests.rl.endpoint.test_session import CALL, TOOL, user
+from tests.rl.endpoint.served import Scripted, played, user
+from tests.rl.endpoint.test_session import CALL, TOOL
 
 BODY = {"model": "policy", "messages": [user("a")]}
 ACCEPTED = {
@@ -25,6 +25,8 @@ REFUSED = {
     **{"ignore_eos": True, "stop_token_ids": [1], "length_penalty": 2, "best_of": 2, "chat_template": "x"},
     **{"documents": [{}], "continue_final_message": True, "reasoning_effort": "high", "max_token": 5},
     **{"chat_template_kwargs": {"tokenize": True}, "frequency_penalty": 0.5, "functions": [{}]},
+    **{"logit_bias": {"5": 1}, "presence_penalty": 0.5, "response_format": {"type": "json_object"}},
+    **{"top_logprobs": 2, "tool_choice": "required"},
 }
 
 

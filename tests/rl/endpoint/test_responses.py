@@ -9,18 +9,12 @@ import pytest
 from ptf.data.trajectory import group_into_documents, samples_of
 from ptf.rl.endpoint.http_message import HttpError
 from ptf.rl.endpoint.responses import messages_of
-from tests.data.templates import templated
-from tests.rl.endpoint.served import Scripted, played
+from tests.rl.endpoint.served import Broken, Scripted, played
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 TOOL = {"type": "function", "name": "lookup", "description": "looks up a place", "parameters": PARAMETERS}
 CALL = '<tool_call>\n{"name":  "lookup", "arguments": {"place":"Denver"}}\n</tool_call>'
 THOUGHT = "<think>\nIt must be looked up.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
 
 
 async def streamed(client, **body):
@@ -150,11 +144,6 @@ def test_what_is_cut_is_not_trained_and_retries_take_the_same_answer(tokenizer):
 
 
 def test_an_engine_that_fails_ends_the_stream_with_an_error(tokenizer):
-    class Broken(Scripted):
-        async def stream(self, request):
-            raise RuntimeError("the device is away")
-            yield
-
     async def agent(served):
         client = served.client(max_retries=0)
         with pytest.raises(openai.APIError, match="the engine failed: RuntimeError"):

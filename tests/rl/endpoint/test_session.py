@@ -10,7 +10,7 @@ import pytest
 
 from ptf.data.trajectory import NoResult, Reward, group_into_documents, samples_of
 from tests.data.templates import templated
-from tests.rl.endpoint.served import Scripted, played
+from tests.rl.endpoint.served import Broken, Scripted, played, said, user
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 TOOL = {
@@ -18,19 +18,6 @@ TOOL = {
     "function": {"name": "lookup", "description": "looks up a place", "parameters": PARAMETERS},
 }
 CALL = '<tool_call>\n{"name":  "lookup", "arguments": {"place":"Denver"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return templated("plain")
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
 
 
 def sampled(trajectory):
@@ -122,21 +109,6 @@ def test_tool_calls_that_come_back_in_another_form_are_spliced(tokenizer):
     assert (t.counts["history_restored"], t.counts["history_reencoded"]) == (1, 0)
 
 
-def test_an_answer_that_the_agent_rewrites_begins_a_sample(tokenizer):
-    """Negative control of splicing: another text is another context."""
-    engine = Scripted(tokenizer, lambda i: f"answer {i}")
-
-    async def agent(served):
-        client = served.client()
-        await client.chat.completions.create(model="policy", messages=[user("a")])
-        await client.chat.completions.create(model="policy", messages=[user("a"), said("answer 9"), user("b")])
-
-    _, t = played(agent, engine, tokenizer)
-    assert group_into_documents(t.generations) == [[0], [1]]
-    assert "answer 9" in engine_text(engine, tokenizer, 1)
-    assert t.counts["history_restored"] == 0
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_sampling_ends_with_the_token_that_completes_a_stop_string(tokenizer, stream):
     engine = Scripted(tokenizer, lambda i: "one two END three")
@@ -215,46 +187,6 @@ def test_several_choices_have_one_context_and_their_own_seeds(tokenizer):
     assert len({request.seed for request in engine.asked}) == 3
 
 
-def test_a_frozen_model_is_served_and_not_trained(tokenizer):
-    engine = Scripted(tokenizer, lambda i: f"answer {i}")
-
-    async def agent(served):
-        client = served.client()
-        for model in ("policy", "policy:no_loss"):
-            await client.chat.completions.create(model=model, messages=[user("a")])
-
-    _, t = played(agent, engine, tokenizer)
-    assert [tokenizer.decode(g.sampled_ids) for g in t.generations] == ["answer 0<|im_end|>"]
-
-
-REFUSED = {
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
-    "response_format": {"type": "json_object"},
-    "top_logprobs": 2,
-    "tool_choice": "required",
-    "n": 0,
-    "stop": [""],
-    "messages": [],
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_distribution_is_refused_by_name(tokenizer, name):
-    engine = Scripted(tokenizer)
-
-    async def agent(served):
-        body = {"model": "policy", "messages": [user("a")], name: REFUSED[name]}
-        headers = {"authorization": f"Bearer {served.session.agent_key}"}
-        async with httpx.AsyncClient(headers=headers) as client:
-            return await client.post(f"{served.url}/chat/completions", json=body)
-
-    served, _ = played(agent, engine, tokenizer)
-    assert served.result.status_code == 400
-    assert name in served.result.json()["error"]["message"]
-    assert engine.asked == []
-
-
 def test_bounds_keys_and_closed_sessions(tokenizer):
     engine = Scripted(tokenizer, lambda i: f"answer {i}")
 
@@ -330,11 +262,6 @@ def test_no_room_is_a_length(tokenizer):
 
 
 def test_an_engine_that_fails_ends_the_step_and_not_the_episode(tokenizer):
-    class Broken(Scripted):
-        async def stream(self, request):
-            raise RuntimeError("the device is away")
-            yield
-
     async def agent(served):
         with pytest.raises(openai.InternalServerError):
             await served.client(max_retries=0).chat.completions.create(model="policy", messages=[user("a")])

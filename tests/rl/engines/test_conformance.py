@@ -1,8 +1,6 @@
 """The contract of engines: ours keep it, and each way of breaking it is found."""
 
-import dataclasses
-import subprocess
-import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,66 +9,57 @@ import torch
 from ptf.config import loads
 from ptf.rl.engines.conformance import ConformanceSuite, Violation, make_of
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.weights.verification import Receipt
+from tests.child import run_python
+from tests.rl.faulty import Plugged
 from tests.rl.test_controller import raw as raw
 
+SEEDS = {
+    "shared seed": lambda engine, requests, request: engine.next_number(),
+    "seed ignored": lambda engine, requests, request: 1,
+    "batch decides": lambda engine, requests, request: request.seed + len(requests),
+}
+SAMPLING = {
+    "never greedy": lambda most, sampling: {"temperature": sampling.temperature or 1.0},
+    "stop ignored": lambda most, sampling: {"stop": ()},
+    "one limit": lambda most, sampling: {"max_new_tokens": most},
+    "no nucleus": lambda most, sampling: {"top_p": 1.0},
+    "anything goes": lambda most, sampling: {"trie": None},
+}
+ANSWERS = {
+    "raw log-probs": lambda engine, answer: replace(answer, logprobs=engine.raw(answer)),
+    "float64": lambda engine, answer: replace(answer, logprobs=answer.logprobs.astype(np.float64)),
+    "ends early": lambda engine, answer: answer if answer.finished else engine.first_part(answer),
+    "old stamp": lambda engine, answer: replace(answer, versions=answer.versions - 1),
+}
 
-class Own(NativeEngine):
+
+class Own(Plugged):
     """As somebody would plug it in. `fault` is one thing that it does wrong."""
 
-    def __init__(self, directory, *, device, dtype, version, seed, max_length, fault=""):
-        super().__init__(directory, device=torch.device(device), dtype=getattr(torch, dtype), version=version)
+    def __init__(self, directory, *, fault="", **usual):
+        super().__init__(directory, **usual)
         self.fault, self.count = fault, 0
 
+    def next_number(self):
+        self.count += 1
+        return self.count
+
     def answer(self, requests):
-        if self.fault == "shared seed":
-            self.count += 1
-            requests = [Request(r.context, r.sampling, self.count) for r in requests]
-        if self.fault == "seed ignored":
-            requests = [Request(r.context, r.sampling, 1) for r in requests]
-        if self.fault == "batch decides":
-            requests = [Request(r.context, r.sampling, r.seed + len(requests)) for r in requests]
-        if self.fault == "never greedy":
-            requests = [
-                Request(
-                    r.context,
-                    Sampling(r.sampling.max_new_tokens, r.sampling.temperature or 1.0, r.sampling.stop),
-                    r.seed,
-                )
-                for r in requests
-            ]
-        if self.fault == "stop ignored":
-            requests = [
-                Request(r.context, Sampling(r.sampling.max_new_tokens, r.sampling.temperature, ()), r.seed)
-                for r in requests
-            ]
-        if self.fault == "one limit":
-            most = max(r.sampling.max_new_tokens for r in requests)
-            requests = [
-                Request(r.context, Sampling(most, r.sampling.temperature, r.sampling.stop), r.seed) for r in requests
-            ]
-        if self.fault == "no nucleus":
-            requests = [Request(r.context, dataclasses.replace(r.sampling, top_p=1.0), r.seed) for r in requests]
-        if self.fault == "anything goes":
-            requests = [Request(r.context, dataclasses.replace(r.sampling, trie=None), r.seed) for r in requests]
         if self.fault == "cannot" and any(r.sampling.trie or r.sampling.top_p < 1 for r in requests):
             raise ValueError("neither tries nor nuclei")
-        generations = super().answer(requests)
-        if self.fault == "raw log-probs":
-            return [dataclasses.replace(c, logprobs=self.raw(c)) for c in generations]
-        if self.fault == "float64":
-            return [dataclasses.replace(c, logprobs=c.logprobs.astype(np.float64)) for c in generations]
-        if self.fault == "ends early":
-            return [c if c.finished else self.first_part(c) for c in generations]
-        if self.fault == "old stamp":
-            return [dataclasses.replace(c, versions=c.versions - 1) for c in generations]
-        return generations
+        if change := SEEDS.get(self.fault):
+            requests = [replace(r, seed=change(self, requests, r)) for r in requests]
+        if change := SAMPLING.get(self.fault):
+            most = max(r.sampling.max_new_tokens for r in requests)
+            requests = [replace(r, sampling=replace(r.sampling, **change(most, r.sampling))) for r in requests]
+        change = ANSWERS.get(self.fault, lambda engine, answer: answer)
+        return [change(self, answer) for answer in super().answer(requests)]
 
     @staticmethod
     def first_part(generation):
         arrays = {name: getattr(generation, name)[:-1] for name in ("sampled_ids", "logprobs", "versions")}
-        return dataclasses.replace(generation, **arrays)
+        return replace(generation, **arrays)
 
     def raw(self, generation):
         return self.prompt_logprobs([np.concatenate([generation.context, generation.sampled_ids])])[0][
@@ -153,13 +142,7 @@ def test_one_that_refuses_nuclei_and_tries_will_do(tmp_path):
 
 @pytest.mark.cluster
 def test_vllm_will_do():
-    done = subprocess.run(
-        [sys.executable, "-m", "ptf.cli", "check-engine", "vllm"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python("-m", "ptf.cli", "check-engine", "vllm", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vllm: all checks passed" in done.stdout
     assert done.stdout.count("ok   ") == 15

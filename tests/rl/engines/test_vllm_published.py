@@ -1,7 +1,6 @@
 """What vLLM expects of a sync is what the policy sends, also where the checkpoint stores something else."""
 
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,8 +13,9 @@ from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.vllm_engine import expected_names, is_quantised, unquantised
 from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lost_weights
 from ptf.rl.weights.verification import SyncError
+from tests.child import run_python
 from tests.model.published import fused_checkpoint, multimodal_checkpoint, mxfp4_checkpoint
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, loaded
 
 
 @pytest.fixture(
@@ -36,7 +36,7 @@ def directory(request, tmp_path) -> Path:
 
 def sent(directory: Path) -> set[str]:
     """The names that a policy sends that was loaded from a checkpoint."""
-    model, family = bridge.load(directory)
+    model, family = loaded(directory)
     return {name for name, _ in bridge.hf_tensors(model, family)}
 
 
@@ -88,9 +88,7 @@ if sys.argv[2] == "killed":
 @pytest.mark.parametrize("end", ["killed", "ended"])
 def test_shared_memory_without_a_name_outlives_nobody(end: str) -> None:
     for how in ("unlinked", "named"):
-        done = subprocess.run(
-            [sys.executable, "-c", SHARES, how, end], capture_output=True, text=True, start_new_session=True, timeout=60
-        )
+        done = run_python("-c", SHARES, how, end, start_new_session=True, timeout=60)
         name, unlinked = done.stdout.split()
         left = Path("/dev/shm") / name
         if how == "unlinked":
@@ -119,9 +117,7 @@ os.killpg(0, signal.SIGKILL)
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no directory here")
 def test_a_worker_process_that_is_killed_leaves_no_semaphore_of_its_progress_bars() -> None:
     names = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRESS, how], capture_output=True, text=True, start_new_session=True, timeout=60
-        ).stdout.strip()
+        run_python("-c", PROGRESS, how, start_new_session=True, timeout=60).stdout.strip()
         for how in ("extension", "control")
     ]
     assert names[0] == "none"

@@ -4,8 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.vllm_engine import engine_env
 from ptf.rl.engines.vllm_support import MEASURED_ON, SHARES, WRONG, Build, hf_overrides, rotates_in_part, verdict_on
 from ptf.rl.rollout_role import evaluation_engine, sampler_spec
+from tests.child import run_python
 
 LEDGER = Path(__file__).parents[3] / "benchmarks" / "results" / "vllm_families.jsonl"
 HERE = Build(cpu=True, version=MEASURED_ON)
@@ -220,13 +219,7 @@ for directory in sys.argv[2:]:
 
 def shares_read(how: str, directories: list[Path], caches: Path) -> list[float]:
     """The shares of a head that vLLM's configs have of these directories, with ptf's overrides if it is `told`."""
-    done = subprocess.run(
-        [sys.executable, "-c", READS, how, *map(str, directories)],
-        env={**os.environ, **engine_env(caches)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", READS, how, *map(str, directories), env={**os.environ, **engine_env(caches)}, check=True)
     return [float(line) for line in done.stdout.splitlines()]
 
 

@@ -1,10 +1,10 @@
 """A reward that fails is no reward of 0."""
 
+import contextlib
 import os
 import signal
 import struct
 import sys
-import time
 
 import pytest
 
@@ -13,16 +13,12 @@ from ptf.data.trajectory import NoResult, Reward
 from ptf.rl.rewards.concurrent import one_by_one
 from ptf.rl.rewards.functions import exact, numeric
 from ptf.rl.rewards.scoring import RewardWorkers
+from tests.rl.rewards.shapes import fault
 
 
 def fickle(row, text):
     """What a reward can do wrong, by the text it is given."""
-    if text == "raise":
-        raise KeyError("gold")
-    if text == "hang":
-        time.sleep(600)
-    if text == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
+    fault(text)
     if text == "fork":
         os.fork()  # and both come back from here
     if text in ("noise", "half"):  # on the pipe that it answers through: what nobody can read, and a part of an answer
@@ -94,16 +90,14 @@ def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothe
 
 @pytest.mark.long
 def test_the_first_fault_is_said_when_it_happens_and_not_after_the_step(capsys):
-    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0)
-    try:
+    workers = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0)
+    with contextlib.closing(workers) as made:
         made.score([({}, "raise"), ({}, "hang"), ({}, "ok")])
         assert capsys.readouterr().out.count("KeyError: 'gold'") == 1
         made.score([({}, "hang"), ({}, "ok")])
         assert "longer than 1 s" in capsys.readouterr().out
         made.score([({}, "ok")])
         assert capsys.readouterr().out == ""
-    finally:
-        made.close()
 
 
 def test_a_process_that_died_between_two_batches_is_replaced(rewards):

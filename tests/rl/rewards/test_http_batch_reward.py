@@ -1,6 +1,7 @@
 """Several answers in one request: numbers in order, faults of their own answer, one by one after a fault."""
 
 import asyncio
+import contextlib
 import re
 from typing import Any
 
@@ -20,11 +21,8 @@ NAME = "ptf.rl.rewards:http_batch"
 
 def scored(server: Server, texts: list[str], retries: int = 1, **args: Any) -> list[Any]:
     args = {"url": server.url, "wait_s": 0.01, "retries": 0, **args}
-    rewards = RewardWorkers(Plugin(use=NAME, args=args), timeout_s=20.0, retries=retries)
-    try:
+    with contextlib.closing(RewardWorkers(Plugin(use=NAME, args=args), timeout_s=20.0, retries=retries)) as rewards:
         return rewards.score([({"n": i}, text) for i, text in enumerate(texts)])
-    finally:
-        rewards.close()
 
 
 def numbers(_: int, body: Any) -> Reply:

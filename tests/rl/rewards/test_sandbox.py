@@ -28,6 +28,7 @@ from ptf.rl.rewards.sandbox.run_tests import find_mode, run_tests, sandbox_line
 from ptf.rl.rewards.scoring import RewardWorkers
 from tests.rl.as_user import in_mode, works
 from tests.rl.code_corpus import CHEATS, HONEST, NUMPY, SLEEPER, SLEEPING, left_behind
+from tests.waiting import until
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 DOUBLE_FORK = (
@@ -182,20 +183,9 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def gone(what: str) -> bool:
-    """Whether no process has `what` in its command line, soon."""
-    for _ in range(600):
-        if not left_behind(what):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_process_that_is_left_would_be_found():
     with subprocess.Popen(["sleep", SLEEPER]) as process:
-        until = time.monotonic() + 20  # a process has a command line a moment after it was started
-        while not left_behind(SLEEPING):
-            assert time.monotonic() < until
+        until(lambda: left_behind(SLEEPING), 20)  # a process has a command line a moment after it was started
         process.kill()
 
 
@@ -211,7 +201,7 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
         in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["1.0"]
-    assert gone(SLEEPING)
+    until(lambda: not left_behind(SLEEPING), 30)
 
 
 @pytest.mark.long
@@ -239,8 +229,8 @@ def test_whoever_is_killed_leaves_nothing(mode, who, tmp_path):
         os.kill(harness, signal.SIGKILL)
         caller.wait()
     if who == "caller" or "namespaces" in mode:  # without them nothing outlives the harness to end what has left it
-        assert gone(str(tmp_path))
-        assert gone(SLEEPING)
+        until(lambda: not left_behind(str(tmp_path)), 30)
+        until(lambda: not left_behind(SLEEPING), 30)
         assert list(tmp_path.iterdir()) == []
     for pid in left_behind(SLEEPING):
         os.kill(pid, signal.SIGKILL)
@@ -325,7 +315,7 @@ def test_answers_are_judged_many_at_once_and_in_order(tmp_path, monkeypatch):
         made.close()
     assert found[:-1] == [Reward(1.0), Reward(0.0), Reward(1.0), Reward(0.0), Reward(1.0)] * 2
     assert found[-1] == NoResult("ValueError: there are no tests")
-    assert gone(str(tmp_path))
+    until(lambda: not left_behind(str(tmp_path)), 30)
 
 
 def test_an_asynchronous_reward_has_many_in_flight():

@@ -2,7 +2,7 @@
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +27,9 @@ from tests.rl.rewards.shapes import Sizes, lengths
 HERE = "tests.rl.rewards.shapes"
 
 
-@contextlib.contextmanager
-def scored_by(name: str, *, args: dict[str, Any] | None = None, **options: Any) -> Iterator[RewardWorkers]:
-    use = name if ":" in name else f"{HERE}:{name}"
-    made = RewardWorkers(Plugin(use=use, args=args or {}), **{"timeout_s": 20.0, "retries": 0, **options})
-    try:
-        yield made
-    finally:
-        made.close()
+def scored_by(name: str, *, args: dict[str, Any] | None = None, **options: Any) -> contextlib.closing[RewardWorkers]:
+    plugin = Plugin(use=name if ":" in name else f"{HERE}:{name}", args=args or {})
+    return contextlib.closing(RewardWorkers(plugin, **{"timeout_s": 20.0, "retries": 0, **options}))
 
 
 def score_with(workers: RewardWorkers, groups: Any) -> Any:

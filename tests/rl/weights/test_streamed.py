@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_every_tensor_arrives_as_it_was(shapes, how):
 
 
 def test_several_engines_are_all_waited_for():
-    sender, given = Nccl.sender(CPU, 3, 20), tensors((40,), (7, 5), (3,))
+    sender, given = Nccl.sender(CPU, 3, 20), tensors(*SHAPES)
     # a link of its own for each
     sent = [Transfer(Nccl, 0, frozenset(dict(given)), (sender.offer,), 3, 20, f"cpu:{i}") for i in range(3)]
     with ThreadPoolExecutor(4) as beside:
@@ -121,33 +121,35 @@ WRONG: dict[str, tuple[Callable[[list], list], str]] = {
 }
 
 
+def refused(sender: Sender, sent: Iterable, how: type[Streamed], said: str, told: str, read: Callable = engine) -> None:
+    """The engine refuses what is sent to it, saying so, and the policy is told."""
+    with ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(sender.send, 0, sent)
+        with pytest.raises(SyncError, match=said):
+            read(lent(sender, ["t0", "t1", "t2"], how))
+        with pytest.raises(Exception, match=told):
+            sending.result()
+
+
+SHAPES = (40,), (7, 5), (3,)
+
+
 @pytest.mark.parametrize("how", [Ipc, Nccl])
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_arrives_wrong_is_refused_and_the_policy_is_told(fault, how):
     change, said = WRONG[fault]
-    sender, given = how.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
-    with ThreadPoolExecutor(1) as beside:
-        sending = beside.submit(sender.send, 0, change(given))
-        with pytest.raises(SyncError, match=said):
-            engine(lent(sender, ["t0", "t1", "t2"], how))
-        with pytest.raises(SyncError, match="the other side failed: SyncError: weight sync 0"):
-            sending.result()
+    told = "the other side failed: SyncError: weight sync 0"
+    refused(how.sender(CPU, 1, 20), change(tensors(*SHAPES)), how, said, told)
 
 
 def test_memory_that_changes_before_it_is_read_is_refused():
-    sender, given = Ipc.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    sender = Ipc.sender(CPU, 1, 20)
     sender.store.store = Bending(sender)
-    with ThreadPoolExecutor(1) as beside:
-        sending = beside.submit(sender.send, 0, given)
-        with pytest.raises(SyncError, match="part 1 arrived changed"):
-            engine(lent(sender, ["t0", "t1", "t2"], Ipc))
-        with pytest.raises(SyncError, match="the other side failed"):
-            sending.result()
+    refused(sender, tensors(*SHAPES), Ipc, "part 1 arrived changed", "the other side failed")
 
 
 def test_what_is_broadcast_wrong_is_refused(monkeypatch):
     """The engine's copy changes on the way."""
-    sender, given = Nccl.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
     receive = nccl.NcclReceiver.receive
 
     def bent(self, *what):
@@ -156,12 +158,7 @@ def test_what_is_broadcast_wrong_is_refused(monkeypatch):
         return buffer
 
     monkeypatch.setattr(nccl.NcclReceiver, "receive", bent)
-    with ThreadPoolExecutor(1) as beside:
-        sending = beside.submit(sender.send, 0, given)
-        with pytest.raises(SyncError, match="part 0 arrived changed"):
-            engine(lent(sender, ["t0", "t1", "t2"], Nccl))
-        with pytest.raises(SyncError, match="the other side failed"):
-            sending.result()
+    refused(Nccl.sender(CPU, 1, 20), tensors(*SHAPES), Nccl, "part 0 arrived changed", "the other side failed")
 
 
 def test_a_version_that_was_lost_or_repeated_is_refused_before_anything_is_read():
@@ -218,7 +215,7 @@ def test_memory_is_seen_by_another_process_and_is_gone_with_it(monkeypatch):
 
 
 def test_what_was_said_is_forgotten_when_it_was_read():
-    sender, given = Ipc.sender(CPU, 1, 20), tensors((40,), (7, 5), (3,))
+    sender, given = Ipc.sender(CPU, 1, 20), tensors(*SHAPES)
     keys = []
     with ThreadPoolExecutor(1) as beside:
         for version in range(4):
@@ -236,16 +233,9 @@ def stops_early(sent: Transfer) -> None:
 
 
 def test_an_engine_that_stops_reading_has_no_receipt():
-    sender, given = Ipc.sender(CPU, 1, 2), tensors((40,), (7, 5), (3,))
-    sent = lent(sender, ["t0", "t1", "t2"], Ipc)
-    with ThreadPoolExecutor(1) as beside:
-        sending = beside.submit(sender.send, 0, given)
-        with pytest.raises(SyncError, match="the engine stopped reading after 0 of 3 tensors"):
-            stops_early(sent)
-        with pytest.raises(
-            SyncError, match="the other side failed: SyncError: weight sync 0: the engine stopped reading"
-        ):
-            sending.result()
+    said = "the engine stopped reading after 0 of 3 tensors"
+    told = "the other side failed: SyncError: weight sync 0: the engine stopped reading"
+    refused(Ipc.sender(CPU, 1, 2), tensors(*SHAPES), Ipc, said, told, stops_early)
 
 
 def test_an_engine_takes_what_is_on_its_own_machine():
