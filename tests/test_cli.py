@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import pytest
 from ptf import cli
 from ptf.config import load, loads
 from ptf.errors import UserError
+from tests.child import run_python
 from tests.model.mistakes import MISTAKES
 from tests.tiny import checkpoint
 
@@ -170,9 +170,5 @@ def test_a_run_that_is_to_be_continued_must_be_there(capsys, tmp_path):
 
 
 def test_the_console_script_exits_with_the_status():
-    run = subprocess.run(
-        [sys.executable, "-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml"],
-        capture_output=True,
-        text=True,
-    )
+    run = run_python("-c", "import sys; from ptf.cli import main; sys.exit(main())", "check", "nope.yaml")
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "nope.yaml  cannot read the config file: no such file\n")

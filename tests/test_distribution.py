@@ -1,10 +1,9 @@
 """What `python -m build` puts into the wheel, by the build backend's own list of files."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.child import run_python
 from tests.conftest import ROOT
 
 # runs in a process of its own: setuptools changes the current process when it is imported
@@ -21,9 +20,7 @@ print("\\n".join(f"ptf/{file}" for _, _, _, names in build.data_files for file i
 
 
 def listed(root: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", LIST], cwd=root, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", LIST, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
     return [Path(line).as_posix() for line in done.stdout.splitlines() if line]
 

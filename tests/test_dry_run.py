@@ -1,8 +1,7 @@
 """`ptf check --dry-run` and `ptf doctor`."""
 
 import json
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,8 @@ from ptf.inspection.dry_run import SMALL, memory, narrow
 from ptf.model.families import family_of
 from ptf.rl.online_budget import online_budget
 from ptf.train.budget import budget, config_directory
-from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.loopback import Loopback, running
+from tests.tiny import arithmetic, checkpoint, online, write_jsonl
 from tests.train.test_preferences import preferences
 
 
@@ -37,22 +37,8 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     return arithmetic(tmp_path)
 
 
-def online(raw: dict[str, Any], tmp_path: Path, reward: str) -> dict[str, Any]:
-    prompts = {"sums": {"path": str(tmp_path / "prompts.jsonl")}}
-    rollout = {
-        "reward": {"use": reward},
-        "engine": "native",
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "max_new_tokens": 8,
-    }
-    return {
-        **raw,
-        "recipe": "grpo",
-        "rollout": rollout,
-        "data": {"sources": prompts, "seq_len": 64},
-        "train": {"steps": 100, "lr": 1e-4, "precision": "fp32"},
-    }
+def sampled(raw: dict[str, Any], tmp_path: Path, reward: str) -> dict[str, Any]:
+    return online(raw, tmp_path, reward) | {"train": {"steps": 100, "lr": 1e-4, "precision": "fp32"}}
 
 
 def test_a_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +51,7 @@ def test_a_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.Cap
 
 
 def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, text = said(online(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
+    status, text = said(sampled(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
     assert status == 0, text
     assert "reward" in text
 
@@ -73,7 +59,7 @@ def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: py
 def test_a_job_of_many_engines_is_rehearsed_with_one(
     raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = online(raw, tmp_path, "ptf.rl.rewards:numeric")
+    job = sampled(raw, tmp_path, "ptf.rl.rewards:numeric")
     job["compute"] = {"launcher": "ray", "workers": 4}
     job["rollout"] |= {"engine": "vllm", "replicas": 2, "tensor_parallel_size": 2}
     status, text = said(job, tmp_path, capfd)
@@ -88,7 +74,7 @@ def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None
     directory = config_directory(offline.model.path)
     needed = budget(offline, directory, 2).memory.total / 2**30
     assert memory(offline) == f"memory: {needed:.1f} GiB on the fullest of 2 GPUs"
-    job = loads(json.dumps(online(raw, tmp_path, "ptf.rl.rewards:numeric")))
+    job = loads(json.dumps(sampled(raw, tmp_path, "ptf.rl.rewards:numeric")))
     plan = online_budget(job, directory, 2)
     fullest = max(pool.total(phase) for pool in plan.pools for phase in pool.phases) / 2**30
     assert memory(job) == f"memory: {fullest:.1f} GiB on the fullest of {plan.gpus} GPUs"
@@ -116,7 +102,7 @@ def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    raw = online(raw, tmp_path, "ptf.rl.rewards:numeric")
+    raw = sampled(raw, tmp_path, "ptf.rl.rewards:numeric")
     raw["rollout"]["reward"]["args"] = {"column": "absent"}
     status, text = said(raw, tmp_path, capfd)
     assert status == 2
@@ -175,11 +161,9 @@ def test_the_doctor_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> str:
         return next(f.value for f in doctor.findings() if f.name == "Hugging Face")
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with running(Loopback(SimpleHTTPRequestHandler)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         assert found() == "reachable"
-        server.shutdown()
     assert "cannot be reached (ConnectError" in found()
 
 

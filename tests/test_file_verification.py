@@ -23,6 +23,7 @@ from ptf.model import bridge
 from ptf.run import run
 from ptf.storage import Corrupt, file_verification, published_versions
 from tests.data.test_s3 import Server, server  # noqa: F401
+from tests.reliability.damage import swapped
 from tests.tiny import arithmetic, checkpoint
 
 Open = Callable[[], Any]
@@ -272,7 +273,7 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
     for name in ("one", "second"):
         version(tmp_path, root, name)
         published_versions.point(root, name, published_versions.pointer(root))
-    swap(Path(root) / "one", Path(root) / "second")
+    swapped(Path(root) / "one", Path(root) / "second")
     for open_it in (
         lambda: bridge.locate(root),
         lambda: bridge.locate(f"{root}/one"),
@@ -286,7 +287,7 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
 
     tokenizer = Tokenizer.load(job.model.path)
     places = tokenize(job, tokenizer, 1)
-    swap(Path(places["sums"]), Path(places["held_out"]))
+    swapped(Path(places["sums"]), Path(places["held_out"]))
     with pytest.raises(Corrupt, match="holds other data"):
         tokenized.reader(places["sums"], tokenizer)
 
@@ -294,16 +295,9 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
         preparing.prepare(
             lambda directory, key=key: (Path(directory) / "x").write_text(key), key, str(tmp_path / "prepared")
         )
-    swap(tmp_path / "prepared" / "a", tmp_path / "prepared" / "b")
+    swapped(tmp_path / "prepared" / "a", tmp_path / "prepared" / "b")
     with pytest.raises(Corrupt, match="was made for a different key, b"):
         preparing.prepare(lambda directory: pytest.fail("it is there"), "a", str(tmp_path / "prepared"))
-
-
-def swap(one: Path, other: Path) -> None:
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
 
 
 def test_a_copy_of_a_published_version_may_have_any_name(tmp_path: Path) -> None:

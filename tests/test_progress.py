@@ -20,7 +20,7 @@ from ptf.run import run
 from ptf.storage import file_verification
 from ptf.training_run import Run
 from ptf.workspace import progress
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 EVERY_S = 0.1
 LONGEST_S = 10 * EVERY_S  # between two lines, where other processes take the CPU
@@ -58,29 +58,15 @@ def slowed(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: floa
 
 @pytest.fixture
 def raw(tmp_path: Path) -> dict:
-    raw = arithmetic(tmp_path)
-    prompts = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
-    raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
-    raw["train"] |= {"steps": 1, "validate_every": 0}
-    rollout = {
-        "prompts_per_step": 2,
-        "group_size": 2,
-        "max_new_tokens": 6,
-        "reward": {"use": "tests.rl.plugs:by_length"},
-    }
+    raw = online(arithmetic(tmp_path), tmp_path, prompts_per_step=2, group_size=2)
+    raw["train"]["steps"] = 1
     evaluate = {
-        "sources": {"dev": prompts},
+        "sources": {"dev": raw["data"]["sources"]["p"]},
         "limit": 2,
         "samples_per_prompt": 1,
         "max_new_tokens": 6,
     }
-    return raw | {
-        "recipe": "grpo",
-        "rollout": rollout,
-        "evaluate": evaluate,
-        "publish": {"gate": "unmeasured"},
-        "track": {"tensorboard": False},
-    }
+    return raw | {"evaluate": evaluate, "publish": {"gate": "unmeasured"}}
 
 
 def stages(raw: dict, monkeypatch: pytest.MonkeyPatch) -> Recorded:

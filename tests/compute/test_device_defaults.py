@@ -14,7 +14,7 @@ from ptf.config import Job, loads
 from ptf.inspection import doctor
 from ptf.rl.engines import native
 from ptf.run import read_job_file, run, settled_as_begun, write_job_file
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 AVX2 = "flags\t\t: fpu sse4_2 avx avx2 fma\n"
 
@@ -66,9 +66,8 @@ def test_the_precision_is_what_the_device_has_units_for(raw: dict, monkeypatch: 
 
 
 def test_the_engine_is_the_one_for_the_device_unless_the_job_needs_the_other(raw: dict, tmp_path: Path) -> None:
-    prompts = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
-    raw |= {"recipe": "grpo", "rollout": {"reward": {"use": "a:b"}, "max_new_tokens": 4}}
-    raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
+    raw = online(raw, tmp_path)
+    del raw["rollout"]["engine"]
 
     def engine(rollout: dict | None = None, **compute: object) -> object:
         job = job_of({**raw, "rollout": {**raw["rollout"], **(rollout or {})}}, **compute)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from ptf.workspace.entry import PARENT, PATH
+from tests.waiting import until
 
 WITHIN_S = 60.0
 STALLS = """
@@ -96,13 +97,6 @@ def family(tmp_path: Path) -> Iterator[Family]:
     made.close()
 
 
-def until(true) -> bool:
-    ends = time.monotonic() + WITHIN_S
-    while not true() and time.monotonic() < ends:
-        time.sleep(0.02)
-    return bool(true())
-
-
 def kill(driver: subprocess.Popen) -> None:
     driver.kill()
     assert driver.wait(WITHIN_S) == -signal.SIGKILL
@@ -110,7 +104,7 @@ def kill(driver: subprocess.Popen) -> None:
 
 def test_a_process_that_still_imports_dies_with_its_parent(family):
     driver = family.start("entry", BEGUN=family.begun)
-    assert until(family.begun.exists)
+    until(family.begun.exists, WITHIN_S)
     children = family.descendants(driver)
     assert len(children) == 1
     kill(driver)
@@ -119,7 +113,7 @@ def test_a_process_that_still_imports_dies_with_its_parent(family):
 
 def test_a_process_whose_parent_was_gone_before_its_first_line_imports_nothing(family):
     driver = family.start("entry", BEGUN=family.begun, STALL_UNTIL=family.go)
-    assert until(family.stalled)
+    until(family.stalled, WITHIN_S)
     children = family.stalled()
     kill(driver)
     family.go.touch()
@@ -129,23 +123,23 @@ def test_a_process_whose_parent_was_gone_before_its_first_line_imports_nothing(f
 
 def test_the_control_without_the_entry_both_live_on(family):
     driver = family.start("bare", BEGUN=family.begun, STALL_UNTIL=family.go)
-    assert until(family.stalled)
+    until(family.stalled, WITHIN_S)
     kill(driver)
     family.go.touch()
-    assert until(family.begun.exists)
+    until(family.begun.exists, WITHIN_S)
     assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family.stalled())
 
 
 @pytest.mark.long
 def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(family):
     family.start("torchrun", STALL_UNTIL=family.go, STALL_RANKS=1)
-    assert until(lambda: len(family.stalled()) == 2)
+    until(lambda: len(family.stalled()) == 2, WITHIN_S)
     ranks = family.stalled()
     agent = ranks[0].parent()
     assert agent is not None
     assert agent.cmdline()[2:4] == ["ptf.workspace.entry", "torch.distributed.run"]
     agent.kill()
-    assert until(lambda: all(rank.ppid() != agent.pid for rank in ranks))
+    until(lambda: all(rank.ppid() != agent.pid for rank in ranks), WITHIN_S)
     family.go.touch()
     assert psutil.wait_procs(ranks, WITHIN_S)[1] == []
     assert not (family.place / "go.torch").exists()
@@ -178,7 +172,7 @@ def test_processes_that_tokenize_die_with_who_started_them(family):
     started.start()
     driver = psutil.Process(started.pid)
     try:
-        assert until(lambda: len(driver.children()) == 2)
+        until(lambda: len(driver.children()) == 2, WITHIN_S)
         family.seen += driver.children()
     finally:
         started.kill()

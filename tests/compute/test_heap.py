@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from ptf.compute import heap
+from tests.child import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 SCRIPT = """
@@ -29,9 +29,7 @@ print(json.dumps([kept, faults()]))
 
 def ran(how: str, **variables: str) -> tuple[bool | None, int]:
     environment = {k: v for k, v in os.environ.items() if k not in heap.OWN} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python("-c", SCRIPT, how, env=environment, timeout=120, check=True)
     kept, faults = json.loads(done.stdout.splitlines()[-1])
     return kept, faults
 

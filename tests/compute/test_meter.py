@@ -1,8 +1,5 @@
 """The speed that MFU divides by: the right GPU's, in the precision that it computes in."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,6 +7,7 @@ from ptf.compute import meter
 from ptf.compute.meter import PEAKS, known_gpu, peak_flops
 from ptf.compute.world import World
 from ptf.train.step_metrics import StepMeter
+from tests.child import run_python
 
 GPUS = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -63,7 +61,7 @@ assert peak_memory_gib(device) < before + 0.5 * gib, "the peak since the last ca
 
 def test_on_a_cpu_the_peak_is_of_memory_that_has_been_freed_since() -> None:
     """In a process of its own, since a rank keeps what it frees (ptf/compute/heap.py)."""
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", PEAK, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,8 +12,9 @@ from ptf.artifact import Artifact
 from ptf.config import load, loads
 from ptf.errors import UserError
 from ptf.run import run as train
-from tests.flows.toy import FLOW, wait_for
-from tests.tiny import arithmetic
+from tests.flows.toy import FLOW
+from tests.tiny import arithmetic, online
+from tests.waiting import until
 
 
 class Page(list):
@@ -95,16 +96,11 @@ def test_a_timeline_places_the_phases_of_steps_one_after_the_other():
 def test_charts_and_header_name_metrics_that_runs_report(tmp_path):
     offline = arithmetic(tmp_path)
     offline["train"] |= {"steps": 1, "validate_every": 0}
-    prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
-    online = offline | {
-        "data": offline["data"] | {"sources": prompts, "validation": {}},
-        "rollout": {"engine": "native", "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 2}
-        | {"reward": {"use": "tests.rl.plugs:by_length"}},
-    }
+    grpo = online(offline, tmp_path, prompts_per_step=2, group_size=2, max_new_tokens=2)
     made = train(loads(json.dumps(offline)), "sft")
     jobs = {
-        "grpo": online | {"recipe": "grpo", "algo": {"kl_coef": 0.01, "num_minibatches": 2}},
-        "opd": online | {"recipe": "opd", "algo": {"teacher": str(made / "model")}},
+        "grpo": grpo | {"algo": {"kl_coef": 0.01, "num_minibatches": 2}},
+        "opd": grpo | {"recipe": "opd", "algo": {"teacher": str(made / "model")}},
     }
     runs = [made, *(train(loads(json.dumps(raw)), name) for name, raw in jobs.items())]
     rows = [row for run in runs for row in charts.read(run / "metrics.jsonl")]
@@ -223,7 +219,7 @@ def test_a_live_card_grows_while_the_step_runs(job, monkeypatch):
     monkeypatch.setattr(cards, "REFRESH_S", 0.01)
     with cards.live(card := Page(), job, "run"):
         log(job, {"step": 1, "loss": 3})
-        wait_for(lambda: card.rendered > 0, seconds=10)
+        until(lambda: card.rendered > 0, seconds=10)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from unittest.mock import ANY
 
@@ -15,8 +14,10 @@ import yaml
 
 from ptf.config import loads
 from ptf.storage import published_versions
-from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
+from tests.child import run_python
+from tests.flows.toy import ROOT, Toy, descendants, is_gone
 from tests.tiny import arithmetic
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -244,7 +245,7 @@ def test_nothing_outlives_a_flow_that_is_killed(tmp_path, who, number):
     assert task in there
     os.kill(task if who == "step" else run.pid, number)
     out, err = run.communicate(timeout=60)
-    wait_for(lambda: all(map(is_gone, there)), seconds=10)
+    until(lambda: all(map(is_gone, there)), seconds=10)
     assert run.returncode != 0
     assert "Traceback" not in out + err
     assert (tmp_path / "unwound").exists() is (number != signal.SIGKILL)
@@ -260,7 +261,5 @@ def test_runs_are_found_by_their_tags_and_read_in_a_notebook(story):
         " list(Flow('ToyFlow').runs('recipe:dpo')))"
     )
     toy = story["toy"]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=toy.directory, env=toy.env, capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", code, cwd=toy.directory, env=toy.env, timeout=120)
     assert done.stdout.split() == ["a-model", "0.5", "True", "[]"], done.stderr

@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.waiting import until
 
 FLOW = Path(__file__).with_name("toy_flow.py")
 ROOT = FLOW.parents[2]
@@ -45,20 +45,13 @@ class Toy:
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_for(lambda: len(self.trained()) > before or run.poll() is not None)
+        until(lambda: len(self.trained()) > before or run.poll() is not None)
         assert run.poll() is None, run.communicate()
         return run, self.trained()[-1]["pid"]
 
     def trained(self) -> list[dict]:
         file = self.directory / "trained.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:

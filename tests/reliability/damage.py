@@ -89,11 +89,15 @@ def swap(scene: Scene, rng: Random) -> list[Path]:
     else:
         (a,) = found
         return [a.rename(a.with_name(a.name + ".other")), a]
-    aside = scene.root.with_name("aside")
-    a.rename(aside)
-    b.rename(a)
-    aside.rename(b)
+    swapped(a, b, scene.root.with_name("aside"))
     return [a, b]
+
+
+def swapped(one: Path, other: Path, aside: Path | None = None) -> None:
+    aside = aside or one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
 
 
 def foreign(scene: Scene, rng: Random) -> list[Path]:

@@ -14,7 +14,7 @@ import yaml
 from ptf.config import loads
 from ptf.run import run
 from tests.reliability.faults import found_of
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 FAULTS = {
     "raise": "out of order",
@@ -42,23 +42,11 @@ class Stamped:
 
 
 def job(directory: Path, seed: int) -> dict[str, Any]:
-    raw = arithmetic(directory) | {
-        "recipe": "grpo",
-        "seed": seed,
-        "algo": {"num_minibatches": 2},
-        "checkpoint": {"every": 100},
-    }
+    raw = online(arithmetic(directory), directory, "tests.rl.plugs:varied")
+    raw |= {"seed": seed, "algo": {"num_minibatches": 2}, "checkpoint": {"every": 100}}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": 4}
-    raw["data"] = {
-        **raw["data"],
-        "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
-        "validation": {},
-    }
-    raw["train"] = {**raw["train"], "steps": len(FAULTS) + 1, "validate_every": 0, "deterministic": True}
-    reward = {"use": "tests.rl.plugs:varied"}
-    return raw | {
-        "rollout": {"engine": "native", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "reward": reward}
-    }
+    raw["train"] |= {"steps": len(FAULTS) + 1, "deterministic": True}
+    return raw
 
 
 def played(directory: Path, seed: int) -> list[dict[str, Any]]:

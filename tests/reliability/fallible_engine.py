@@ -1,36 +1,17 @@
 """An engine that answers a batch with what is no answer, or not at all; as tests.reliability.fallible."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
 
-from ptf.rl.engines.native import NativeEngine
 from tests.reliability.fallible import Counted, befall
+from tests.rl.faulty import Plugged
 
 
-class Engine(NativeEngine):
-    def __init__(
-        self,
-        directory: str,
-        *,
-        device: str,
-        dtype: str,
-        version: int,
-        seed: int,
-        max_length: int,
-        place: str,
-        fault: str,
-        at: int,
-    ) -> None:
-        where = torch.device(device)
-        super().__init__(
-            directory,
-            device=where,
-            dtype=getattr(torch, dtype),
-            version=version,
-            seed=seed,
-        )
+class Engine(Plugged):
+    def __init__(self, directory: str, *, place: str, fault: str, at: int, **usual: Any) -> None:
+        super().__init__(directory, **usual)
         self.fault, self.counted = fault, Counted(place, at, lasts=False)
 
     def answer(self, requests):

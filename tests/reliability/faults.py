@@ -28,7 +28,7 @@ from ptf.config import loads
 from ptf.run import run
 from tests.reliability import fallible_engine  # noqa: F401
 from tests.reliability.fallible import CALLS, ENDS, REWARDS, TURNS
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 STEPS, PROMPTS, GROUP, TURNS_EACH = 4, 4, 4, 2
 DEADLINE_S, NAMED_S, ENDS_S = 2.0, 10.0, 180.0
@@ -97,22 +97,11 @@ def drawn(seed: int) -> Trial:
 
 
 def job(directory: Path, trial: Trial, place: Path) -> dict[str, Any]:
-    raw = arithmetic(directory) | {"recipe": trial.recipe, "algo": {"num_minibatches": 2}, "checkpoint": {"every": 100}}
+    limits = {"reward_timeout_s": DEADLINE_S, "max_no_result_share": 0.5}
+    raw = online(arithmetic(directory), directory, "", prompts_per_step=PROMPTS, group_size=GROUP, **limits)
+    raw |= {"recipe": trial.recipe, "algo": {"num_minibatches": 2}, "checkpoint": {"every": 100}}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": PROMPTS}
-    raw["data"] = {
-        **raw["data"],
-        "sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}},
-        "validation": {},
-    }
-    raw["train"] = {**raw["train"], "steps": STEPS, "validate_every": 0}
-    raw["rollout"] = {
-        "engine": "native",
-        "prompts_per_step": PROMPTS,
-        "group_size": GROUP,
-        "max_new_tokens": 6,
-        "reward_timeout_s": DEADLINE_S,
-        "max_no_result_share": 0.5,
-    }
+    raw["train"]["steps"] = STEPS
     args = {"place": str(place), "fault": trial.fault, "at": trial.at, "lasts": trial.lasts}
     never = {**args, "at": 10**9}
     if trial.place == "environment":

@@ -8,6 +8,7 @@ from typing import Any
 
 from ptf.data.tokenizer import Tokenizer
 from tests.tiny import arithmetic, checkpoint
+from tests.tiny import online as tiny_online
 
 STEPS, EVERY = 6, 2  # of online training, and between its checkpoints
 Job = Callable[[Path], dict[str, Any]]  # the config of a run, whose files are made in a directory
@@ -39,27 +40,19 @@ def online(recipe: str, algo: Mapping[str, Any]) -> Job:
     """Rollouts by our own decoder, rewards from a process of their own, all other roles in one process."""
 
     def made(directory: Path) -> dict[str, Any]:
-        raw, prompts = arithmetic(directory, rows=80), {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
+        raw = arithmetic(directory, rows=80)
         raw["algo"] = dict(algo)
         if recipe == "opd":
             tokenizer = Tokenizer.load(raw["model"]["path"])
             teacher = checkpoint(directory / "teacher", vocab_size=tokenizer.vocab_size, seed=7)
             tokenizer.save(teacher)
             raw["algo"]["teacher"] = str(teacher)
-        raw |= {
+        raw = tiny_online(raw, directory) | {
             "recipe": recipe,
             "checkpoint": {"every": EVERY, "keep": 2},
             "track": {"tensorboard": False, "samples_every": 1, "sample_prompts": 4},
-            "rollout": {
-                "engine": "native",
-                "prompts_per_step": 4,
-                "group_size": 4,
-                "max_new_tokens": 6,
-                "reward": {"use": "tests.rl.plugs:by_length"},
-            },
-            "evaluate": {"sources": {"dev": prompts}, "limit": 6},
         }
-        raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
+        raw["evaluate"] = {"sources": {"dev": raw["data"]["sources"]["p"]}, "limit": 6}
         raw["train"] |= {"steps": STEPS, "validate_every": 3}
         return raw
 

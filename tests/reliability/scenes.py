@@ -49,7 +49,7 @@ from ptf.train.tokenize import tokenize
 from steps import retrain
 from tests.data import hub_stub
 from tests.reliability.damage import HARMS, Scene, held
-from tests.tiny import arithmetic, checkpoint, codes, write_jsonl
+from tests.tiny import arithmetic, checkpoint, codes, online, write_jsonl
 
 PASSED_OVER = "is damaged|was never finished"
 TEXTS = ["1+2=", "30-4=26", "++", "", "0123456789", "<|im_start|><|user|>7+8=<|im_end|>", "10-10=0"]
@@ -107,22 +107,11 @@ class Made:
 
     @cached_property
     def online(self) -> Job:
-        prompts = {"path": str(self.directory / "prompts.jsonl"), "kind": "prompt"}
-        reward = {"use": "tests.rl.plugs:by_length"}
-        raw = self.raw | {
-            "recipe": "grpo",
-            "rollout": {
-                "engine": "native",
-                "prompts_per_step": 4,
-                "group_size": 2,
-                "max_new_tokens": 4,
-                "reward": reward,
-            },
-            "evaluate": {"sources": {"dev": prompts}, "limit": 8, "max_new_tokens": 4, "samples_per_prompt": 1},
-            "data": {**self.raw["data"], "sources": {"p": prompts}, "validation": {}},
-            "train": {**self.raw["train"], "steps": 3, "validate_every": 0},
-            "checkpoint": {"every": 1, "keep": 3},
-        }
+        raw = online(self.raw, self.directory, group_size=2, max_new_tokens=4)
+        dev = {"dev": raw["data"]["sources"]["p"]}
+        raw["evaluate"] = {"sources": dev, "limit": 8, "max_new_tokens": 4, "samples_per_prompt": 1}
+        raw["train"]["steps"] = 3
+        raw["checkpoint"] = {"every": 1, "keep": 3}
         return loads(yaml.safe_dump(raw))
 
     @cached_property

@@ -8,13 +8,14 @@ import sys
 import pytest
 import yaml
 
-from ptf.compute.tracking import is_clock, read_metrics
+from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.rl.engines.native import NativeEngine
 from ptf.run import run
 from tests.conftest import ROOT
 from tests.rl.rewards.loopback import Reply, serving
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
+from tests.train.test_loop import facts
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
 PROGRAM = """
@@ -33,17 +34,16 @@ if len(sys.argv) > 1 and task["seed"] % 4 == 0:
 def job(tmp_path, monkeypatch):
     """Return a function that runs a GRPO of agents with a section `rollout`, and returns what it made."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    raw = arithmetic(tmp_path) | {"recipe": "grpo", "checkpoint": {"every": 1}}
+    raw = online(arithmetic(tmp_path), tmp_path, "", prompts_per_step=PROMPTS, group_size=GROUP)
+    raw |= {"checkpoint": {"every": 1}}
     raw["track"] = {"tensorboard": False, "samples_every": 1, "sample_prompts": PROMPTS}
-    raw["data"] |= {"sources": {"sums": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "validation": {}}
-    raw["train"] |= {"steps": STEPS, "validate_every": 0, "deterministic": True}
+    raw["train"] |= {"steps": STEPS, "deterministic": True}
 
     def made(name, **rollout):
-        usual = {"engine": "native", "prompts_per_step": PROMPTS, "group_size": GROUP, "max_new_tokens": 6}
+        usual = raw["rollout"]
         run(loads(yaml.safe_dump({**raw, "rollout": {**usual, "max_no_result_share": 0.6, **rollout}})), name)
         place = tmp_path / "runs" / name
-        rows = [{k: v for k, v in row.items() if not is_clock(k)} for row in read_metrics(place / "metrics.jsonl")]
-        return rows, read_metrics(place / "samples.jsonl"), (place / "model" / "model.safetensors").read_bytes()
+        return facts(place), read_metrics(place / "samples.jsonl"), (place / "model" / "model.safetensors").read_bytes()
 
     return made
 

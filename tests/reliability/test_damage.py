@@ -17,7 +17,7 @@ from ptf import storage
 from ptf.errors import UserError
 from ptf.storage import file_verification
 from tests.reliability import scenes
-from tests.reliability.damage import HARMS, SAID, Scene, put, trials
+from tests.reliability.damage import HARMS, SAID, Scene, put, swapped, trials
 from tests.reliability.scenes import SCENES, Made
 
 
@@ -83,13 +83,6 @@ def bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-
-
-def swapped(one: Path, other: Path) -> None:
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
 
 
 def only(root: Path, pattern: str) -> Path:

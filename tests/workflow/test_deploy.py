@@ -1,13 +1,12 @@
 """What is handed to Argo Workflows, and what of ptf goes along."""
 
 import json
-import subprocess
-import sys
 import tarfile
 
 import pytest
 import yaml
 
+from tests.child import run_python
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.flows.toy import FLOW, ROOT, Toy
 
@@ -84,12 +83,10 @@ def test_our_packages_go_along_and_are_those_that_are_imported(toy):
     modules = "flows.base", "ptf.recipes", "steps.stages"
     code = f"import sys, {', '.join(modules)}; print(*(sys.modules[name].__file__ for name in {modules}))"
     env = toy.env | {"PYTHONPATH": ".:.mf_code"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=there, env=env, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code, cwd=there, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all((there / word).resolve().is_relative_to(there.resolve()) for word in done.stdout.split()), done.stdout
-    shown = subprocess.run(
-        [sys.executable, "sft_flow.py", "show"], cwd=there, env=env, capture_output=True, text=True, timeout=120
-    )
+    shown = run_python("sft_flow.py", "show", cwd=there, env=env, timeout=120)
     assert shown.returncode == 0, shown.stderr
 
 

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from ptf.compute.tracking import read_metrics
-from tests.flows.toy import ROOT, Toy, descendants, is_gone, wait_for
+from tests.flows.toy import ROOT, Toy, descendants, is_gone
 from tests.tiny import arithmetic
+from tests.waiting import until
 
 OURS_S, RAYS_S = 10, 90  # Ray's helpers look only now and then whether they are still needed
 
@@ -31,7 +32,7 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
     run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     there: dict[int, str] = {}
     try:
-        wait_for(
+        until(
             lambda: any(len(file.read_text().splitlines()) > 3 for file in Path(raw["output"]).glob("*/metrics.jsonl")),
             seconds=240,
         )
@@ -44,8 +45,8 @@ def test_nothing_outlives_a_flow_on_ray_that_is_killed(tmp_path, who, number):
             pid for pid, said in there.items() if "ray" not in said.replace(str(tmp_path), "").replace(str(ROOT), "")
         ]
         assert {run.pid, task} <= set(ours)
-        wait_for(lambda: all(map(is_gone, ours)), seconds=OURS_S - (time.monotonic() - killed) + 1)
-        wait_for(lambda: all(map(is_gone, there)), seconds=RAYS_S - (time.monotonic() - killed) + 1)
+        until(lambda: all(map(is_gone, ours)), seconds=OURS_S - (time.monotonic() - killed) + 1)
+        until(lambda: all(map(is_gone, there)), seconds=RAYS_S - (time.monotonic() - killed) + 1)
     finally:
         run.kill()
         for pid in there:
@@ -73,7 +74,7 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
     ]
     run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(steps(tmp_path)) >= 45 or run.poll() is not None, seconds=480)
+        until(lambda: len(steps(tmp_path)) >= 45 or run.poll() is not None, seconds=480)
         assert run.poll() is None
     finally:
         run.kill()
