@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from ptf.evaluate.evaluation import evaluate_model
 from ptf.model.adapter_directory import AdapterDirectory
 from ptf.storage import published_versions
 from ptf.training_run import EVALUATED
+from tests.child import run_python
 from tests.tiny import arithmetic
 
 ROOT = Path(__file__).parents[1]
@@ -263,7 +262,7 @@ def test_importing_ptf_imports_nothing_heavy() -> None:
         "m.partition('.')[0] in ('torch', 'pydantic', 'transformers', 'yaml', 'numpy', 'rich', 'ray')]); "
         "ptf.load; ptf.check; ptf.train; print([m for m in sys.modules if m.partition('.')[0] in ('torch', 'ray')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("[]\n[]\n", "")
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from ptf.storage import published_versions
+from tests.child import run_python
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -86,13 +86,7 @@ def test_script_and_notebook_go_from_rows_to_a_published_model(tmp_path: Path) -
             shutil.copy(file, tmp_path)
     (tmp_path / "cells.json").write_text(json.dumps(cells()))
     changes = [word for change in SMALL for word in ("--set", change)]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BOTH, "first_sft.py", "--output", "script", *changes],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
+    done = run_python("-c", RUN_BOTH, "first_sft.py", "--output", "script", *changes, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"right responses to held-out questions: \d+%\n12\+30= .*\n7\+8= .*\n", done.stdout)
     assert published_versions.latest(str(tmp_path / "script" / "runs" / "published"))

@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.inspection import touch
 from ptf.inspection.terminal import show
 from ptf.run import run
+from tests.child import run_python
 from tests.tiny import arithmetic, write_jsonl
 
 PLUGIN = """
@@ -124,13 +123,7 @@ def test_bad_rows_that_would_stop_training_are_a_status(job, tmp_path, capfd):
 def test_nothing_else_is_printed(job, tmp_path):
     (tmp_path / "printing.py").write_text(PLUGIN)
     config = job(data={"prepare": {"use": "printing:prepare"}})
-    done = subprocess.run(
-        [sys.executable, "-m", "ptf.cli", "inspect", config, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    done = run_python("-m", "ptf.cli", "inspect", config, "--json", check=True, cwd=tmp_path)
     assert set(json.loads(done.stdout)) >= {"sources", "expansion", "samples"}
     assert "prepare prints" in done.stderr
     assert "a child prints" in done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.child import run_python
+
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["numpy", "torch", "transformers", "tokenizers", "pyarrow", "pandas", "fsspec", "httpx", "rich", "ray", "verl"]
 OF_A_RANK = ["ray", "verl", "vllm", "pandas", "scipy", "sklearn", "datasets", "tensorboard", "metaflow"]
@@ -57,7 +59,5 @@ def test_a_heavy_import_is_found() -> None:
 def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(environment, expected):
     ours = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     shown = "import json, os, ptf; print(json.dumps(os.environ.get('GOMP_SPINCOUNT')))"
-    done = subprocess.run(
-        [sys.executable, "-c", shown], cwd=ROOT, env=ours | environment, capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", shown, cwd=ROOT, env=ours | environment, check=True)
     assert json.loads(done.stdout) == expected

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from tests.cluster.head import running
 from tests.tiny import arithmetic
+from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 PTF = Path(sys.executable).with_name("ptf")
@@ -27,13 +28,6 @@ PTF = Path(sys.executable).with_name("ptf")
 
 def rows(directory: Path) -> list[int]:
     return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
-
-
-def until(what: Callable[[], bool], seconds: float = 240) -> None:
-    ends = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -77,7 +71,7 @@ def test_a_gang_over_two_nodes_survives_the_loss_of_one(
     seen: dict[str, Any] = {}
 
     def take_one_away() -> None:
-        until(lambda: len(rows(directory)) >= 35)
+        until(lambda: len(rows(directory)) >= 35, 240)
         tables = ray.util.placement_group_table().values()
         seen["nodes"] = {
             node for table in tables if table["state"] == "CREATED" for node in table["bundles_to_node_id"].values()
@@ -118,12 +112,12 @@ def test_a_submitted_job_outlives_its_driver_and_is_found_again(head: str, tmp_p
     directory, command = Path(raw["output"]) / "a", [str(PTF), "train", str(tmp_path / "job.yaml"), "--run-name", "a"]
     with (tmp_path / "first.log").open("w") as log:
         driver = subprocess.Popen(command, stdout=log, stderr=log)
-        until(lambda: len(rows(directory)) >= 20 or driver.poll() is not None)
+        until(lambda: len(rows(directory)) >= 20 or driver.poll() is not None, 240)
         assert driver.poll() is None, (tmp_path / "first.log").read_text()[-3000:]
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait(20)
     before = len(rows(directory))
-    until(lambda: len(rows(directory)) > before + 20)  # without it
+    until(lambda: len(rows(directory)) > before + 20, 240)  # without it
     again = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert f"job ptf-a-train is running on {head}: following it" in again.stdout

@@ -21,6 +21,8 @@ from ptf.compute.reaper import OWNER, PREFIX, end_abandoned, family
 from ptf.compute.world import joined
 from ptf.errors import UserError
 from ptf.workspace import scratch
+from tests.child import run_python
+from tests.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -103,20 +105,14 @@ def test_a_dead_actor_is_named_at_once_and_leaves_no_process(ray_cluster):
         gang.execute(die, [(0,), (1,)], timeout_s=float("inf"))
     assert time.monotonic() - began < 10
     gang.close()
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
 
 
 def test_a_gang_returns_results_in_the_order_of_ranks_and_gives_its_places_back(ray_cluster):
     free = ray.available_resources()["CPU"]
     with Gang("short", workers=2, timeout_s=300) as gang:
         assert gang.execute(lambda shift: int(os.environ["RANK"]) + shift, [(5,), (5,)]) == [5, 6]
-    deadline = time.monotonic() + 10
-    while ray.available_resources().get("CPU") != free and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ray.available_resources()["CPU"] == free
+    until(lambda: ray.available_resources().get("CPU") == free, 10)
 
 
 def test_workers_that_cannot_be_placed_are_refused_with_numbers(ray_cluster):
@@ -233,5 +229,5 @@ def test_an_unreachable_cluster_is_said_to_be_one():
         with ray_session(address="127.0.0.1:9", timeout_s=1):
             pass
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-c", code, timeout=300)
     assert "Retryable: no Ray cluster answers at 127.0.0.1:9 after 1 s: " in done.stderr

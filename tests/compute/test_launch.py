@@ -1,8 +1,6 @@
 """One worker on this machine is this process: it trains and is evaluated without Ray,
 whatever the launcher is by default."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from ptf.compute.launch import needs_ray
 from ptf.compute.ray_session import _resolved
 from ptf.config.sections.compute import ComputeConfig
 from ptf.errors import UserError
+from tests.child import run_python
 from tests.tiny import arithmetic
 
 CODE = """
@@ -36,12 +35,7 @@ def test_one_worker_trains_and_is_evaluated_without_ray(tmp_path: Path) -> None:
     raw["train"] |= {"steps": 2, "validate_every": 0}
     raw["compute"] = {"device": "cpu", "threads": 1}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CODE), str(tmp_path / "job.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("-c", textwrap.dedent(CODE), str(tmp_path / "job.yaml"), timeout=300)
     assert "RAY False False" in done.stdout, done.stdout + done.stderr
 
 

@@ -22,6 +22,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.evaluate.measurement import measure_held_out_rows
 from ptf.run import resolved, run
 from ptf.train.tokenize import tokenize
+from tests.child import run_python
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -243,14 +244,7 @@ def test_what_is_published_gives_our_answers_in_transformers_and_in_vllm(place, 
     assert len(ours) == 20
     assert [a["response"] for a in ours] == theirs
     env = {**place.env, **engine_env(vllm_caches)}
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, json.dumps(prompts), str(directory)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = run_python("-c", GENERATE, json.dumps(prompts), str(directory), env=env, timeout=900)
     served = re.search(r"^ANSWERS (.*)$", done.stdout, re.M)
     assert served, done.stderr[-2000:]
     assert json.loads(served[1]) == theirs

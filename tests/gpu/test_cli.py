@@ -8,19 +8,9 @@ import pytest
 import yaml
 
 from ptf.compute.tracking import read_metrics
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 ROOT = Path(__file__).parents[2]
-GRPO = {
-    "recipe": "grpo",
-    "rollout": {
-        "engine": "native",
-        "prompts_per_step": 8,
-        "group_size": 4,
-        "max_new_tokens": 6,
-        "reward": {"use": "ptf.rl.rewards:numeric"},
-    },
-}
 
 
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
@@ -29,9 +19,7 @@ def test_a_job_trains_and_writes_a_model(tmp_path, device, recipe):
     raw["compute"]["device"] = device
     raw["train"] |= {"steps": 3, "precision": "bf16"}
     if recipe == "grpo":
-        raw |= GRPO
-        prompts = {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}
-        raw["data"] = {**raw["data"], "sources": prompts, "validation": {}}
+        raw = online(raw, tmp_path, "ptf.rl.rewards:numeric", prompts_per_step=8)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     command = [sys.executable, "-m", "ptf.cli", "train", str(tmp_path / "job.yaml"), "--run-name", "a"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

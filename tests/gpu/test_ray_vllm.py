@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from ptf.compute.tracking import read_metrics
-from tests.gpu.test_cli import GRPO, ROOT
-from tests.tiny import arithmetic
+from tests.gpu.test_cli import ROOT
+from tests.tiny import arithmetic, online
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 WIDE |= {"intermediate_size": 512, "max_position_embeddings": 256}
@@ -41,11 +41,9 @@ def test_policy_and_engine_stay_one_policy_on_a_gpu(tmp_path: Path, name: str) -
     raw = arithmetic(tmp_path)
     file = Path(raw["model"]["path"]) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | WIDE))
-    raw |= {"recipe": "grpo", "algo": {"num_minibatches": 2}}
-    raw["rollout"] = {**GRPO["rollout"], "engine": "vllm", "gpu_memory_utilization": 0.1, **rollout}
-    prompts = {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}
-    raw["data"] = {**raw["data"], "sources": {"p": prompts}, "validation": {}}
-    raw["evaluate"] = {"sources": {"dev": prompts}, "limit": 20}
+    rollout = {"engine": "vllm", "prompts_per_step": 8, "gpu_memory_utilization": 0.1, **rollout}
+    raw = online(raw, tmp_path, "ptf.rl.rewards:numeric", **rollout) | {"algo": {"num_minibatches": 2}}
+    raw["evaluate"] = {"sources": {"dev": raw["data"]["sources"]["p"]}, "limit": 20}
     raw["model"] = {**raw["model"], **model}
     raw["train"] |= {"steps": 4, "precision": precision, "validate_every": 2}
     raw["compute"] = {"launcher": "ray", "device": "cuda", "threads": 2}

@@ -32,6 +32,13 @@ def test_a_run_of_every_offline_recipe_follows_the_cpus(tmp_path: Path, device: 
     assert there == pytest.approx([row["loss"] for row in rows(raw, "cpu", "cpu")], rel=2e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-3), ("bf16", 3e-2)])
+def test_a_run_follows_the_cpus(tmp_path: Path, device: str, precision: str, bound: float) -> None:
+    raw = arithmetic(tmp_path)
+    there = [row["loss"] for row in rows(raw, "device", device, precision)]
+    assert there == pytest.approx([row["loss"] for row in rows(raw, "cpu", "cpu")], rel=bound)
+
+
 @pytest.mark.parametrize("name", ONLINE)
 def test_engine_and_trainer_agree_in_every_online_recipe(tmp_path: Path, device: str, name: str) -> None:
     found = rows(JOBS[name](tmp_path), "device", device)

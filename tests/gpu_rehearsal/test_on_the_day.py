@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.child import run_python
 
 pytestmark = pytest.mark.e2e
 
@@ -15,14 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "PTF_GPU_TESTS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*command, cwd=ROOT, env={**os.environ, "PTF_GPU_TESTS": "cpu"}, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     return done.stdout
 

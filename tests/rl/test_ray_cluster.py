@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from typing import Any, ClassVar
@@ -22,6 +20,8 @@ from ptf.errors import Lost, UserError
 from ptf.rl import ray_cluster, replicas
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers, summed_broadcast
 from ptf.rl.ray_cluster import VerlCluster
+from tests.child import run_python
+from tests.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -195,10 +195,7 @@ def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster)
         group.call("die", [False, True])
     assert time.monotonic() - began < 10
     cluster.close()
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
 
 
 GPUS = """
@@ -239,14 +236,7 @@ def test_on_gpus_roles_share_devices_and_take_turns(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     script = tmp_path / "gpus.py"
     script.write_text(textwrap.dedent(GPUS))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**env, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = run_python(str(script), env={**env, "PYTHONPATH": os.getcwd()}, timeout=400)
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
     assert said, done.stderr[-2000:]
     devices, policy, rollout, critic, refused = json.loads(said[0].removeprefix("SAID "))
