@@ -2,16 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
-from ptf.model import bridge
-from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 
 SIZES = {
     "vocab_size": 97,
@@ -38,14 +34,6 @@ def checkpoint(directory: Path, *, tied: bool = True, seed: int = 0, **changes: 
             parameter.normal_(1.0, 0.2) if name.endswith("norm.weight") else parameter.normal_(0, 0.1)
     model.save_pretrained(directory)
     return directory
-
-
-def loaded(directory: Path, **parts: Any) -> tuple[Decoder, Family]:
-    """The model of a checkpoint, in the checkpoint's precision on the CPU, and its family."""
-    model, family = bridge.build(directory, **parts)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
-    return model, family
 
 
 def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: float = 0.6) -> Sample:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.sample import Sample
-from ptf.model import attention, hf_backend
+from ptf.model import attention, bridge, hf_backend
 from ptf.model.attention import Flex, PackedDelta, PerDocument
 from ptf.model.delta_rule import Chunks
 from ptf.model.families import family_of
@@ -31,7 +31,6 @@ from ptf.model.reference import random_reference
 from ptf.model.rounding import Margins
 from ptf.model.verify import TIE
 from tests.model.foreign import foreign
-from tests.tiny import loaded
 
 # families whose language model is that of another family: gemma3_text, qwen3_5_text, deepseek_v3, and mistral
 # or ministral3
@@ -141,7 +140,7 @@ def model_of(mixer: Mixer) -> Any:
             random.Random(f"attention/{mixer.model_type}")
         )
         random_reference({**drawn, **dict(mixer.settings)}, 0).save_pretrained(directory)
-        return loaded(directory)[0].to(mixer.dtype)
+        return bridge.load(directory)[0].to(mixer.dtype)
 
 
 def lengths(rng: np.random.Generator, sequences: int) -> list[list[int]]:

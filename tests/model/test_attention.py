@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptf.model import attention
+from ptf.model import attention, bridge
 from ptf.model.attention import Flex, PerDocument, band, bucket
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
 from ptf.model.reference import random_reference
 from tests.model import leakage
 from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved, with_ties
-from tests.tiny import loaded, packed
+from tests.tiny import packed
 
 WIDTH = 48
 
@@ -35,7 +35,7 @@ def model_from(config: dict[str, Any]) -> Decoder:
     """A decoder with the random weights of a config.json."""
     with tempfile.TemporaryDirectory() as directory:
         random_reference(config, 0).save_pretrained(directory)
-        return loaded(Path(directory))[0]
+        return bridge.load(Path(directory))[0]
 
 
 def test_every_family_is_looked_at() -> None:

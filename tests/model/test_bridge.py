@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from tests.tiny import checkpoint, loaded
+from tests.tiny import checkpoint
 
 
 def ours(directory: Path) -> Decoder:
-    return loaded(directory)[0]
+    return bridge.load(directory)[0]
 
 
 def test_a_checkpoint_survives_the_way_through_ours_byte_for_byte(tmp_path):

@@ -14,7 +14,7 @@ from ptf.model import bridge, hub
 from ptf.storage.hub import first_line, refusal
 from tests.child import run_python
 from tests.data.hub_stub import running
-from tests.tiny import checkpoint, loaded
+from tests.tiny import checkpoint
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 
@@ -156,7 +156,7 @@ def test_a_file_uri_and_a_missing_one(model, tmp_path):
 
 
 def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
-    first, family = loaded(model)
+    first, family = bridge.load(model)
     with monkeypatch.context() as patch:
         patch.setattr(bridge, "SHARD_BYTES", 50_000)
         bridge.save_hf(bridge.hf_tensors(first, family), model, tmp_path / "sharded", writes=True)
@@ -164,14 +164,14 @@ def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_pa
     assert len(shards) > 2
     memory.put(f"{tmp_path}/sharded/", "/models/sharded/", recursive=True)
     local = bridge.locate("memory://models/sharded", cache=str(tmp_path / "cache"))
-    second, family = loaded(local)
+    second, family = bridge.load(local)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     bridge.save_hf(bridge.hf_tensors(second, family), local, tmp_path / "whole", writes=True)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert not list((tmp_path / "whole").glob("*.index.json"))
     (local / shards[1]).unlink()
     with pytest.raises(UserError, match=f"files that do not exist: {shards[1]}"):
-        loaded(local)
+        bridge.load(local)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from ptf.model.reference import quiet, random_reference, reference
 from ptf.model.verify import packed
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
-from tests import tiny
 from tests.model.own import NarrowMLP
 from tests.model.ranks import two_ranks
 from tests.tiny import packed as packed_sequences
@@ -55,7 +54,7 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
 
 
 def loaded(directory: Path, lora: Lora | None, **parts) -> tuple[Decoder, Family]:
-    return tiny.loaded(directory, factory=LayerFactory(lora=lora, **parts))
+    return bridge.load(directory, factory=LayerFactory(lora=lora, **parts))
 
 
 @torch.no_grad()
@@ -314,7 +313,7 @@ def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lo
     assert config["r"] == 3 * lora.rank
     save(form.tensors(), config, tmp_path / "adapter", writes=True)
     stored = AdapterDirectory.read(tmp_path / "adapter")
-    again, family = tiny.loaded(directory, factory=stored.factory(directory))
+    again, family = bridge.load(directory, factory=stored.factory(directory))
     stored.fill(again, family)
     torch.testing.assert_close(logits(again), logits(model))
     odd = {**config, "r": 4}

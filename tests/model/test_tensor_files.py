@@ -15,12 +15,12 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from tests.model.published import mxfp4_checkpoint
-from tests.tiny import checkpoint, loaded
+from tests.tiny import checkpoint
 
 
 def refused(directory: Path) -> list[str]:
     with pytest.raises(UserError) as error:
-        loaded(directory)
+        bridge.load(directory)
     return str(error.value).splitlines()
 
 
@@ -32,7 +32,7 @@ def directory(tmp_path) -> Path:
 def test_every_tensor_that_does_not_fit_is_named_at_once(directory):
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    loaded(directory)  # control
+    bridge.load(directory)  # control
     layer = "model.layers.0.self_attn"
     del tensors[f"{layer}.q_proj.weight"], tensors["model.norm.weight"]
     tensors[f"{layer}.k_proj.weight"] = tensors[f"{layer}.k_proj.weight"][:-1].clone()
@@ -64,7 +64,7 @@ def test_an_index_that_names_absent_files_or_tensors(directory):
     part = "model-00001-of-00002.safetensors"
     shutil.copy(file, directory / part)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, part)}))
-    loaded(directory)  # control
+    bridge.load(directory)  # control
     index.write_text(
         json.dumps({"weight_map": {**dict.fromkeys(names, part), names[0]: "model-00002-of-00002.safetensors"}})
     )
@@ -156,7 +156,7 @@ def test_every_value_of_four_bits_and_the_extreme_exponents(tmp_path):
 
 def test_an_mxfp4_checkpoint_is_exported_in_bf16(quantised, tmp_path):
     directory, whole = quantised
-    model, family = loaded(directory)
+    model, family = bridge.load(directory)
     bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == whole.keys()

@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model import verify as verify_module
 from ptf.model.families import MODULES, family_of
 from ptf.model.reference import random_reference
 from ptf.model.verify import Reference, round_trip, their_balance, verify
 from tests.model.mistakes import MISTAKES, Mistake
-from tests.tiny import checkpoint, loaded
+from tests.tiny import checkpoint
 
 
 @pytest.mark.long
@@ -93,7 +94,7 @@ def test_a_tied_checkpoint_may_store_its_embedding_twice(tmp_path: Path, equal: 
     tensors = load_file(checkpoint(tmp_path) / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if equal else 2)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    ours, family = loaded(tmp_path)
+    ours, family = bridge.load(tmp_path)
     assert ours.config.tied is equal
     assert round_trip(ours, family, tmp_path) == []
 

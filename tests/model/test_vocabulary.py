@@ -24,7 +24,7 @@ from ptf.model.reference import random_reference
 from ptf.model.sharding import parallelize
 from ptf.model.vocabulary import NewRows, extend, read_vectors, rows
 from tests.model.ranks import two_ranks
-from tests.tiny import loaded, packed
+from tests.tiny import packed
 
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma3")
 VOCAB = 131  # 3 rows of 64 tokens: the last has 3 real ones
@@ -41,7 +41,7 @@ def checkpoint(model_type: str, directory: Path, tied: bool | None = None) -> Pa
 
 
 def model_of(directory: Path) -> Decoder:
-    return loaded(directory)[0]
+    return bridge.load(directory)[0]
 
 
 def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ptf.compute.world import World
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters_off
@@ -67,7 +68,7 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = tiny.loaded(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
+    model, family = bridge.load(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in sorted(adapter_names(model)):

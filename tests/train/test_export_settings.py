@@ -24,7 +24,7 @@ from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.job_tokenizer import renders_a_date
 from ptf.training_run import raise_if_not_evaluated, record_evaluation
-from tests.tiny import arithmetic, checkpoint, loaded
+from tests.tiny import arithmetic, checkpoint
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -45,7 +45,7 @@ def base(tmp_path: Path) -> Path:
 
 def exported(source: Path, head: Literal["lm", "scalar"] = "lm") -> Path:
     """Export the model in `source` as a run does."""
-    model, family = loaded(source, head=head)
+    model, family = bridge.load(source, head=head)
     if head == "scalar":
         torch.nn.init.normal_(model.get_parameter("head.weight"))
     directory = source.parent / "run" / "model"

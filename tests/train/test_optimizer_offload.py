@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from ptf.compute.world import World, make_mesh
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
+from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
 from tests.recipes.of_keys import of_keys
-from tests.tiny import arithmetic, checkpoint, loaded, packed
+from tests.tiny import arithmetic, checkpoint, packed
 from tests.train.test_loop import facts, same, stopped, train, weights
 
 BATCHES = [packed([[9, 14], [20, 3, 1]], 30, seed=n) for n in range(4)]
@@ -48,8 +49,8 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
 @pytest.mark.parametrize("limit", [1, LIMIT, 1 << 40])
 def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
     directory, seen = checkpoint(tmp_path / "m"), []
-    plain = trained(loaded(directory)[0], World(), None, seen)
-    mine = trained(loaded(directory)[0], World(), limit, seen)
+    plain = trained(bridge.load(directory)[0], World(), None, seen)
+    mine = trained(bridge.load(directory)[0], World(), limit, seen)
     for a, b in zip(plain.model.parameters(), mine.model.parameters(), strict=True):
         assert torch.equal(a, b)
     averages = resident(plain.optimizer)

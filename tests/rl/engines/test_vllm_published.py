@@ -15,7 +15,7 @@ from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lo
 from ptf.rl.weights.verification import SyncError
 from tests.child import run_python
 from tests.model.published import fused_checkpoint, multimodal_checkpoint, mxfp4_checkpoint
-from tests.tiny import checkpoint, loaded
+from tests.tiny import checkpoint
 
 
 @pytest.fixture(
@@ -36,7 +36,7 @@ def directory(request, tmp_path) -> Path:
 
 def sent(directory: Path) -> set[str]:
     """The names that a policy sends that was loaded from a checkpoint."""
-    model, family = loaded(directory)
+    model, family = bridge.load(directory)
     return {name for name, _ in bridge.hf_tensors(model, family)}
 
 
