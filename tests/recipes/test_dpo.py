@@ -81,6 +81,7 @@ def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tens
             if recipe.config.loss_type == "ipo":
                 loss = (gap - 1 / (2 * recipe.config.beta)) ** 2
             else:
+                assert recipe.config.loss_type == "sigmoid"
                 e = recipe.config.label_smoothing
                 loss = -(1 - e) * torch.log(torch.sigmoid(recipe.config.beta * gap)) - e * torch.log(
                     torch.sigmoid(-recipe.config.beta * gap)

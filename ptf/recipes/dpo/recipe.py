@@ -14,7 +14,7 @@ over pairs.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -68,15 +68,8 @@ class DPO(Recipe):
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
         rewards = answers if reference is None else answers - reference
         gap = rewards[chosen] - rewards[rejected]
-        if config.loss_type == "ipo":
-            losses = (gap - 1 / (2 * config.beta)) ** 2
-        elif config.loss_type == "simpo":
-            losses = -logsigmoid(config.beta * gap - config.gamma)
-        else:
-            smoothing = config.label_smoothing
-            losses = -(1 - smoothing) * logsigmoid(config.beta * gap) - smoothing * logsigmoid(-config.beta * gap)
         counts = document_weights(batch)[chosen]
-        loss = (losses * counts).sum()
+        loss = (self.pair_losses(gap) * counts).sum()
         metrics = {
             "loss": loss,
             "accuracy": ((gap > 0) * counts).sum(),
@@ -87,6 +80,20 @@ class DPO(Recipe):
             "logprob_rejected": (answers[rejected] * counts).sum(),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def pair_losses(self, gap: Tensor) -> Tensor:
+        """Return the loss of each pair [pairs] from the chosen answer's reward less the rejected one's, without β."""
+        config = self.config
+        match config.loss_type:
+            case "sigmoid":
+                smoothing = config.label_smoothing
+                return -(1 - smoothing) * logsigmoid(config.beta * gap) - smoothing * logsigmoid(-config.beta * gap)
+            case "ipo":
+                return (gap - 1 / (2 * config.beta)) ** 2
+            case "simpo":
+                return -logsigmoid(config.beta * gap - config.gamma)
+            case unknown:
+                assert_never(unknown)
 
     def precomputed_columns(
         self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]

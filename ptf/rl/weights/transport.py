@@ -25,7 +25,8 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
-        """Return what the engines are to read, and its manifest; the policy is in memory."""
+        """Return what the engines are to read, and its manifest; the policy is in memory. Buckets in a sequence are
+        compared with the manifest tensor by tensor; others must compare checksums themselves, as `Streamed` does."""
 
     @abstractmethod
     def send(
