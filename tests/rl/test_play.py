@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from ptf.config import ConfigError, loads
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Prompt, Reward, group_into_documents, samples_of
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits
-from tests.rl.endpoint.conftest import tokenizer as tokenizer  # a fixture
+from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted, user
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.tiny import checkpoint
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return templated("plain")
 
 
 async def best_of(prompt, policy, *, n=3):
