@@ -2,6 +2,7 @@
 and learning rates go by group."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from ptf.compute.world import CPU, World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
+from ptf.data.sample import Sample
 from ptf.errors import UserError
+from ptf.model import bridge
 from ptf.model.lora import adapter_names
 from ptf.model.reference import export_difference
-from ptf.model.sampling import NO_LOGITS_PROCESSING
+from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.roles import Learner, LearnerSettings
+from ptf.rl.roles import Learner, LearnerSettings, LogprobModel
 from ptf.rl.weights.verification import SyncError
 from ptf.train import adapter
 from ptf.train.components import layer_factory_of
-from ptf.train.trainer import load_model
+from ptf.train.optim import groups
+from ptf.train.trainer import Trainer, load_model
 from tests import tiny
 from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, online
@@ -133,17 +137,72 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
     assert (run / "adapter" / "adapter_config.json").is_file()
 
 
-def policy(directory: Path, section: ModelConfig) -> LearnerSettings:
+def test_learning_rates_go_by_group(tmp_path):
+    directory = tiny.checkpoint(tmp_path / "m", tied=False)
+    model, _ = load_model(
+        directory,
+        World(),
+        ModelConfig(path=str(directory), trainable=["embed", "head", "norm"]),
+        seed=0,
+        precision="fp32",
+    )
+    config = TrainConfig(
+        steps=10, lr=1e-3, schedule="constant", weight_decay=0.5, lr_multipliers={"embed": 10.0, "*e*": 2.0}
+    )
+    trainer = Trainer(model, World(), config)
+    named = {id(p): n for n, p in model.named_parameters()}
+    made = {
+        (g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_multipliers)
+    }
+    assert made == {(10.0, 0.5): {"embed.weight"}, (2.0, 0.5): {"head.weight"}, (2.0, 0.0): {"norm.weight"}}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    metrics = trainer.step([tiny.packed([[30, 11]], 48)], of_keys(SFT), 3)
+    assert metrics["lr"] == 1e-3
+    assert sorted((g["lr"], g["weight_decay"]) for g in trainer.optimizer.param_groups) == [
+        (2e-3, 0.0),
+        (2e-3, 0.5),
+        (1e-2, 0.5),
+    ]
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"embed.weight", "head.weight", "norm.weight"}
+    assert len(trainer.optimizer.state) == 3, "moments of what trains alone"
+
+
+def policy(
+    directory: Path, section: ModelConfig, processing: LogitsProcessing = NO_LOGITS_PROCESSING
+) -> LearnerSettings:
     return LearnerSettings(
         directory=directory,
         section=section,
         train=TrainConfig(steps=10, lr=1e-2, precision="fp32", micro_batch_sequences=2),
         seed=0,
         seq_len=64,
-        processing=NO_LOGITS_PROCESSING,
+        processing=processing,
         recipe=of_keys(SFT),
         tokenizer="",
     )
+
+
+def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
+    directory = tiny.checkpoint(tmp_path / "m")
+    spec = ModelConfig(path=str(directory), lora=LORA)  # type: ignore[arg-type]
+    settings = policy(directory, spec, LogitsProcessing(0.7))
+    learner = Learner(World(), settings)
+    reference = LogprobModel(World(), replace(settings, section=ModelConfig(path=str(directory))))
+    samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
+    units = [(s,) for s in samples]
+    learner.update([units], 0)
+    learner.update([units], 1)
+
+    def worst(a, b):
+        return max(float(abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+    assert worst(learner.base_logprobs(samples), reference.logprobs(samples)) == 0
+    assert worst(learner.logprobs(samples), reference.logprobs(samples)) > 1e-2
+    found = learner.collect_weights(0)
+    assert found is not None
+    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket}, reference.family)
+    assert worst(learner.logprobs(samples), reference.logprobs(samples)) < 1e-5
 
 
 @pytest.mark.parametrize("fault", ["dropped", "garbled", "the one before", "of a whole model"])
