@@ -3,10 +3,14 @@
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 # dense TFLOP/s from the vendors' data sheets: in bf16, and in fp32 without tensor cores, because TF32 is never enabled
 PEAKS = {
@@ -32,23 +36,24 @@ def known_gpu(name: str) -> str | None:
     return max(found, key=lambda key: len(key.split()), default=None)
 
 
-def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the device's FLOP/s: from the table for a known GPU, else measured (best of 5)."""
+def peak_flops(device: torch.device, precision: str, product: Product = F.linear) -> float:
+    """Return the device's FLOP/s: from the table for a known GPU, else measured by `product` (x · weightᵀ), with which
+    the model computes (best of 5)."""
     if device.type == "cuda" and (key := known_gpu(torch.cuda.get_device_name(device))):
         return PEAKS[key][precision == "fp32"] * 1e12
     dtypes = [torch.float32] if precision == "fp32" else [torch.bfloat16]
     if device.type == "cpu" and precision == "bf16":  # faster in fp32 without units for bf16
         dtypes.append(torch.float32)
-    return max(_measured_flops(device, dtype) for dtype in dtypes)
+    return max(_measured_flops(device, dtype, product) for dtype in dtypes)
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+def _measured_flops(device: torch.device, dtype: torch.dtype, product: Product) -> float:
     n = 8192 if device.type == "cuda" else 768
     a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        F.linear(a, a)
+        product(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)

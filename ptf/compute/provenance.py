@@ -68,8 +68,8 @@ def made_with(
     """Return the record of this run's code, data, packages and hardware.
 
     `data`: fingerprints by source; `tokenizer`: its fingerprint. Both are compared where they are read: with a
-    partition's state, and with the tokenizer's identity. `kernels`: the packages that `train.fused` uses, with their
-    versions.
+    partition's state, and with the tokenizer's identity. `kernels`: the packages that `train.fused` uses, and oneDNN
+    where it computes products, with their versions.
     """
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {

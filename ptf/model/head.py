@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+
+from ptf.model.matrix_product import linear
 
 
 def sums_in_fp32(x: Tensor) -> bool:
@@ -38,7 +39,7 @@ class _WideProduct(Function):
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [..., D] · weight [V, D]ᵀ in fp32."""
     if not sums_in_fp32(x):
-        return F.linear(x, weight).float()
+        return linear(x, weight).float()
     wide: Any = _WideProduct.apply(x.flatten(0, -2), weight)
     return wide.unflatten(0, x.shape[:-1])
 

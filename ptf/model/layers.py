@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ptf.model import matrix_product
 from ptf.model.config import Activation, DecoderConfig
 from ptf.model.lora import Lora, LoraLinear
 from ptf.model.quantised_weights import QuantisedLinear, quantise_weight
@@ -38,7 +39,7 @@ class LayerFactory:
         elif self.quantised is not None and self.quantised(f"{path}.weight"):
             linear = QuantisedLinear(d_in, d_out, bias)
         else:
-            linear = nn.Linear(d_in, d_out, bias)
+            linear = Linear(d_in, d_out, bias)
         self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
 
@@ -58,6 +59,14 @@ class LayerFactory:
     def pattern(self, path: str) -> str | None:
         """Return the first pattern of `replace` that this path matches, or None."""
         return next((pattern for pattern in self.replace if fnmatchcase(path, pattern)), None)
+
+
+class Linear(nn.Linear):
+    """A projection, whose product the library computes that `matrix_product` chooses."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the projection [.., out] of `input` [.., in]."""
+        return matrix_product.linear(input, self.weight, self.bias)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head, sums_in_fp32
+from ptf.model.matrix_product import multiply
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 # logits of a thread that are a block on a CPU: its cache holds them. Probabilities that entropies are summed over at a
@@ -207,7 +208,7 @@ class Projection:
         if self.fused:
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=self.wide[:n])
         else:
-            torch.mm(x, weight.t(), out=self.narrow[:n])
+            multiply(x, weight.t(), self.narrow[:n])
         self.chunk = chunk
 
     def _logits(self, block: slice) -> Tensor:
@@ -279,11 +280,11 @@ class Projection:
     def _add(self, chunk: slice, grad: Tensor) -> None:
         """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
         if self.dx is not None:
-            torch.mm(grad, self.head.weight, out=self.dx[chunk])
+            multiply(grad, self.head.weight, self.dx[chunk])
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
-            self.dweight.addmm_(grad.t(), self.x[chunk], beta=int(chunk.start > 0))
+            multiply(grad.t(), self.x[chunk], self.dweight, add=chunk.start > 0)
         elif self.fused:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model import mxfp4, nf4
+from ptf.model import matrix_product, mxfp4, nf4
 
 FORMS = {"nf4": nf4, "mxfp4": mxfp4}
 
@@ -90,11 +90,11 @@ class QuantisedLinear(nn.Linear):
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """Return the projection [.., out] of x [.., in] by a module's own weight, quantised or not, and its bias."""
     if "weight" not in getattr(module, "quantised", {}):
-        return F.linear(x, module.weight, module.bias)
+        return matrix_product.linear(x, module.weight, module.bias)
     bias = module.bias
     if bias is not None and bias.requires_grad:
-        return _Product.apply(x, *_parts(module, "weight"), F.linear, torch.matmul) + bias
-    product = functools.partial(F.linear, bias=bias)  # which rounds once, as without packing
+        return _Product.apply(x, *_parts(module, "weight"), matrix_product.linear, torch.matmul) + bias
+    product = functools.partial(matrix_product.linear, bias=bias)  # which rounds once, as without packing
     return _Product.apply(x, *_parts(module, "weight"), product, torch.matmul)
 
 

@@ -20,10 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ptf.model.attention import Attend
+from ptf.model.matrix_product import OPERATOR
 
 Recompute = Literal["none", "block", "offload", "selective"]
 aten = torch.ops.aten
 SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+if OPERATOR is not None:
+    SAVED |= {OPERATOR.default}
 
 
 class _Kept:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ptf.errors import UserError, raise_if_custom_code
-from ptf.model import bridge
+from ptf.model import bridge, matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.hf_backend import first_line
@@ -326,6 +326,7 @@ class Reference:
         name = max(wrong, key=wrong.__getitem__)
         return f"transformers' own error is {self.errors[name]:.2e}, above {self._bound(name):g} ({name})"
 
+    @matrix_product.left_to_torch()
     def compare(self, change: Callable[[Decoder], Any] | None = None) -> Case:
         """Compare our decoder, to which `change` is applied after loading (to test that a mistake is caught)."""
         found: list[Finding] = []

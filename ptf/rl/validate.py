@@ -13,7 +13,7 @@ from ptf.config import Job
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, matrix_product
 from ptf.rl.cluster import RoleGroup
 from ptf.rl.rewards.by_source import Rewards, score_groups
 from ptf.workspace import progress
@@ -50,7 +50,7 @@ def affordable(prompts: Prompts, job: Job, directory: Path, models: int, samples
             prompts = {name: some[: max(LEAST, int(share * len(some)))] for name, some in prompts.items()}
     time = ""
     if not gpu:
-        rate = SHARE * peak_flops(torch.device("cpu"), job.train.precision)
+        rate = SHARE * peak_flops(torch.device("cpu"), job.train.precision, matrix_product.linear)
         time = f", about {max(1, round(flops * tokens() / rate / 60))} min"
     what = f"{sum(map(len, prompts.values()))} of {read} prompts, greedy" + f" and {samples} samples" * (samples > 1)
     print(f"evaluate: {what}, by {models} models: at most {tokens():,} tokens{time}", flush=True)

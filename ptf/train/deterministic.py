@@ -20,7 +20,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import Means, Trainer, is_largest
+from ptf.train.trainer import Means, Trainer, is_largest, same_kernels
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all sequences of a rank
 
@@ -29,8 +29,9 @@ class DeterministicTrainer(Trainer):
     """A trainer whose result does not depend on the number of ranks; the model is whole on every rank, and batches hold
     one sequence each."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Decoder, world: World, *args: Any) -> None:
+        super().__init__(model, world, *args)
+        same_kernels(model.kernels, world)  # each rank loaded a model of its own
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
     def raise_if_large(self, sequences: int) -> None:

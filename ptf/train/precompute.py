@@ -108,6 +108,7 @@ def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Decoder, direc
         job.train.precision,
         tokenizer.fingerprint(),
         code(),
+        *model.kernels.items(),
         *plugins.digests.items(),
     )
     sources = {**job.data.sources, **job.data.validation}.items()

@@ -8,6 +8,7 @@ from ptf.compute.world import World
 from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
+from ptf.model import matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 
@@ -65,7 +66,7 @@ class StepMeter:
 
     def measured_peak(self) -> float:
         """Return the FLOP/s that all ranks reach at most."""
-        return peak_flops(self.world.device, self.job.train.precision) * self.world.size
+        return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
 
     def mfu(self, rate: float) -> dict[str, float]:
         """Return the share of the peak that so many FLOP/s are. If it is above 1, the peak is measured again, because

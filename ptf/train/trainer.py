@@ -21,6 +21,7 @@ from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
 from ptf.model.families import Family
 from ptf.model.fused import Setting, kernels
+from ptf.model.matrix_product import record
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
 from ptf.model.tensor_files import Headers
@@ -93,7 +94,9 @@ def load_model(
         precision,
         recomputed=recomputed,
         compiled=own and compiles(compiled, world.device),
-        kernels=_same_kernels(fused, world, precision) if own else {},
+        kernels=same_kernels(
+            kernels(fused if own else (), world.device, precision) | record(world.device, precision), world
+        ),
     )
     if not own:
         foreign = cast("Any", model)
@@ -113,15 +116,12 @@ def load_model(
     return model, family
 
 
-def _same_kernels(setting: Setting, world: World, precision: str) -> dict[str, str]:
-    """Return what `kernels` does, on every rank. Raises UserError if another machine has other packages."""
-    if not setting:
-        return {}
-    found = kernels(setting, world.device, precision)
+def same_kernels(found: Mapping[str, str], world: World) -> Mapping[str, str]:
+    """Return the packages that this rank computes with. Raises UserError if another machine has other ones."""
     if others := [each for each in world.all_gather_object(found) if each != found]:
         raise UserError(
             f"train.fused: this machine has {found or 'none'}, another one {others[0] or 'none'}; install the same on "
-            "all"
+            "all, and use CPUs of one kind (oneDNN is for those of AMD with AVX-512)"
         )
     return found
 

@@ -69,7 +69,7 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_product(monkeypatch) -> None:
     """Of those that a precision may be computed with: without units, bf16 is computed in fp32, too."""
     asked: list[torch.dtype] = []
     speeds = {torch.float32: 3.0, torch.bfloat16: 1.0}
-    monkeypatch.setattr(meter, "_measured_flops", lambda device, dtype: asked.append(dtype) or speeds[dtype])
+    monkeypatch.setattr(meter, "_measured_flops", lambda device, dtype, product: asked.append(dtype) or speeds[dtype])
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16") == peak_flops(cpu, "fp32") == 3.0
     assert asked == [torch.bfloat16, torch.float32, torch.float32]

@@ -285,10 +285,10 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_machines_with_other_packages_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(device=CUDA)
-    assert trainer._same_kernels("auto", world, "bf16") == BOTH
+    assert trainer.same_kernels(BOTH, world) == BOTH
     monkeypatch.setattr(World, "all_gather_object", lambda self, mine: [mine, {}])
     with pytest.raises(UserError, match="install the same on all"):
-        trainer._same_kernels("auto", world, "bf16")
+        trainer.same_kernels(BOTH, world)
 
 
 def config(**changes: Any) -> DecoderConfig:
