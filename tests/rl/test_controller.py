@@ -161,7 +161,7 @@ def test_groups_of_equal_rewards_are_replaced_where_that_is_asked_for(raw, monke
                 "reward": {"use": "tests.rl.plugs:of_odd_sums"},
                 "max_resampling_rounds": rounds,
             }
-            rows = read_metrics(train({**raw, "rollout": rollout}, f"{rounds} rounds") / "metrics.jsonl")
+            rows = read_metrics(train({**raw, "rollout": rollout}, f"rounds-{rounds}") / "metrics.jsonl")
         assert 0.2 < sum(row["zero_variance_share"] for row in rows) / len(rows) < 0.8
     assert trained[8] == [8] * 6
     assert max(trained[0]) < 8
@@ -203,7 +203,7 @@ def test_a_resumed_run_ends_with_the_same_bits(raw, monkeypatch):
 @pytest.mark.long
 def test_steps_without_a_response_to_train_on_are_skipped_and_too_many_end_the_run(raw, monkeypatch):
     monkeypatch.setattr("ptf.rl.controller.MOST_SKIPPED", 4)
-    monkeypatch.setattr("ptf.recipes.grpo.recipe.GRPO.is_trained", lambda self, _: not self.overlong_filter)
+    monkeypatch.setattr("ptf.recipes.grpo.recipe.GRPO.is_trained", lambda self, _: not self.config.overlong_filter)
     raw["algo"]["overlong_filter"] = True  # as if every response were truncated
     for _ in range(2):  # the second time from the checkpoint of step 2, which knows how many were skipped
         with pytest.raises(UserError, match=r"step 4: .*, in 4 steps in a row: .* may change on resume"):
