@@ -42,8 +42,11 @@ if how == "entry":
 elif how == "bare":
     subprocess.Popen([sys.executable, "-m", "slow"], env={**__import__("os").environ, **environment})
 elif how == "torchrun":
-    __import__("os").environ.update(environment)
-    launch.torchrun(["missing.yaml"], 2, 1, 600.0, __import__("pathlib").Path())
+    import os, pathlib
+    from ptf.config.sections.compute import ComputeConfig
+    os.environ.update(environment)
+    compute = ComputeConfig(launcher="torchrun", workers=2, threads=1, timeout_s=600)
+    launch.torchrun(["missing.yaml"], compute, pathlib.Path())
 time.sleep(600)
 """
 
