@@ -12,15 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.tool_calls import Format, format_of, parser
+from ptf.data.tool_calls import parser_of
 from ptf.data.trajectory import Generation, Prompt
 from ptf.errors import UserError
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
+from ptf.rl.endpoint.answer_form import answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 from ptf.rl.endpoint.request_exchange import Choice, Exchange, raise_if_not_one_by_one
+from ptf.rl.endpoint.response_form import ResponseForm
+from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.engines import generation_checks
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
@@ -50,7 +52,7 @@ class ResponseService:
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.max_length, self.max_new_tokens = max_length, max_new_tokens
-        self.form = tool_format(tokenizer)
+        self.form = parser_of(tokenizer.hf.chat_template)
         self.paths: Mapping[str, Handle] = {"/v1/chat/completions": self._chat, "/v1/responses": self._responses}
         self.numbers = itertools.count(secrets.randbits(40))  # ids of responses do not repeat after a restart
         self.running: set[asyncio.Task[None]] = set()
@@ -70,15 +72,19 @@ class ResponseService:
         await asyncio.to_thread(_wait_for_last_step, self.engine.stepper)
 
     async def _chat(self, request: HttpRequest) -> HttpResponse:
-        return await self._answered(request, ChatForm(chat_completions.parse(request.json_object())))
+        return await self._answered(request, chat_completions.parse(request.json_object()))
 
     async def _responses(self, request: HttpRequest) -> HttpResponse:
-        asked = responses.parse(request.json_object(), _no_earlier)
-        return await self._answered(request, ResponsesForm(replace(asked, store=False), {}))
+        asked = replace(responses.parse(request.json_object(), _no_earlier), store=False)
+        return await self._answered(request, asked.chat, asked)
 
-    async def _answered(self, request: HttpRequest, form: Form) -> HttpResponse:
-        """Answer a request; if its client leaves, sampling ends."""
-        exchange = await self._exchange(form.chat)
+    async def _answered(
+        self, request: HttpRequest, chat: ChatRequest, asked: ResponsesRequest | None = None
+    ) -> HttpResponse:
+        """Answer a request for chat completions, or what was `asked` for as one; if its client leaves, sampling
+        ends."""
+        exchange = await self._exchange(chat)
+        form = exchange if asked is None else ResponseForm(asked, exchange, {})
         self.running.add(exchange.task)
         exchange.task.add_done_callback(self.running.discard)
         watch = asyncio.create_task(_watched(exchange, request))
@@ -143,15 +149,6 @@ class ResponseService:
         async with contextlib.aclosing(generation_checks.streamed(self.engine, request, None)) as news:
             async for progress in news:
                 yield progress
-
-
-def tool_format(tokenizer: Tokenizer) -> Format | None:
-    """Return the format of tool calls that the chat template asks for; None if it takes no tools, or in no known
-    form."""
-    with contextlib.suppress(UserError):
-        name = format_of(str(tokenizer.hf.chat_template or ""))
-        return parser(name) if name else None
-    return None
 
 
 def _wait_for_last_step(stepper: Stepper) -> None:

@@ -21,6 +21,6 @@ The other formats agree with the parsers of those names in vLLM 0.28, apart from
 
 from ptf.data.tool_calls.detection import format_of
 from ptf.data.tool_calls.protocol import Format, ParsedAnswer, ToolCall
-from ptf.data.tool_calls.registry import FORMATS, parser
+from ptf.data.tool_calls.registry import FORMATS, parser, parser_of
 
-__all__ = ["FORMATS", "Format", "ParsedAnswer", "ToolCall", "format_of", "parser"]
+__all__ = ["FORMATS", "Format", "ParsedAnswer", "ToolCall", "format_of", "parser", "parser_of"]

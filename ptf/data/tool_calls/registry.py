@@ -1,9 +1,11 @@
 """The formats of tool calls by name. Adding one adds a file and a line here."""
 
+import contextlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from ptf.data.tool_calls.detection import format_of
 from ptf.data.tool_calls.glm import Glm
 from ptf.data.tool_calls.harmony import Harmony
 from ptf.data.tool_calls.hermes import Hermes
@@ -36,3 +38,11 @@ def parser(name: str) -> Format:
     near = get_close_matches(name, FORMATS, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FORMATS)}"
     raise UserError(f"no format of tool calls is named {name!r}; {hint}")
+
+
+def parser_of(chat_template: object) -> Format | None:
+    """Return the format that a chat template asks for; None if it takes no tools, or in no known form."""
+    with contextlib.suppress(UserError):
+        name = format_of(str(chat_template or ""))
+        return parser(name) if name else None
+    return None

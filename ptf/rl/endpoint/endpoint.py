@@ -6,14 +6,18 @@ the scorer.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ptf.data.trajectory import is_reward
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.answer_form import ChatForm, Form, ResponsesForm, answered
+from ptf.rl.endpoint.answer_form import answered
+from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
+from ptf.rl.endpoint.response_form import ResponseForm
+from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message
 
@@ -49,7 +53,8 @@ class Endpoint:
         if session is None:
             raise HttpError(404, "there is no such path, or no such session")
         path = "/".join(rest).rstrip("/")
-        session.authorise(request, session.scorer_key if path in ("reward", "close") else session.agent_key)
+        if not request.has_key(session.scorer_key if path in ("reward", "close") else session.agent_key):
+            raise HttpError(401, "the API key is not that of this session", "invalid_api_key")
         return session, path
 
     async def _handle(self, request: HttpRequest) -> HttpResponse:
@@ -67,26 +72,24 @@ class Endpoint:
         if path == "v1/models":
             return json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
         if path == "v1/chat/completions":
-            return await self._answer(session, request, ChatForm(chat_completions.parse(request.json_object())))
+            return await self._answer(session, request, chat_completions.parse(request.json_object()))
         if path == "v1/responses":
             asked = responses.parse(request.json_object(), lambda name: _earlier(session, name))
-            return await self._answer(session, request, ResponsesForm(asked, session.conversations))
+            return await self._answer(session, request, asked.chat, asked)
         return await self._score(session, request, path)
 
-    async def _answer(self, session: Session, request: HttpRequest, form: Form) -> HttpResponse:
+    @staticmethod
+    async def _answer(
+        session: Session, request: HttpRequest, chat: ChatRequest, asked: ResponsesRequest | None = None
+    ) -> HttpResponse:
+        """Answer a request for chat completions, or what was `asked` for as one."""
         try:
-            exchange = session.exchange(request, form.chat)
+            exchange = session.exchange(request, chat)
         except HttpError as error:
             session.refused = str(error)
             raise
-
-        def deliver() -> None:
-            session.deliver(exchange)
-
-        def lose() -> None:
-            session.lose(exchange)
-
-        return await answered(exchange, form, deliver, lose)
+        form = exchange if asked is None else ResponseForm(asked, exchange, session.conversations)
+        return await answered(exchange, form, partial(session.deliver, exchange), partial(session.lose, exchange))
 
     @staticmethod
     async def _score(session: Session, request: HttpRequest, path: str) -> HttpResponse:

@@ -6,7 +6,6 @@ started for each episode (`agent_command`). One that fails, or never asks, has n
 """
 
 import asyncio
-import contextlib
 import inspect
 import os
 import threading
@@ -17,11 +16,10 @@ from typing import Any
 from ptf.config import plugin
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.tool_calls import Format, format_of, parser
+from ptf.data.tool_calls import Format, parser, parser_of
 from ptf.data.trajectory import NoResult, Prompt, Trajectory
-from ptf.errors import UserError
 from ptf.rl.endpoint import agent_command
-from ptf.rl.endpoint.agent_process import AgentProcesses
+from ptf.rl.endpoint.agent_process import AgentProcesses, new_reply
 from ptf.rl.endpoint.agent_program import checked, said
 from ptf.rl.endpoint.confined import HarnessFault, ProcessEnded
 from ptf.rl.endpoint.endpoint import Endpoint
@@ -43,11 +41,8 @@ class HarnessRollout:
     def of(cls, config: HarnessConfig, tokenizer: Tokenizer) -> "HarnessRollout":
         """Return the harness of this section, with the format of tool calls that the chat template asks for. Raises
         UserError if `python` cannot run the agent."""
-        form = parser(config.tool_format) if config.tool_format is not None else None
-        if form is None:
-            with contextlib.suppress(UserError):  # an agent without tools needs no format; one with tools is refused
-                name = format_of(str(tokenizer.hf.chat_template or ""))
-                form = parser(name) if name else None
+        # without a format an agent without tools is served; one with tools is refused
+        form = parser(config.tool_format) if config.tool_format is not None else parser_of(tokenizer.hf.chat_template)
         return cls(config, form, AgentProcesses(config) if config.python else None)
 
     async def __aenter__(self) -> "HarnessRollout":
@@ -123,23 +118,15 @@ class HarnessRollout:
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a function returns in a thread of its own: the event loop's few threads would make agents wait for
     each other. A thread whose episode is over ends with its next request, or with the process."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def set_result(value: Any, error: Exception | None) -> None:
-        if not done.done():
-            if error is None:
-                done.set_result(value)
-            else:
-                done.set_exception(error)
+    done = new_reply()
 
     def run() -> None:
-        value, error = None, None
         try:
             value = function(*arguments)
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(set_result, value, error)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(value)
 
     threading.Thread(target=run, name="agent", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

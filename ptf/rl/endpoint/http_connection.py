@@ -5,11 +5,10 @@ import contextlib
 import logging
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h11
 
-from ptf.rl.endpoint.client_reader import ClientReader
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 
 if TYPE_CHECKING:
@@ -19,6 +18,39 @@ READ = 1 << 16
 MAX_HEADERS = 1 << 16  # bytes
 LINGER_S = 5.0  # for a client to close a connection that was ended here
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+class ClientReader(asyncio.StreamReader):
+    """Reads what a client sends; knows at any time whether the client is gone, and whether there is anything unread."""
+
+    ended = False  # the client has closed its side, even if bytes of it are unread
+    received = taken = 0  # bytes
+
+    def feed_data(self, data: Any) -> None:
+        """Take bytes from the transport."""
+        self.received += len(data)
+        super().feed_data(data)
+
+    def feed_eof(self) -> None:
+        """Note the end of what the client sends."""
+        self.ended = True
+        super().feed_eof()
+
+    async def take(self, most: int) -> bytes:
+        """Return at most so many bytes, none at the end. Raises OSError if the connection was reset."""
+        data = await self.read(most)
+        self.taken += len(data)
+        return data
+
+    @property
+    def unread(self) -> bool:
+        """Return whether bytes have come that were not taken."""
+        return self.received > self.taken
+
+    @property
+    def gone(self) -> bool:
+        """Return whether the client has closed or reset the connection."""
+        return self.ended or self.exception() is not None
 
 
 class Connection:
@@ -161,7 +193,7 @@ class Connection:
                 return None
         assert request is not None
         whole = b"".join(parts)
-        return replace(request, body=whole, connected=self._waits, settle=self.settle, refusal=refusal)
+        return replace(request, body=whole, connected=lambda: not self.reader.gone, settle=self.settle, refusal=refusal)
 
     def _headed(self, head: h11.Request) -> HttpRequest:
         headers = {name.decode("ascii").lower(): value.decode("latin-1") for name, value in head.headers}
@@ -185,10 +217,6 @@ class Connection:
         if self.server.receiving + new > bounds.bodies:
             return HttpError(429, "too many bytes of requests are being received", "too_many_bytes")
         return None
-
-    def _waits(self) -> bool:
-        """Return whether the client is there."""
-        return not self.reader.gone
 
     async def _send(self, response: HttpResponse, method: str = "GET") -> None:
         """Write an answer. Raises OSError if the client has gone."""

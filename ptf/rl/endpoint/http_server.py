@@ -17,8 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.rl.endpoint.client_reader import ClientReader
-from ptf.rl.endpoint.http_connection import READ, Connection
+from ptf.rl.endpoint.http_connection import READ, ClientReader, Connection
 from ptf.rl.endpoint.http_message import HttpRequest, HttpResponse
 
 MAX_CONNECTIONS = 4096  # and half of the files that this process may open

@@ -14,7 +14,7 @@ from ptf.data.tool_calls.llama4_pythonic import Llama4Pythonic
 from ptf.data.tool_calls.mistral import Mistral
 from ptf.data.trajectory import Generation
 from ptf.rl.endpoint.answer_stream import AnswerStream
-from ptf.rl.endpoint.chat import DONE, ChatRequest, call_of, delta_of, event, message_of
+from ptf.rl.endpoint.chat import DONE, ChatRequest, delta_of, event, message_of
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 from ptf.rl.policy.calls import Call, Context
 from ptf.rl.policy.policy import Policy
@@ -71,11 +71,8 @@ class Choice:
         call.trained = self.trained
         self.call = call
         self.finish_reason = "tool_calls" if parts.tool_calls else "stop" if call.complete else "length"
-        calls = [
-            call_of(identifier, tool_call.name, tool_call.arguments)
-            for identifier, tool_call in zip(identifiers, parts.tool_calls, strict=True)
-        ]
-        report(self._chunk(delta_of(*self.answer.rest(parts), calls), reported, self.finish_reason))
+        delta = delta_of(*self.answer.rest(parts), self.message.get("tool_calls", ()))
+        report(self._chunk(delta, reported, self.finish_reason))
 
     async def _sample(self, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
         """Return the generation, up to the token that completes a stop string, and how many tokens were reported."""
@@ -201,7 +198,7 @@ class Exchange:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def completion(self) -> dict[str, Any]:
-        """Return the whole reply, with all choices."""
+        """See Form. It has all choices."""
         choices = [choice.whole() for choice in self.choices]
         return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
 
@@ -219,7 +216,7 @@ class Exchange:
         await self.finished()
 
     async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
+        """See Form."""
         head = self.head("chat.completion.chunk")
         for choice in self.choices:
             delta = {"role": "assistant", "content": ""}
@@ -231,3 +228,7 @@ class Exchange:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
         deliver()
+
+    def failure_event(self, message: str) -> bytes:
+        """See Form."""
+        return event({"error": {"message": message, "type": "server_error", "code": None}})

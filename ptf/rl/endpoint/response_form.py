@@ -4,12 +4,12 @@ import bisect
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ptf.rl.endpoint.answer_stream import ENDS
 from ptf.rl.endpoint.request_exchange import Choice, Exchange
-from ptf.rl.endpoint.responses import ResponsesRequest
+from ptf.rl.endpoint.responses import Message, ResponsesRequest
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item → type of its one part
 
@@ -94,16 +94,31 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": PARTS[kind], "text": text, **more}
 
 
-class ResponseEvents:
-    """The events of one stream, numbered from 0."""
+class ResponseForm:
+    """The response that an exchange becomes, whole or as one stream of events, numbered from 0.
 
-    def __init__(self, request: ResponsesRequest, exchange: Exchange) -> None:
-        self.request, self.exchange = request, exchange
+    `conversations` keeps those that a later request may continue: id → messages up to the response.
+    """
+
+    def __init__(
+        self, request: ResponsesRequest, exchange: Exchange, conversations: MutableMapping[str, Sequence[Message]]
+    ) -> None:
+        self.request, self.exchange, self.conversations = request, exchange, conversations
         self.numbers = itertools.count()
         self.texts: dict[str, str] = {}  # kind of each item of text that has begun → its text; the last one is open
 
+    def completion(self) -> dict[str, Any]:
+        """See Form."""
+        self._store()
+        return response(self.request, self.exchange)
+
+    def _store(self) -> None:
+        if self.request.store:
+            messages = [*self.request.messages, self.exchange.choices[0].message]
+            self.conversations[response_id(self.exchange)] = messages
+
     async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the events; `deliver` is called before the last of them is written."""
+        """See Form."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=response(self.request, self.exchange, done=False))
         async with contextlib.aclosing(self.exchange.news()) as chunks:
@@ -114,10 +129,11 @@ class ResponseEvents:
                         yield part
         for part in self._end():
             yield part
+        self._store()
         deliver()
 
-    def failed(self, message: str) -> bytes:
-        """Return the event that ends a stream whose engine failed."""
+    def failure_event(self, message: str) -> bytes:
+        """See Form."""
         error = {"message": message, "type": "server_error", "code": None, "param": None}
         return self._event("error", **error, error=error)
 

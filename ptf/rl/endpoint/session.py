@@ -49,11 +49,6 @@ class Session:
         self.reward: float | None = None
         self.refused = ""  # why the last request was refused
 
-    def authorise(self, request: HttpRequest, key: str) -> None:
-        """Raise HttpError unless the request has this key."""
-        if not request.has_key(key):
-            raise HttpError(401, "the API key is not that of this session", "invalid_api_key")
-
     def exchange(self, request: HttpRequest, chat: ChatRequest) -> Exchange:
         """Return the exchange of a request: a new one, or that of the request which it repeats.
 
