@@ -22,7 +22,7 @@ class EpisodeTimes:
     """Moments of one episode, in seconds of a monotonic clock."""
 
     began: float
-    ended: float | None = None
+    ended: float  # until the episode ends, the moment at which it began
     asked: dict[int, float] = field(default_factory=dict)  # number of a call → when the policy was asked
     answered: dict[int, float] = field(default_factory=dict)  # … → when its response was complete
 
@@ -50,7 +50,8 @@ class Clock:
 
     def begin(self, seed_of: Callable[[int], int]) -> Callable[[int], int]:
         """Begin the next episode; return the seeds of its calls, which are recorded when they are asked for."""
-        number, times = len(self.episodes), EpisodeTimes(time.monotonic())
+        number, now = len(self.episodes), time.monotonic()
+        times = EpisodeTimes(now, now)
         self.episodes.append(times)
 
         def recorded(call: int) -> int:
@@ -74,16 +75,14 @@ class Clock:
 
 def start_seconds(times: EpisodeTimes) -> float:
     """Return the seconds until the policy was asked first; of an episode that never asked, all of its seconds."""
-    first = min(times.asked.values(), default=times.ended)
-    return (first if first is not None else times.began) - times.began
+    return min(times.asked.values(), default=times.ended) - times.began
 
 
 def turns_of(times: EpisodeTimes) -> tuple[Turn, ...]:
     """Return the turns of an episode that has ended, in the order in which the policy was asked."""
     calls = sorted((moment, call) for call, moment in times.asked.items())
-    last = times.ended if times.ended is not None else times.began
     turns = []
-    for (asked, call), later in itertools.pairwise([*calls, (last, -1)]):
+    for (asked, call), later in itertools.pairwise([*calls, (times.ended, -1)]):
         end = later[0]
         answered = times.answered.get(call, end)
         turns.append(Turn(answered - asked, max(0.0, end - answered)))  # calls may overlap

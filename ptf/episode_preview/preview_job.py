@@ -159,13 +159,12 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -> PreviewEpisode:
     """Return a played episode with its texts and times."""
     times = played.times[number]
-    ended = times.ended if times.ended is not None else times.began
     return PreviewEpisode(
         prompt=t.prompt,
         reward=t.outcome.value if isinstance(t.outcome, Reward) else None,
         reason=t.outcome.reason if isinstance(t.outcome, NoResult) else None,
         complete=t.complete,
-        seconds=ended - times.began,
+        seconds=times.ended - times.began,
         start_seconds=start_seconds(times),
         turns=turns_of(times),
         documents=[_pieces(d.tokens, d.positions, tokenizer) for d in documents_of(t.generations)],

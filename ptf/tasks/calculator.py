@@ -13,6 +13,7 @@ from typing import Any
 
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.tasks.tiny import write_model
+from ptf.tasks.tool_calculator import sums, write_sums
 
 
 class Calculator:
@@ -47,19 +48,15 @@ def prepare(directory: str) -> None:
     """Write `train.jsonl` and `test.jsonl` (prompts, 80 and 20 of the hundred sums), `calls.jsonl` (dialogues with the
     calculator, for SFT) and `model/`."""
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    sums = [f"{a}+{b}" for a in range(10) for b in range(10)]
-    random.Random("calculator").shuffle(sums)
-    for name, part in (("train", sums[:80]), ("test", sums[80:])):
-        (root / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"messages": [{"role": "user", "content": s}]}) + "\n" for s in part)
-        )
+    write_sums(root)
 
     def messages(s, d):
         return [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]
 
     calls = [
-        [{"role": role, "content": text} for role, text in messages(s, str(d))] for s in sums[:80] for d in range(10)
+        [{"role": role, "content": text} for role, text in messages(f"{a}+{b}", str(d))]
+        for a, b in sums()[:80]
+        for d in range(10)
     ]
     (root / "calls.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in calls))
     write_model(root / "model", "0123456789+", dim=64, layers=2)

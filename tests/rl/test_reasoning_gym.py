@@ -12,8 +12,7 @@ from ptf.rl.rewards.scoring import RewardWorkers
 
 pytest.importorskip("reasoning_gym", reason="needs pip install 'ptf[reasoning-gym]'")
 
-from ptf.rl.environments.reasoning_gym import prepare, score
-from ptf.rl.environments.unsandboxed_tasks import UNSANDBOXED
+from ptf.rl.environments.reasoning_gym import UNSANDBOXED, prepare, score
 
 TASKS = {
     "chain_sum": {"level": 1},

@@ -12,11 +12,23 @@ from typing import Any
 
 from ptf.errors import UserError
 from ptf.rl.environments.extras import raise_if_missing
-from ptf.rl.environments.unsandboxed_tasks import raise_if_unsandboxed
 from ptf.rl.rewards.concurrent import one_by_one
 
 raise_if_missing("reasoning_gym", "reasoning-gym")
 
+# tasks whose scores evaluate the response as Python, found with responses that are programs (version 0.1.25): text of a
+# policy would run in the reward's process, outside of any sandbox
+UNSANDBOXED = (
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
 MOST_TRIES = 20  # rows that the library makes for each row that is written
 
 
@@ -41,8 +53,11 @@ def prepare(
 
     if train < 1 or test < 0:
         raise UserError(f"`train` must be at least 1 and `test` at least 0, not {train} and {test}")
-    if not allow_unsandboxed_eval:
-        raise_if_unsandboxed(tasks)
+    if (refused := sorted(set(tasks).intersection(UNSANDBOXED))) and not allow_unsandboxed_eval:
+        raise UserError(
+            f"the library scores responses to {', '.join(refused)} by running them as Python, without a sandbox; where "
+            "that is acceptable, allow it with `allow_unsandboxed_eval: true`"
+        )
     first = [] if system is None else [{"role": "system", "content": SYSTEM_PROMPTS.get(system, system).strip()}]
     for task, options in tasks.items():
         made = rows(task, dict(options or {}), seed, train + test, first)

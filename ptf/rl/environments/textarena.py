@@ -4,18 +4,45 @@
 `ptf.rl.environments.seeds:prepare`.
 """
 
+import contextlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ptf.config import Plugin, plugin
 from ptf.errors import UserError
 from ptf.rl.environments.extras import raise_if_missing
-from ptf.rl.environments.global_randomness import GlobalRandomness
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.rl.environments.seeds import seed_of_row
 
 raise_if_missing("textarena", "textarena")
+
+
+def replace_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Set the states of Python's and numpy's global generators; return those that they had."""
+    before = random.getstate(), np.random.get_state()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return before
+
+
+class GlobalRandomness:
+    """States of Python's and numpy's global generators, from which the library draws, made from a seed: each game has
+    its own. No other thread may use the generators while they are in place."""
+
+    def __init__(self, seed: int) -> None:
+        self.states: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the block draw from these states, where the last such block ended; then restore the others."""
+        others = replace_states(self.states)
+        try:
+            yield
+        finally:
+            self.states = replace_states(others)
 
 
 class TextArena:

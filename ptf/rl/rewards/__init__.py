@@ -12,7 +12,7 @@ from typing import Any
 DEFINED_IN = {  # name in this package → where it is defined: module and name
     **{name: ("functions", name) for name in ("brevity", "code", "code_async", "exact", "mathematics", "numeric")},
     "http": ("http_reward", "HttpReward"),
-    "http_batch": ("http_batch_reward", "HttpBatchReward"),
+    "http_batch": ("http_reward", "HttpBatchReward"),
     "judge": ("judge_reward", "JudgeReward"),
     "weighted": ("weighted_sum", "WeightedSum"),
     "scores_groups": ("decorators", "scores_groups"),

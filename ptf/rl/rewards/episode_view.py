@@ -1,7 +1,7 @@
 """What a reward sees of an episode besides the row and the text, if it asks for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,6 @@ class EpisodeView:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as values that JSON has."""
-        return {
-            "messages": [dict(message) for message in self.messages],
-            "prompt_tokens": self.prompt_tokens.tolist(),
-            "sampled_ids": self.sampled_ids.tolist(),
-            "logprobs": self.logprobs.tolist(),
-            "versions": self.versions.tolist(),
-            "complete": self.complete,
-            "source": self.source,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        lists = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray)}
+        return {**values, **lists, "messages": [dict(message) for message in self.messages]}

@@ -1,14 +1,17 @@
-"""A reward that a server computes: one request for each response, many at once."""
+"""Rewards that a server computes: a request for each response or for several, many at once."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.errors import UserError
+from ptf.rl.rewards.decorators import batched
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.rewards.json_endpoint import JsonEndpoint, RequestFault
+
+BATCH = 32
 
 
 def raise_if_no_count(name: str, value: Any) -> None:
@@ -108,3 +111,33 @@ class HttpReward(ServerReward):
     def sees_episodes(*, send_episode: bool = False, **_: Any) -> bool:
         """Return whether the episode is sent."""
         return send_episode
+
+
+@batched(lambda *, batch=BATCH, **_: batch)
+@dataclass(kw_only=True, eq=False)
+class HttpBatchReward(HttpReward):
+    """Send `{"items": [{"row": …, "text": …}, …]}` to `url` by POST and return the numbers `rewards` of the JSON object
+    that it answers, one for each item, in their order.
+
+    `batch` is the largest number of responses in a request. A value that is no number, such as null, concerns its own
+    response. After a request that fails, its responses are sent again one by one. The other arguments are those of
+    HttpReward; the field `episode` is added to each item.
+    """
+
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        raise_if_no_count("batch", self.batch)
+        super().__post_init__()
+
+    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, items: Sequence[tuple[Mapping[str, Any], str]], *, episodes: Sequence[EpisodeView | None] | None = None
+    ) -> list[Any]:
+        """Return the server's rewards, which the caller checks one by one. Raises RequestFault."""
+        views = episodes or [None] * len(items)
+        bodies = [self.body(row, text, view) for (row, text), view in zip(items, views, strict=True)]
+        reply = await self.endpoint.post({"items": bodies})
+        rewards = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(rewards, list):
+            raise RequestFault(f'the reply is not {{"rewards": [NUMBER, …]}}: {self.endpoint.shown(str(reply))}')
+        return [f"{one}" if isinstance(one, bool) else one for one in rewards]  # true is no number

@@ -54,17 +54,6 @@ class RewardWorkers:
                 scoring.add(group)
             return scoring.finish()
 
-    def retry_calls(self, failed: list[int]) -> list[list[int]]:
-        """Return the calls that score the failed responses of one call again, each as the numbers of its responses: one
-        call for a whole group, otherwise one for each response."""
-        if self.signature.scores == "group":
-            return [failed] if failed else []
-        return [[i] for i in failed]
-
-    def may_retry(self, outcome: Outcome, retries: int) -> bool:
-        """Return whether a response with this outcome, which was retried so often, is scored once more."""
-        return isinstance(outcome, NoResult) and retries < self.retries
-
     def report(self, reason: str, where: str = "") -> None:
         """Print the first fault when it happens, because each later one may take the whole time limit.
 
@@ -140,6 +129,7 @@ class Scoring:
         late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
         outcomes: list[Outcome] = [late] * len(self.responses)
         retries = [0] * len(self.responses)
+        most, in_groups = self.workers.retries, self.workers.signature.scores == "group"
         with contextlib.suppress(Empty):  # no more time
             while self.waiting:
                 future = self.ended.get(timeout=max(0.0, until - time.monotonic()))
@@ -148,8 +138,9 @@ class Scoring:
                     outcomes[i] = outcome
                     if isinstance(outcome, NoResult):
                         self.workers.report(outcome.reason, self.responses[i].where)
-                failed = [i for i in numbers if self.workers.may_retry(outcomes[i], retries[i])]
-                for call in self.workers.retry_calls(failed):
+                failed = [i for i in numbers if isinstance(outcomes[i], NoResult) and retries[i] < most]
+                # the responses of a group are scored again in one call, others one by one
+                for call in [failed] if in_groups and failed else [[i] for i in failed]:
                     self.workers.retried += len(call)
                     for i in call:
                         retries[i] += 1
