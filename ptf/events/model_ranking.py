@@ -6,7 +6,6 @@ Items of one token are all scored; for items of several tokens, a beam of prefix
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,27 @@ import torch
 
 from ptf import storage
 from ptf.data.trajectory import Prompt
-from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, load_item_vectors
 from ptf.events.ranking_metrics import TASKS, coverage, diversity, measures
 from ptf.rl.engines.native import NativeEngine
 
 BEAM = 100  # beginnings of items that are kept on each level
+BATCH = 64  # histories that are scored at once
 
 
-@dataclass(frozen=True)
 class Ranker:
-    """Scores the items of a catalogue with a model."""
+    """Scores the items of a catalogue with a model. Raises UserError if the tokenizer is not the catalogue's."""
 
-    engine: NativeEngine
-    trie: Trie
-    # [states]: index of the item that ends in this state of the trie, −1 if none does
-    item_of: np.ndarray
-    beam: int
-    histories: int = 64  # number of histories in a batch
-
-    @staticmethod
-    def of(engine: NativeEngine, catalogue: Catalogue, tokenizer: Any, beam: int) -> "Ranker":
-        """Build a ranker for a catalogue. Raises UserError if the tokenizer is not the catalogue's."""
-        trie = catalogue.trie(tokenizer)
-        item_of = np.full(len(trie.starts) - 1, -1)
+    def __init__(self, engine: NativeEngine, catalogue: Catalogue, tokenizer: Any, beam: int) -> None:
+        self.engine, self.trie, self.beam = engine, catalogue.trie(tokenizer), beam
+        # [states]: index of the item that ends in this state of the trie, −1 if none does
+        self.item_of = np.full(len(self.trie.starts) - 1, -1)
         for index, ids in enumerate(tokenizer.encode_all([item.text for item in catalogue.items])):
             state = 0
             for token in ids:
-                state = trie.follow(state, token)
-            item_of[state] = index
-        return Ranker(engine, trie, item_of, beam)
+                state = self.trie.follow(state, token)
+            self.item_of[state] = index
 
     def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the index of a prompt and its scores of all items, [items] float64, as they are computed.
@@ -53,8 +42,8 @@ class Ranker:
         The score of an item that the beam has dropped is −inf.
         """
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        for start in range(0, len(order), self.histories):
-            batch = order[start : start + self.histories]
+        for start in range(0, len(order), BATCH):
+            batch = order[start : start + BATCH]
             yield from zip(batch, self._scores([prompts[i].tokens for i in batch]), strict=True)
 
     def _scores(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
@@ -142,6 +131,6 @@ def rank(
     items.raise_if_different(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)
     engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, factory=factory)
-    means, rows = evaluate_ranking(Ranker.of(engine, items, tokenizer, max(BEAM, 10 * k)), prompts, items, vectors, k)
+    means, rows = evaluate_ranking(Ranker(engine, items, tokenizer, max(BEAM, 10 * k)), prompts, items, vectors, k)
     storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))
     return means

@@ -27,7 +27,7 @@ class RolloutFunctions:
         if config.play:
             self.by_source[""] = plugin.bind(config.play)
         if config.harness:
-            self.by_source[""] = HarnessRollout.of(config.harness, tokenizer)
+            self.by_source[""] = HarnessRollout(config.harness, tokenizer)
 
     def of(self, source: str) -> RolloutFunction:
         """Return what plays the episodes of a source."""

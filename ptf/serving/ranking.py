@@ -52,7 +52,7 @@ class RankService:
         self.tokenizer, self.name, self.catalogue, self.serializer = tokenizer, name, catalogue, serializer
         self.max_length = max_length
         self.index_of = {item.name: i for i, item in enumerate(catalogue.items)}
-        self.ranker = Ranker.of(engine, catalogue, tokenizer, beam)
+        self.ranker = Ranker(engine, catalogue, tokenizer, beam)
         self.batches: Batches[History, np.ndarray] = Batches(self._scores, IN_A_BATCH)
         self.paths: Mapping[str, Handle] = {"/v1/rank": self._rank}
 

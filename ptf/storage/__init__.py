@@ -17,7 +17,6 @@ from ptf.storage.listings import (
     file_identities,
     listing,
     require_bucket,
-    size,
 )
 from ptf.storage.manifests import commit, finish, manifest_of, verify
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
@@ -55,7 +54,6 @@ __all__ = [
     "record_text",
     "remove",
     "require_bucket",
-    "size",
     "swap_text",
     "upload",
     "verify",

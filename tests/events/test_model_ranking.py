@@ -90,18 +90,18 @@ def scored(ranker: Ranker, prompts: list[Prompt]) -> list[np.ndarray]:
 def test_scores_are_what_a_forward_pass_of_each_item_says(place: Path) -> None:
     tokenizer, catalogue, prompts = asked(place)
     engine = engine_of(place)
-    found = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
+    found = scored(Ranker(engine, catalogue, tokenizer, beam=100), prompts)
     for prompt, scores in list(zip(prompts, found, strict=True))[:3]:
         np.testing.assert_allclose(scores, by_hand(engine, catalogue, tokenizer, prompt.tokens), atol=1e-5)
         assert np.exp(scores).sum() == pytest.approx(1.0, abs=1e-5), "something of the catalogue is said"
-    (alone,) = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts[:1])
+    (alone,) = scored(Ranker(engine, catalogue, tokenizer, beam=100), prompts[:1])
     np.testing.assert_allclose(alone, found[0], atol=1e-5)
 
 
 def test_a_narrow_beam_loses_items_but_not_their_scores(place: Path) -> None:
     tokenizer, catalogue, prompts = asked(place)
     engine = engine_of(place)
-    wide, narrow = (scored(Ranker.of(engine, catalogue, tokenizer, beam), prompts[:5]) for beam in (100, 2))
+    wide, narrow = (scored(Ranker(engine, catalogue, tokenizer, beam), prompts[:5]) for beam in (100, 2))
     for a, b in zip(wide, narrow, strict=True):
         kept = np.isfinite(b)
         np.testing.assert_allclose(b[kept], a[kept], atol=1e-5)
@@ -117,7 +117,7 @@ def test_what_is_drawn_under_the_trie_is_always_an_item_and_as_likely_as_its_sco
     trie = catalogue.trie(tokenizer)
     sampling = Sampling(trie.longest, 1.0, tokenizer.stop_ids, trie=trie)
     generations = engine.answer([Request(p.tokens, sampling, seed) for p in prompts for seed in range(8)])
-    scores = scored(Ranker.of(engine, catalogue, tokenizer, beam=100), prompts)
+    scores = scored(Ranker(engine, catalogue, tokenizer, beam=100), prompts)
     names = {item.text: i for i, item in enumerate(catalogue.items)}
     for i, generation in enumerate(generations):
         (item,) = catalogue.read(tokenizer.decode(generation.sampled_ids))

@@ -38,7 +38,7 @@ def with_settings(place: Path, directory: Path, **args: object) -> ServedModel:
 
 def test_a_ranking_is_that_of_the_evaluation(place):
     tokenizer, catalogue, prompts = prepared(place)
-    expected = dict(Ranker.of(engine_of(place), catalogue, tokenizer, 100)(prompts))
+    expected = dict(Ranker(engine_of(place), catalogue, tokenizer, 100)(prompts))
 
     async def use(client, endpoint):
         texts = [prompt.row["messages"][0]["content"] for prompt in prompts]

@@ -25,8 +25,8 @@ from ptf.rl.policy.calls import Message
 class Endpoint:
     """Serves sessions on a port of this machine."""
 
-    def __init__(self, *, port: int = 0) -> None:
-        self.server = HttpServer(self._handle, port=port, admit=self._admitted)
+    def __init__(self) -> None:
+        self.server = HttpServer(self._handle, admit=self._admitted)
         self.sessions: dict[str, Session] = {}
 
     async def start(self) -> None:

@@ -10,13 +10,12 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ptf.config import plugin
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.tool_calls import Format, parser, parser_of
+from ptf.data.tool_calls import parser, parser_of
 from ptf.data.trajectory import NoResult, Prompt, Trajectory
 from ptf.rl.endpoint import agent_command
 from ptf.rl.endpoint.agent_process import AgentProcesses, new_reply
@@ -28,22 +27,15 @@ from ptf.rl.loopback import unproxied
 from ptf.rl.policy.policy import Policy
 
 
-@dataclass(eq=False)
 class HarnessRollout:
-    """Plays episodes with an agent in its own code."""
+    """Plays episodes with an agent in its own code. Raises UserError if `python` cannot run the agent."""
 
-    config: HarnessConfig
-    form: Format | None
-    processes: AgentProcesses | None = None  # of another interpreter
-    endpoint: Endpoint | None = None
-
-    @classmethod
-    def of(cls, config: HarnessConfig, tokenizer: Tokenizer) -> "HarnessRollout":
-        """Return the harness of this section, with the format of tool calls that the chat template asks for. Raises
-        UserError if `python` cannot run the agent."""
+    def __init__(self, config: HarnessConfig, tokenizer: Tokenizer) -> None:
+        self.config, named = config, config.tool_format
         # without a format an agent without tools is served; one with tools is refused
-        form = parser(config.tool_format) if config.tool_format is not None else parser_of(tokenizer.hf.chat_template)
-        return cls(config, form, AgentProcesses(config) if config.python else None)
+        self.form = parser(named) if named is not None else parser_of(tokenizer.hf.chat_template)
+        self.processes = AgentProcesses(config) if config.python else None  # of another interpreter
+        self.endpoint: Endpoint | None = None
 
     async def __aenter__(self) -> "HarnessRollout":
         os.environ.update(unproxied(os.environ))  # for an agent in this process

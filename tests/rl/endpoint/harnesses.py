@@ -34,7 +34,7 @@ def play(engine: Any, tokenizer: Any, programs: list[str], timeout_s: float = 20
     episodes = []
     for i, program in enumerate(programs):
         command = [sys.executable, "-I", "-S", "-c", ASK + program]
-        harness = HarnessRollout.of(HarnessConfig(**{"command": command, "columns": ["shown"], **more}), tokenizer)
+        harness = HarnessRollout(HarnessConfig(**{"command": command, "columns": ["shown"], **more}), tokenizer)
         prompt = Prompt(np.array([9], np.int32), row, "a", i)
         seed_of = lambda number, i=i: 1000 * i + number + 1  # noqa: E731
         episodes.append(Episode(prompt, limits, tokenizer, seed_of, harness, timeout_s=timeout_s))

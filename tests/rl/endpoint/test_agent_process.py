@@ -101,7 +101,7 @@ def harness(tmp_path, tokenizer, python, monkeypatch):
 
     def make(name, args=None, **more):
         agent = {"use": f"their_agents:{name}", "args": args or {}}
-        made.append(HarnessRollout.of(HarnessConfig(agent=agent, python=python, **more), tokenizer))
+        made.append(HarnessRollout(HarnessConfig(agent=agent, python=python, **more), tokenizer))
         return made[-1]
 
     yield make
@@ -211,11 +211,11 @@ def test_wrong_agents_and_interpreters_are_refused(harness, tokenizer, python):
     with pytest.raises(UserError, match="has no attribute 'missing'"):
         harness("missing")
     with pytest.raises(UserError, match="No module named 'nothing'"):
-        HarnessRollout.of(HarnessConfig(agent={"use": "nothing:agent"}, python=python), tokenizer)
+        HarnessRollout(HarnessConfig(agent={"use": "nothing:agent"}, python=python), tokenizer)
     with pytest.raises(UserError, match="there is no program /nothing/python"):
-        HarnessRollout.of(HarnessConfig(agent={"use": "a:b"}, python="/nothing/python"), tokenizer)
+        HarnessRollout(HarnessConfig(agent={"use": "a:b"}, python="/nothing/python"), tokenizer)
     with pytest.raises(UserError, match="this is the interpreter of ptf"):
-        HarnessRollout.of(HarnessConfig(agent={"use": "their_agents:plain"}, python=sys.executable), tokenizer)
+        HarnessRollout(HarnessConfig(agent={"use": "their_agents:plain"}, python=sys.executable), tokenizer)
     assert not [p for p in psutil.Process().children(recursive=True) if "agent_program" in " ".join(p.cmdline())]
 
 
