@@ -404,7 +404,7 @@ class Encoder:
         row: Row = {}
         try:
             raw = row = place.read()
-            row = shaped(raw, self._columns, self._kind, place.columnar)
+            row = shaped(raw, self._columns, self._kind, place.block.columnar)
             if self._unread is not None:
                 self._unread(raw, row, place.where)
             whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]

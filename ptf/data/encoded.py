@@ -42,7 +42,7 @@ class Encoded:
         reordered.
         """
         self._name, self._source = name, source
-        self._encoder, self._reread_encoder = encoder, reread_encoder
+        self.encoder, self._reread_encoder = encoder, reread_encoder
         self._patience, self._any_sample, self._reorder = patience, any_sample, reorder
         self._pending: list[StreamUnit] = []  # units of the last row, the next one last
         self._empty_rows = 0  # rows without a sample since the last row with one
@@ -56,9 +56,9 @@ class Encoded:
             row = next(self._source)
             if self._empty_rows and row.epoch - self._last_epoch > self._patience:
                 if not self._any_sample():
-                    raise UserError(f"no row of {self._source.path} left a sample to train on: {self._encoder.counts}")
+                    raise UserError(f"no row of {self._source.path} left a sample to train on: {self.encoder.counts}")
                 self._ended = True
-            self._pending = self._items(row, self._encoder(row), self._empty_rows)[::-1]
+            self._pending = self._items(row, self.encoder(row), self._empty_rows)[::-1]
             self._empty_rows = 0 if self._pending else self._empty_rows + 1
             if self._pending:
                 self._last_epoch = row.epoch
@@ -76,10 +76,6 @@ class Encoded:
             StreamUnit(unit, *place, i, 0 if i else empty_rows, (0 if i else empty_rows) + 1 / n)
             for i, unit in enumerate(units)
         ]
-
-    def counts(self) -> Mapping[str, int]:
-        """Return the encoder's counts."""
-        return self._encoder.counts
 
     def dump(self, items: Sequence[StreamUnit]) -> np.ndarray:
         """Return the places and checksums of stream units, [stream units, 7] int32."""
@@ -107,7 +103,7 @@ class Encoded:
         """Return the state after the last stream unit; `settle` finishes it."""
         return {
             "source": self._source.state_dict(),
-            "counts": dict(self._encoder.counts),
+            "counts": dict(self.encoder.counts),
             "pending": Deferred(tuple(self._pending), self.dump),
             "without": self._empty_rows,
             "found": self._last_epoch,
@@ -117,7 +113,7 @@ class Encoded:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._source.load_state_dict(state["source"])
-        self._encoder.counts = dict(state["counts"])
+        self.encoder.counts = dict(state["counts"])
         self._empty_rows, self._last_epoch, self._ended = (
             int(state["without"]),
             int(state["found"]),

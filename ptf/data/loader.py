@@ -99,7 +99,6 @@ class Loader:
                 f"and train.global_batch_sequences ({sequences})"
             )
         self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
-        self._rank, self._world = rank, world_size
         self._micro_sequences, self._seq_len = micro_batch_sequences, seq_len
         self._peers = peers if peers is not None and peers.size > 1 else None
         self._memory = Memory(pinned=pinned)
@@ -110,14 +109,16 @@ class Loader:
         self.waited_s = 0.0  # seconds that the consumer waited for the last step
         self.numbers: list[int] = []  # numbers of this rank's sequences in the last global step
         self.fill = 0.0  # share of the last step's slots that hold tokens
+        self.served = range(rank, partitions, world_size)  # the partitions of this rank
+        self._sequence_numbers = list(range(rank, sequences, world_size))  # of those that this rank makes in a step
         self._open()
 
-    def _open(self) -> None:
+    def _open(self, states: Mapping[str, Any] | None = None) -> None:
+        """Open this rank's partitions, at their states by number if given, and record the state of each."""
         self._served = {partition: self._factory(partition) for partition in self.served}
-        self._record_states()
-
-    def _record_states(self) -> None:
-        """Record the states of all partitions."""
+        if states:
+            for partition, stream in self._served.items():
+                stream.load_state_dict(states[str(partition)])
         self._partition_states: dict[int, dict[str, Any]] = {}
         self._partition_counts: dict[int, Mapping[str, int]] = {}
         self._totals: dict[str, int] = {}  # the sums of these counts
@@ -136,16 +137,6 @@ class Loader:
             for key, count in counts.items():
                 self._totals[key] = self._totals.get(key, 0) + count - before.get(key, 0)
         return dict(self._partition_states), dict(self._totals)
-
-    def _pack(self, step: int) -> _Step:
-        """Make a step without exchanging sequences with other ranks."""
-        documents = Documents.of(self._read(step))
-        return self._lay_out_step(self._sequence_numbers, documents, self._snapshot(self._partitions_of(step)))
-
-    @property
-    def _sequence_numbers(self) -> list[int]:
-        """Numbers of the sequences that this rank makes in a step."""
-        return list(range(self._rank, self._sequences, self._world))
 
     def _partitions_of(self, step: int) -> list[int]:
         """Return the partition of each of this rank's sequences of a step."""
@@ -168,7 +159,9 @@ class Loader:
         """Yield the steps from `step` on, until `stop` is set."""
         if self._peers is None:
             while not stop.is_set():
-                yield self._pack(step)
+                documents = Documents.of(self._read(step))
+                states = self._snapshot(self._partitions_of(step))
+                yield self._lay_out_step(self._sequence_numbers, documents, states)
                 step += 1
         else:
             yield from self._exchanged_steps(step, stop, self._peers)
@@ -269,11 +262,6 @@ class Loader:
         """Whether the data never end."""
         return self._factory.endless
 
-    @property
-    def served(self) -> range:
-        """The partitions of this rank."""
-        return range(self._rank, self._partitions, self._world)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last step that was yielded, with the partitions that this rank serves."""
         return {
@@ -291,11 +279,8 @@ class Loader:
                 f"the checkpoint has no state of the partitions {missing}: it was written with another "
                 "data.partitions, which cannot change on resume; set it back"
             )
-        self._open()
+        self._open(state["lanes"])
         self.step = int(state["step"])
-        for partition, stream in self._served.items():
-            stream.load_state_dict(state["lanes"][str(partition)])
-        self._record_states()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Stop packing. Steps that were packed ahead are dropped; the state does not change."""

@@ -99,17 +99,13 @@ class Ordered:
         self.reader, self.key, self.partitions, self.limit, self.shuffled = reader, key, partitions, limit, shuffled
         counts = reader.counts()
         self.extent = Extent.of(reader, counts, limit)
+        self.rows = None if self.extent is None else self.extent.total  # in an epoch; None where that is not known
         self.by_block = shuffled and counts is not None  # blocks are permuted; otherwise whole files are, or nothing is
         blocks = sum(map(len, counts or ()))
         self.open = min(OPEN, max(OPEN_LEAST, OPEN_BYTES * blocks // max(1, sum(reader.sizes))))
         self.fingerprint = fingerprint(reader)
         # epoch → the order of blocks, rows up to the end of each, ranges of partitions
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-
-    @property
-    def rows(self) -> int | None:
-        """Rows in an epoch; None where that is not known."""
-        return None if self.extent is None else self.extent.total
 
     def partition(self, partition: int, window: int) -> "PartitionSource":
         """Return the rows of a partition; `window` is the number of rows that are read before the first one is
@@ -279,17 +275,12 @@ class Ranges(_Partition):
             self._begin(next_with_rows(self._extent.total, self._partitions, self._epoch, self._partition))
         open_blocks = self._open_blocks
         if len(open_blocks) < self._most:
-            while self._opened < len(self._pieces) and len(open_blocks) < self._wanted():
+            # at the start few, because nothing is trained before the partition's windows are full
+            wanted = self._most if self._epoch else BEGIN + max(0, self._taken - self._window) // GAP
+            while self._opened < len(self._pieces) and len(open_blocks) < min(self._most, wanted):
                 open_blocks.append(self._open(self._opened, None))
                 self._opened += 1
         return open_blocks, self._opened < len(self._pieces)
-
-    def _wanted(self) -> int:
-        """Return how many blocks to have open: at the start few, because nothing is trained before the partition's
-        windows are full."""
-        if self._epoch:
-            return self._most
-        return min(self._most, BEGIN + max(0, self._taken - self._window) // GAP)
 
     def _open(self, piece: int, row: int | None) -> list[Any]:
         """Open the block of a piece, and announce the next one to the reader."""

@@ -38,7 +38,7 @@ class Partition:
 
     def counts(self) -> Mapping[str, int]:
         """Return the encoders' counts after the sequences that were taken, summed over sources."""
-        each = [encoded.counts() for encoded in self._encoded.values()]
+        each = [encoded.encoder.counts for encoded in self._encoded.values()]
         return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
 
     def _dump(self, items: Sequence[StreamUnit]) -> dict[str, Any]:

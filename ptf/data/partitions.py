@@ -75,11 +75,6 @@ class Partitions:
         """Whether the data never end."""
         return self.mixture.endless
 
-    @property
-    def window(self) -> int:
-        """About how many rows of a source a partition reads before the first one is trained."""
-        return self.shuffle + 2 * self.lookahead
-
     def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
         """Return a source's files with their order, and its specification with what was detected."""
         if name not in self._opened:
@@ -104,7 +99,8 @@ class Partitions:
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
         reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
-        source = self.opened(name)[0].partition(partition, self.window)
+        window = self.shuffle + 2 * self.lookahead  # about how many rows are read before the first one is trained
+        source = self.opened(name)[0].partition(partition, window)
         return Encoded(
             name,
             source,

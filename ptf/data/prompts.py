@@ -32,7 +32,7 @@ def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[
 
 def _shaped(place: RawRow, spec: SourceSpec) -> Row:
     """Return a row under ptf's names."""
-    return shaped(place.read(), spec.columns, "prompt", place.columnar)
+    return shaped(place.read(), spec.columns, "prompt", place.block.columnar)
 
 
 def _prompt(shape: Callable[[], Row], where: str, name: str, tokenizer: Tokenizer, index: int) -> Prompt:

@@ -24,7 +24,7 @@ from ptf.data.quarantine import BadRow, Quarantine
 from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Row
 from ptf.data.sources.reader import Reader
-from ptf.data.sources.rows import SourceSpec, blocks_once, place
+from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once
 from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
@@ -65,7 +65,7 @@ class _Work:
             set_aside=(lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None,
             unread=self.unread,
         )
-        rows = [unit_columns(encoder(place(block, i, uri, before))) for i in range(len(block))]
+        rows = [unit_columns(encoder(RawRow(block, i, uri, before))) for i in range(len(block))]
         return side_by_side(rows), encoder.counts, bad_rows, self.unread.names
 
 

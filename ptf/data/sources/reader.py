@@ -91,7 +91,8 @@ class Reader:
     def _read(self, key: tuple[int, int]) -> Block | None:
         """Read a block, one thread at a time."""
         with self._reading:
-            return self._from_file(*key)
+            file, number = key
+            return self._file(file).block(number)
 
     def counts(self) -> list[list[tuple[int, int]]] | None:
         """Return the rows and lines of every block of every file.
@@ -106,10 +107,6 @@ class Reader:
                 return None
             counts.append(counted)
         return counts
-
-    def _from_file(self, file: int, number: int) -> Block | None:
-        """Read a block of an open file."""
-        return self._file(file).block(number)
 
     def _file(self, file: int) -> DataFile:
         """Return an open file, and close the one that was not used for longest where too many are open."""

@@ -48,19 +48,9 @@ class RawRow:
         return self.block.row(self.row)
 
     @property
-    def columnar(self) -> bool:
-        """Return whether the row's format writes a null for every key that another row has."""
-        return self.block.columnar
-
-    @property
     def where(self) -> str:
         """Return the location of the row as file:line."""
         return f"{self._uri}:{self._before + self.block.line(self.row) + 1}"
-
-
-def place(block: Block, i: int, uri: str, before: int) -> RawRow:
-    """Return row i of a block; `before` is the number of lines of the file before the block."""
-    return RawRow(block, i, uri, before)
 
 
 def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
@@ -68,7 +58,7 @@ def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
     count = 0
     for block, uri, before in blocks_once(reader):
         for i in range(len(block) if limit is None else min(len(block), limit - count)):
-            yield place(block, i, uri, before)
+            yield RawRow(block, i, uri, before)
         count += len(block)
         if limit is not None and count >= limit:
             return

@@ -277,7 +277,7 @@ def test_what_is_held_is_bounded_without_adding_up_all_of_it(tmp_path: Path, mon
     monkeypatch.setattr(readers, "KEEP_BYTES", 20_000)
     monkeypatch.setattr(Sized, "asked", 0)
     reader, sizes = Reader(str(tmp_path)), [random.Random(n).randrange(100) for n in range(1000)]
-    monkeypatch.setattr(reader, "_from_file", lambda file, number: Sized(sizes[number]))
+    monkeypatch.setattr(reader, "_read", lambda key: Sized(sizes[key[1]]))
     for number in range(1000):
         reader.block(0, number)
         kept = [sizes[n] for _, n in reader._cache]
