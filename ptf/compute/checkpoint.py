@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,29 +150,21 @@ def load_host(uri: str) -> dict:
         return _to_arrays(torch.load(io.BytesIO(stream.read()), weights_only=True))
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one training run, on disk or in an object store.
 
-    `begin` and `commit` are called by one process; between them every rank writes into the directory. `best`: the
-    metric that is lowest at one more checkpoint that is kept.
+    `begin` and `commit` are called by one process; between them every rank writes into the directory.
     """
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        every: int,
-        keep: int,
-        steps: int,
-        best: str | None = None,
-        whole_up_to: float = float("inf"),
-        lease: Lease = UNSHARED,
-    ) -> None:
-        self.lease = lease
-        self.root = root.rstrip("/")
-        self.every, self.keep, self.steps = every, keep, steps
-        self.best = best
-        self.whole_up_to = whole_up_to
+    root: str  # without a slash at its end
+    _: KW_ONLY
+    every: int
+    keep: int
+    steps: int
+    best: str | None = None  # the metric that is lowest at one more checkpoint that is kept
+    whole_up_to: float = float("inf")  # bytes that are hashed when a checkpoint is verified
+    lease: Lease = UNSHARED
 
     @classmethod
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
@@ -215,7 +208,7 @@ class Checkpoints:
         Files of checkpoints whose removal was interrupted are removed too. Raises LeaseLost.
         """
         # newer checkpoints are damaged, and will be written again
-        done = [other for other in self._steps() if other <= step]
+        done = [other for other in _numbers(self._directories()[0]) if other <= step]
         keep = {*done[: self.keep], *self.ranked()[:1]}
         present = {*_numbers(storage.children(self.root))}
         for old in sorted(other for other in present - keep if other <= step):
@@ -237,7 +230,7 @@ class Checkpoints:
         if self.best is None:
             return []
         values: dict[int, float] = {}
-        for step in self._steps():
+        for step in _numbers(self._directories()[0]):
             try:
                 value = float(storage.manifest_of(self.path(step))["metrics"][self.best])
                 if math.isfinite(value):
@@ -246,37 +239,33 @@ class Checkpoints:
                 continue
         return sorted(values, key=lambda step: (values[step], step))
 
-    def _steps(self) -> list[int]:
-        """Return the steps that have a manifest, newest first."""
-        return _numbers(name for name, whole in self._directories().items() if whole)
-
-    def _directories(self) -> dict[str, bool]:
-        """Return the names of all directories that look like checkpoints, and whether they have a manifest."""
+    def _directories(self) -> tuple[list[str], list[str]]:
+        """Return the names of the directories that look like checkpoints: those with a manifest, those without."""
         found: dict[str, bool] = {}
         with contextlib.suppress(storage.Missing):
             for uri in storage.listing(f"{self.root}/step_*/*"):
                 *_, name, file = uri.split("/")
                 found[name] = found.get(name, False) or file == storage.MANIFEST
-        return found
+        return [name for name, whole in found.items() if whole], [name for name, whole in found.items() if not whole]
 
     def latest(self) -> tuple[int, str, dict[str, Any]] | None:
         """Return (step, path, manifest) of the newest checkpoint that verifies; None if there is none at all.
 
         Raises UserError if there are checkpoints but all are damaged.
         """
-        directories = self._directories()
-        for name, whole in directories.items():
-            if whole and not STEP.fullmatch(name):
+        finished, unfinished = self._directories()
+        for name in finished:
+            if not STEP.fullmatch(name):
                 print(
                     f"{self.root}/{name} is not a checkpoint of this run (step_ and 8 digits); it is ignored",
                     flush=True,
                 )
-        for step in reversed(_numbers(name for name, whole in directories.items() if not whole)):
+        for step in reversed(_numbers(unfinished)):
             print(
                 f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
                 flush=True,
             )
-        steps = _numbers(name for name, whole in directories.items() if whole)
+        steps = _numbers(finished)
         for step in steps:
             try:
                 manifest = storage.verify(self.path(step), self.whole_up_to)

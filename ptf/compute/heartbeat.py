@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,14 +36,16 @@ OURS = str(Path(__file__).parents[1])  # ptf may be installed among the librarie
 ELSEWHERE = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<frozen")
 
 
+@dataclass(eq=False)
 class Clock:
     """The phase that a process is in, and the seconds that each phase took."""
 
-    def __init__(self) -> None:
-        self.now, self.since, self.step = BETWEEN, time.monotonic(), 0
-        self.runs: dict[str, int] = {}  # how often each phase ended
-        self.longest: dict[str, float] = {}  # seconds, without the first time
-        self._seconds: dict[str, float] = {}
+    now: str = BETWEEN
+    since: float = field(default_factory=time.monotonic)
+    step: int = 0
+    runs: dict[str, int] = field(default_factory=dict)  # how often each phase ended
+    longest: dict[str, float] = field(default_factory=dict)  # seconds, without the first time
+    _seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class BackgroundWriter:
         self._group: Any = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         )
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # of a checkpoint that was begun, until it has been waited for
         # of the checkpoint that was begun last: this rank's bytes; once it is written, the entries of the files of all
         # ranks, or what writing raised
         self.num_bytes = 0
@@ -53,7 +54,7 @@ class BackgroundWriter:
         The thread calls `before` first, and `after` with the entries of the files of all ranks. The host state must not
         change any more. The checkpoint before must have been waited for.
         """
-        assert self._thread is None
+        assert self.thread is None
         tensors = copied(tensors_of(model, optimizer))
         self.num_bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
         self.entries, self.error = {}, None
@@ -70,13 +71,8 @@ class BackgroundWriter:
             except BaseException as e:  # raised later, in the thread that trains
                 self.error = e
 
-        self._thread = threading.Thread(target=work, name="ptf-save", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether every checkpoint that was begun has been waited for."""
-        return self._thread is None
+        self.thread = threading.Thread(target=work, name="ptf-save", daemon=True)
+        self.thread.start()
 
     def wait(self, wait_s: float) -> bool:
         """Return whether all ranks have ended writing, within `wait_s` seconds; then see `error` and `entries`."""
@@ -84,14 +80,14 @@ class BackgroundWriter:
         # each rank's thread ends at a time of its own, and all must say the same
         if self._world.max(float(alive)):
             return False
-        self._thread = None
+        self.thread = None
         return True
 
     def join(self, wait_s: float) -> bool:
         """Return whether this rank has ended writing, within `wait_s` seconds; other ranks are not asked."""
-        if self._thread is not None:
-            self._thread.join(wait_s)
-        return self._thread is None or not self._thread.is_alive()
+        if self.thread is not None:
+            self.thread.join(wait_s)
+        return self.thread is None or not self.thread.is_alive()
 
 
 def why_not_written(error: BaseException | str, root: str, num_bytes: int) -> str:
@@ -121,11 +117,7 @@ class Saver:
         self.wait()
         world, saves, self._step = self._world, self._saves, step
         path = str(world.together(lambda: saves.begin(step)))
-
-        def commit(entries: Entries) -> None:
-            if world.leads:
-                saves.commit(step, entries, manifest)
-
+        commit = partial(saves.commit, step, manifest=manifest) if world.leads else None
         # the lease is checked on every rank, before it writes its part
         self._writer.begin(path, model, optimizer, {f"host_{world.rank:05}.pt": host}, saves.lease.check, commit)
         return time.perf_counter() - began
@@ -135,7 +127,7 @@ class Saver:
 
         Raises UserError on all ranks if it could not be written, LeaseLost if another process has taken the run over.
         """
-        if self._writer.is_waited_for:
+        if self._writer.thread is None:
             return
         done = self._writer.wait(self._timeout_s)
         failed = self._writer.error if done else TimeoutError(f"not done after {self._timeout_s:g} s")

@@ -9,6 +9,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 STOP = "stop"
@@ -28,11 +29,12 @@ def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
+@dataclass
 class StopSignal:
-    """Whether the run was asked to stop: by SIGTERM, or by a file in its directory."""
+    """Whether the run in a directory was asked to stop: by SIGTERM, or by a file there."""
 
-    def __init__(self, run: Path) -> None:
-        self._file, self._set = run / STOP, False
+    run: Path
+    _set: bool = False
 
     def set(self) -> None:
         """Record that the run was asked to stop."""
@@ -41,7 +43,7 @@ class StopSignal:
     @property
     def is_set(self) -> bool:
         """Whether there was a request to stop."""
-        return self._set or self._file.exists()
+        return self._set or (self.run / STOP).exists()
 
 
 @contextlib.contextmanager

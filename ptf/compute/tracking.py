@@ -211,20 +211,15 @@ class Tracker:
         for sink in self.sinks:
             sink.log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
-            print(self.line(step, metrics), flush=True)
+            rate = (time.perf_counter() - self.begun) / (step - self.resumed)
+            left, width = int(rate * (self.steps - step)), len(str(self.steps))
+            shown = " ".join(
+                f"{name} {value:<9.4g}"
+                for name, value in metrics.items()
+                if not name.startswith(("seconds/", "peak_memory_gib/", "loss_denominator"))
+            )
+            print(f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}", flush=True)
             progress.said()
-
-    def line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return the console line of a step."""
-        rate = (time.perf_counter() - self.begun) / (step - self.resumed)
-        left = int(rate * (self.steps - step))
-        width = len(str(self.steps))
-        shown = " ".join(
-            f"{name} {value:<9.4g}"
-            for name, value in metrics.items()
-            if not name.startswith(("seconds/", "peak_memory_gib/", "loss_denominator"))
-        )
-        return f"step {step:>{width}}/{self.steps} {shown} left {left // 60}:{left % 60:02}"
 
     def close(self) -> None:
         """Close the file and the sinks."""

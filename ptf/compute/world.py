@@ -63,7 +63,7 @@ class World:
         Ranks of one tensor group pass the same value. Values of the host are summed without the GPU, so that nothing
         waits for it.
         """
-        return self._sum(torch.as_tensor(value, dtype=torch.float64)).cpu()
+        return self._reduced(torch.as_tensor(value, dtype=torch.float64), dist.ReduceOp.SUM).cpu()
 
     def max(self, value: float) -> float:
         """Return the largest value over all ranks, of values of the host."""
@@ -71,31 +71,24 @@ class World:
 
     def maxima(self, *values: float) -> list[float]:
         """Return the largest of each value over all ranks, of values of the host."""
-        return self._max(torch.tensor(values, dtype=torch.float64)).tolist()
+        return self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
 
     def sum_and_max(self, sums: torch.Tensor, largest: torch.Tensor) -> tuple[list[float], list[float]]:
         """Return the sums of one vector over the data-parallel ranks, and the maxima of another over all ranks.
 
         Both are on this rank's device, which is waited for once.
         """
-        values = torch.cat([self._sum(sums.double()), self._max(largest.double())]).cpu().tolist()
+        each = ((sums, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX))
+        values = torch.cat([self._reduced(value.double(), op) for value, op in each]).cpu().tolist()
         return values[: len(sums)], values[len(sums) :]
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the data-parallel ranks, on the device where the value is."""
+    def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
+        """Return the sum over the data-parallel ranks, or the maximum over all ranks, on the device of the value."""
         if self.mesh is None or self.size == 1:
             return value.detach()
-        total = value.detach().clone()
-        dist.all_reduce(total, group=None if self.tensor_parallel_size == 1 else data_ranks(self.mesh).get_group())
-        return total
-
-    def _max(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the maxima over all ranks, on the device where the value is."""
-        if self.mesh is None or self.size == 1:
-            return value.detach()
-        largest = value.detach().clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest
+        found, over_all = value.detach().clone(), op == dist.ReduceOp.MAX or self.tensor_parallel_size == 1
+        dist.all_reduce(found, op, group=None if over_all else data_ranks(self.mesh).get_group())
+        return found
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""

@@ -183,24 +183,6 @@ def prompt_errors(job: "Job") -> list[str]:
     return errors
 
 
-def engine_errors(job: "Job") -> list[str]:
-    """Return the problems of engines that need a process of their own, which only Ray gives."""
-    if job.compute.launcher == "ray":
-        return []
-    by_key = {
-        "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
-        "evaluate.engine": job.evaluate.engine,
-    }
-    return [
-        (
-            f"{key}: vllm needs a process of its own, which compute.launcher: "
-            f"{job.compute.launcher} does not give; use native"
-        )
-        for key, engine in by_key.items()
-        if engine == "vllm"
-    ]
-
-
 def pool_errors(job: "Job") -> list[str]:
     """Return the problems of `compute.pools`: policy and rollout must each be in a pool, the same or different ones,
     and no role in more than one.

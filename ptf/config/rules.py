@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ptf.config.cron import schedule
-from ptf.config.rollout_rules import engine_errors, pool_errors, prompt_errors, rollout_errors
+from ptf.config.rollout_rules import pool_errors, prompt_errors, rollout_errors
 from ptf.config.section import AlgoConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.workspace.credentials import is_secret
@@ -75,7 +75,8 @@ def data_parallel_errors(job: "Job") -> list[str]:
 
 
 def launch_errors(job: "Job") -> list[str]:
-    """Return the problems of where the run runs and writes, and of how its workers divide the model."""
+    """Return the problems of where the run runs and writes, of how its workers divide the model, and of engines that
+    need a process of their own, which only Ray gives."""
     workers, mesh, errors = job.compute.workers, job.compute.mesh, []
     if "://" in job.output:
         errors.append("output must be a directory on this machine; publish.to may be a URI")
@@ -86,12 +87,17 @@ def launch_errors(job: "Job") -> list[str]:
         )
     if job.compute.launcher == "local" and workers > 1:
         errors.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+    engines = {
+        "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
+        "evaluate.engine": job.evaluate.engine,
+    }
+    errors += [
+        f"{key}: vllm needs a process of its own, which compute.launcher: {job.compute.launcher} does not give; "
+        "use native"
+        for key, engine in engines.items()
+        if engine == "vllm" and job.compute.launcher != "ray"
+    ]
     return errors
-
-
-def recipe_errors(job: "Job") -> list[str]:
-    """Return the problems that the recipe's own rules find."""
-    return job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
 
 
 def held_out_errors(job: "Job") -> list[str]:
@@ -307,7 +313,6 @@ RULES: tuple[Callable[["Job"], list[str]], ...] = (
     deterministic_errors,
     watched_metric_errors,
     own_component_errors,
-    recipe_errors,
     foreign_model_errors,
     quantised_weight_errors,
     pool_errors,
@@ -315,10 +320,10 @@ RULES: tuple[Callable[["Job"], list[str]], ...] = (
     deployment_errors,
     rollout_errors,
     prompt_errors,
-    engine_errors,
 )
 
 
 def broken(job: "Job") -> list[str]:
-    """One line for each rule that is broken, beginning with the key to change."""
-    return [error for rule in RULES for error in rule(job)]
+    """One line for each rule that is broken, the recipe's own among them, beginning with the key to change."""
+    own = job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
+    return [error for rule in RULES for error in rule(job)] + own

@@ -85,15 +85,9 @@ for _tag, _pattern, _first in RESOLVERS:
 READ = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
-    "int": lambda text: _whole(text),
+    "int": lambda text: int(text, 16) if text.startswith("0x") else int(text.replace("_", "")),
     "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", ""))),
 }
-
-
-def _whole(text: str) -> int:
-    if len(text) > LONGEST:
-        raise ValueError
-    return int(text, 16) if text.startswith("0x") else int(text.replace("_", ""))
 
 
 class SourceLocation(NamedTuple):
@@ -336,6 +330,8 @@ def _build(
 def _scalar(node: yaml.Node, path: tuple[str, ...], place: SourceLocation, tree: Tree) -> Any:
     text, kind = node.value, node.tag.removeprefix(TAG)
     try:
+        if kind == "int" and len(text) > LONGEST:
+            raise ValueError
         if kind in READ:
             return READ[kind](text)
     except ValueError:

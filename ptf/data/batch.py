@@ -86,6 +86,7 @@ class Batch:
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
 
 
+@dataclass
 class Memory:
     """A pool of buffers, each of which is used again when no array refers to it any more.
 
@@ -93,9 +94,8 @@ class Memory:
     from which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
     """
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._blocks: list[np.ndarray] = []
-        self._pinned = pinned
+    pinned: bool = False
+    _blocks: list[np.ndarray] = field(default_factory=list)
 
     def block(self, n: int) -> np.ndarray:
         """Return a block of n bytes, not initialised. It is in use as long as a view of it exists."""
@@ -103,7 +103,7 @@ class Memory:
         for i in range(len(self._blocks)):
             if sys.getrefcount(self._blocks[i]) == HELD_HERE:
                 return self._blocks[i]
-        fresh = torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy() if self._pinned else np.empty(n, np.uint8)
+        fresh = torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy() if self.pinned else np.empty(n, np.uint8)
         self._blocks.append(fresh)
         del fresh
         return self._blocks[-1]
@@ -211,7 +211,11 @@ def _fill_tokens(
     the documents' last tokens, which have no target.
     """
     for name, values in (("tokens", documents.tokens), ("own", documents.weights)):
-        np.concatenate(_padded(values, sequence_ends, pads), out=arrays[name].reshape(-1), casting="same_kind")
+        zeros = np.zeros(max(pads, default=0), values.dtype)
+        padded = [zeros[:0]]  # the values of each sequence, and the zeros that pad it
+        for (start, end), n in zip(pairwise(sequence_ends), pads, strict=True):
+            padded += (values[start:end], zeros[:n])
+        np.concatenate(padded, out=arrays[name].reshape(-1), casting="same_kind")
     arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
     arrays["targets"].reshape(-1)[last], arrays["loss_weights"].reshape(-1)[last] = 0, 0.0
     arrays["targets"][:, -1], arrays["loss_weights"][:, -1] = 0, 0.0
@@ -244,15 +248,6 @@ def _fill_places(
     for sequence, n in enumerate(pads):
         if n:
             arrays["positions"][sequence, seq_len - n :] = 0
-
-
-def _padded(values: np.ndarray, sequence_ends: Sequence[int], pads: list[int]) -> list[np.ndarray]:
-    """Return the values of each sequence and the zeros that pad it, one sequence after the other."""
-    zeros = np.zeros(max(pads, default=0), values.dtype)
-    padded = [zeros[:0]]
-    for (start, end), n in zip(pairwise(sequence_ends), pads, strict=True):
-        padded += (values[start:end], zeros[:n])
-    return padded
 
 
 def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndarray:

@@ -179,16 +179,12 @@ def trained_turns(
     if not counted:
         what = field if field is not None and any(own.values()) else " or ".join(read)
         raise UserError(f"no turn of the conversation counts: `{what}` is 0 or false on every one")
-    if not scored and (blank := [i for i in counted if is_blank(messages[i])]):
-        raise UserError(f"message {blank[0]} (assistant) is empty: there is nothing to train but the end of the turn")
+    for i in counted if not scored else ():
+        content = str(messages[i].get("content") or "")
+        inside = INSIDE.fullmatch(content)  # the text beside the thinking
+        if not ((inside[2] if inside else content).strip() or messages[i].get("tool_calls")):
+            raise UserError(f"message {i} (assistant) is empty: there is nothing to train but the end of the turn")
     return messages, counted
-
-
-def is_blank(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has no text, beside its thinking, and no tool calls."""
-    content = str(message.get("content") or "")
-    inside = INSIDE.fullmatch(content)
-    return not ((inside[2] if inside else content).strip() or message.get("tool_calls"))
 
 
 def _marked(

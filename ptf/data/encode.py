@@ -5,6 +5,7 @@ every recipe: the row's file, the names of its columns there, and samples that a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -368,63 +369,53 @@ def row_weight(row: Row) -> float:
     return float(weight)
 
 
+@dataclass(eq=False)
 class Encoder:
-    """Encodes rows as pack units that fit a sequence, and counts them.
+    """Encodes the rows of one source as pack units that fit a sequence, and counts them.
 
     `counts["whole"]` is the sum over the rows of the tokens of the row's longest pack unit: tokens / whole is what
     splitting conversations costs. A bad row is an error unless `set_aside` is given.
     """
 
-    def __init__(
-        self,
-        encode: Encode,
-        name: str,
-        seq_len: int,
-        too_long: TooLong,
-        *,
-        columns: Columns | None = None,
-        kind: str = "auto",
-        set_aside: SetAside | None = None,
-        share_prefixes: bool = False,
-        unread: Callable[[Row, Row, str], None] | None = None,
-    ):
-        """Create an encoder for the rows of one source.
-
-        `share_prefixes`: the common beginning of a row's samples is encoded once, and samples that share one are one
-        pack unit (ptf.data.prefixes.prefix_groups). `unread` gets each row as the file has it and as it is read, and
-        its place.
-        """
-        self._encode, self._name, self._seq_len, self._share_prefixes = encode, name, seq_len, share_prefixes
-        self._too_long: TooLong = too_long
-        self._columns, self._kind, self._set_aside, self._unread = columns or {}, kind, set_aside, unread
-        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+    encode: Encode
+    name: str
+    seq_len: int
+    too_long: TooLong
+    _: KW_ONLY
+    columns: Columns = field(default_factory=dict)
+    kind: str = "auto"
+    set_aside: SetAside | None = None
+    # the common beginning of a row's samples is encoded once; samples that share one are one pack unit (prefixes.py)
+    share_prefixes: bool = False
+    unread: Callable[[Row, Row, str], None] | None = None  # gets a row as the file has it and as it is read, its place
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     def __call__(self, place: RawRow) -> list[PackUnit]:
         """Return the pack units of a row. A bad row is set aside, or raises UserError with its place."""
         row: Row = {}
         try:
             raw = row = place.read()
-            row = shaped(raw, self._columns, self._kind, place.block.columnar)
-            if self._unread is not None:
-                self._unread(raw, row, place.where)
-            whole_units = [apply_row_weight(unit, row) for unit in self._encode(row, self._name)]
-            fitted = [limit_length(unit, self._seq_len, self._too_long) for unit in whole_units]
+            row = shaped(raw, self.columns, self.kind, place.block.columnar)
+            if self.unread is not None:
+                self.unread(raw, row, place.where)
+            whole_units = [apply_row_weight(unit, row) for unit in self.encode(row, self.name)]
+            fitted = [limit_length(unit, self.seq_len, self.too_long) for unit in whole_units]
         except FAULTS as e:
             reason = reason_of(e, row)
-            if self._set_aside is None:
-                raise UserError(f"{place.where} (source {self._name}): {reason}") from (
+            if self.set_aside is None:
+                raise UserError(f"{place.where} (source {self.name}): {reason}") from (
                     None if isinstance(e, UserError) else e
                 )
             self.counts["rows"] += 1
             self.counts["bad"] += 1
             self.counts["rows_without_samples"] += 1
-            self._set_aside(BadRow(place.where, reason), self.counts)
+            self.set_aside(BadRow(place.where, reason), self.counts)
             return []
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]
-        if not self._share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):
+        if not self.share_prefixes or len(units) < 2 or any(len(unit) > 1 for unit in units):
             return units
-        shared = prefix_groups([sample for (sample,) in units], self._seq_len)
+        shared = prefix_groups([sample for (sample,) in units], self.seq_len)
         self.counts["tokens"] -= sum(map(length, units)) - sum(map(length, shared))
         return shared
 

@@ -4,10 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from json.encoder import encode_basestring  # a string as JSON
-from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer as Backend
 
 from ptf.data.probes import PROBES
 from ptf.data.rendering import Rendering
@@ -23,9 +20,13 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     backend = getattr(hf, "backend_tokenizer", None)
     backend_config = json.loads(backend.to_str()) if backend is not None else {}
     model = backend_config.get("model", {})
-    vocabulary = _vocabulary(backend_config, model)
-    if vocabulary is None or len(vocabulary) != len(hf):
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):  # with the added tokens, what `get_vocab` converts once more, if no ids are equal
+        vocabulary |= {token["content"]: token["id"] for token in backend_config.get("added_tokens") or ()}
+    if not isinstance(vocabulary, dict) or len(vocabulary) != len(hf):
         vocabulary = hf.get_vocab()
+    # what `_digest` would take, made without JSON objects
+    pairs = [f"[{encode_basestring(token)}, {vocabulary[token]}]" for token in sorted(vocabulary)]
     steps = {name: backend_config.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
     facts = {
         "merges": model.get("merges"),
@@ -34,22 +35,12 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
         # How a text is split into pieces, and how the pieces are joined.
         "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},
     }
-    identity: dict[str, Any] = {"vocabulary": _vocabulary_digest(vocabulary)}
+    identity: dict[str, Any] = {"vocabulary": hashlib.sha256(f"[{', '.join(pairs)}]".encode()).hexdigest()}
     identity |= {name: _digest(fact) for name, fact in facts.items()}
     identity["probes"] = [[text, hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
     if rendering.facts:  # without such settings the fingerprint does not depend on them
         identity["rendering"] = rendering.facts
     return {"fingerprint": _digest(identity), **identity}
-
-
-def _vocabulary(config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the ids of all tokens from the configuration of tokenizers' Tokenizer, where it lists them with ids.
-
-    Where no two tokens have one id, it is what `get_vocab` returns, which converts it once more.
-    """
-    if not isinstance(vocabulary := model.get("vocab"), dict):
-        return None
-    return vocabulary | {token["content"]: token["id"] for token in config.get("added_tokens") or ()}
 
 
 def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
@@ -77,32 +68,6 @@ def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any],
     raise UserError(
         f"{what} was made with another tokenizer than the model's: they differ in their {' and '.join(parts)}"
     )
-
-
-def class_mismatch(hf: Any, identity: Mapping[str, Any]) -> str | None:
-    """Describe how AutoTokenizer's class reads tokenizer.json differently from the file's content, or return None.
-
-    Phi-3's class drops the normalizer, for example. ptf trains with AutoTokenizer's ids, as servers use them.
-    """
-    file = Path(str(hf.name_or_path)) / "tokenizer.json"
-    if not file.is_file():
-        return None
-    backend = Backend.from_file(str(file))
-    backend.no_truncation()
-    for text, ids in identity["probes"]:
-        if (plain := backend.encode(text, add_special_tokens=False).ids) != ids:
-            example = f"{text!r} is {ids}, not {plain}"
-            return (
-                f"AutoTokenizer makes a {type(hf).__name__} of {file.parent}, "
-                f"whose ids differ from its tokenizer.json's: {example}"
-            )
-    return None
-
-
-def _vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return `_digest` of the sorted pairs of a vocabulary, of which it makes no JSON objects."""
-    pairs = [f"[{encode_basestring(token)}, {vocabulary[token]}]" for token in sorted(vocabulary)]
-    return hashlib.sha256(f"[{', '.join(pairs)}]".encode()).hexdigest()
 
 
 def _digest(fact: Any) -> str:

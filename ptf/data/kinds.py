@@ -82,8 +82,12 @@ def shaped(row: Row, columns: Columns, kind: str = "auto", columnar: bool = Fals
         result |= {name: as_number(result[name]) for name in numbers if isinstance(result.get(name), str)}
     if kind == "auto" and actual == "text":
         raise_if_other_texts(result)
-    if actual not in ("auto", "events"):
-        _raise_if_media(result)
+    for name in MEDIA if actual not in ("auto", "events") else ():
+        if result.get(name):
+            raise UserError(
+                f"`{name}` is part of the row, but ptf trains text only; {COLUMNS}: {{{name}: "
+                "null} trains the text without it"
+            )
     result = _normalized(result, actual, columnar)
     return result if kind == "auto" else _without_other_kinds(result, kind)
 
@@ -211,16 +215,6 @@ def _raise_if_tools_twice(tools: Sequence[Mapping[str, Any]], messages: Any) -> 
             f"the tools are in the system message and in `tools`, so a template would show them twice; {COLUMNS}: "
             "{tools: null} leaves the latter out"
         )
-
-
-def _raise_if_media(row: Row) -> None:
-    """Raise UserError for a row with images, audio or video."""
-    for name in MEDIA:
-        if row.get(name):
-            raise UserError(
-                f"`{name}` is part of the row, but ptf trains text only; {COLUMNS}: {{{name}: "
-                "null} trains the text without it"
-            )
 
 
 def _without_other_kinds(row: dict[str, Any], kind: str) -> dict[str, Any]:

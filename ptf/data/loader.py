@@ -71,7 +71,7 @@ class _Step:
     counts: dict[str, int]
 
 
-class Loader:
+class Loader(Iterator[list[Batch]]):
     """Stream[list[Batch]]: this rank's sequences of one global step, in micro-batches."""
 
     def __init__(
@@ -230,9 +230,6 @@ class Loader:
                     continue
             if isinstance(item, BaseException):
                 return
-
-    def __iter__(self) -> "Loader":
-        return self
 
     def __next__(self) -> list[Batch]:
         if self._thread is None:

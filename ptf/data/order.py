@@ -149,14 +149,6 @@ def size(rows: int, partitions: int, epoch: int, partition: int) -> int:
     return each + ((partition - epoch * more) % partitions < more)
 
 
-def next_with_rows(rows: int, partitions: int, epoch: int, partition: int) -> int:
-    """Return the next epoch in which a partition has a row: with fewer rows than partitions, not every epoch."""
-    epoch += 1
-    while not size(rows, partitions, epoch, partition):
-        epoch += 1
-    return epoch
-
-
 def shares(rows: int, partitions: int, epoch: int, key: str) -> np.ndarray:
     """Return the first row and the end of each partition's range, [partitions, 2] int64.
 
@@ -272,7 +264,10 @@ class Ranges(_Partition):
     def _open_wanted(self) -> tuple[list[list[Any]], bool]:
         """Open blocks as needed; return them, at least one, and whether further blocks will be opened."""
         if self._opened == len(self._pieces) and not self._open_blocks:
-            self._begin(next_with_rows(self._extent.total, self._partitions, self._epoch, self._partition))
+            epoch = self._epoch + 1
+            while not size(self._extent.total, self._partitions, epoch, self._partition):
+                epoch += 1  # with fewer rows than partitions, a partition has a row not in every epoch
+            self._begin(epoch)
         open_blocks = self._open_blocks
         if len(open_blocks) < self._most:
             # at the start few, because nothing is trained before the partition's windows are full

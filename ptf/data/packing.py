@@ -21,7 +21,7 @@ from ptf.errors import UserError
 T = TypeVar("T")
 
 
-class Packer(Generic[T]):
+class Packer(Iterator[list[T]], Generic[T]):
     """Stream[list[T]]: packed sequences of units, or of objects that hold one.
 
     Over a finite iterator it ends when every unit is in a sequence.
@@ -71,9 +71,6 @@ class Packer(Generic[T]):
         if n > self._seq_len:
             raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
         return n
-
-    def __iter__(self) -> "Packer[T]":
-        return self
 
     def __next__(self) -> list[T]:
         self._admit(self._units, self._lookahead)

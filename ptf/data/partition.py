@@ -4,7 +4,7 @@ A partition is a pure function of (config, files, partition number), so whicheve
 state, yields the same sequences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from ptf.data.stream import Stream
 from ptf.data.stream_unit import StreamUnit
 
 
-class Partition:
+class Partition(Iterator[list[PackUnit]]):
     """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
     def __init__(self, encoded: Mapping[str, Encoded], items: Stream[StreamUnit], seq_len: int, lookahead: int):
@@ -26,9 +26,6 @@ class Partition:
         self._packer = Packer(items, seq_len, lookahead, attrgetter("length"), self._dump, self._load)
         # rows of each source in the packed sequences so far; not part of the state
         self.passed = dict.fromkeys(encoded, 0.0)
-
-    def __iter__(self) -> "Partition":
-        return self
 
     def __next__(self) -> list[PackUnit]:
         sequence, passed = next(self._packer), self.passed

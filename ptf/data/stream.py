@@ -7,6 +7,7 @@ only when a checkpoint is saved (`settle`), so that taking a state at every trai
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -73,18 +74,19 @@ def permutation(key: str, n: int) -> np.ndarray:
     return np.argsort(_bits(key, 0, n), kind="stable")
 
 
+@dataclass
 class Draws:
     """Random numbers below 2⁶⁴ by index: each depends only on the key and its index."""
 
-    def __init__(self, key: str):
-        self._key = key
-        self._chunk, self._numbers = -1, [0]  # the chunk that was computed last
+    key: str
+    _chunk: int = -1  # the one that was computed last, and its numbers
+    _numbers: Sequence[int] = ()
 
     def __call__(self, number: int) -> int:
         """Return the random number at index `number`."""
         chunk, i = divmod(number, NUMBERS_AT_ONCE)
         if chunk != self._chunk:
-            self._chunk, self._numbers = chunk, _bits(self._key, chunk, NUMBERS_AT_ONCE).tolist()
+            self._chunk, self._numbers = chunk, _bits(self.key, chunk, NUMBERS_AT_ONCE).tolist()
         return self._numbers[i]
 
 

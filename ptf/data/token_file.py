@@ -8,7 +8,7 @@ slice of them. Loss weights are stored as runs of equal weights.
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -186,6 +186,8 @@ NO_COLUMNS: dict[str, np.ndarray] = {}  # of all samples without per-token value
 class TokenRows:
     """The rows of one row group: its columns as long arrays, of which a row's samples are slices."""
 
+    columnar: ClassVar[bool] = False  # it has no meaning here, because a row is its samples
+
     def __init__(self, table: pa.Table):
         """Read the columns of a row group."""
         self.lines, self.nbytes = table.num_rows, table.nbytes
@@ -210,11 +212,6 @@ class TokenRows:
             for name in table.column_names
             if name.startswith(COLUMN_PREFIX)
         }
-
-    @property
-    def columnar(self) -> bool:
-        """Return False; it has no meaning here, because a row is its samples."""
-        return False
 
     def __len__(self) -> int:
         return self.lines

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ptf.data.fingerprint import class_mismatch, identity_of, raise_if_other_identity
+from ptf.data.fingerprint import identity_of, raise_if_other_identity
 from ptf.data.probes import PROBES, Closing, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokenizer
@@ -353,5 +354,19 @@ class Tokenizer:
         raise_if_other_identity(self.identity, identity, what)
 
     def class_mismatch(self) -> str | None:
-        """Describe how AutoTokenizer's class reads tokenizer.json differently from what it says, or return None."""
-        return class_mismatch(self.hf, self.identity)
+        """Describe how AutoTokenizer's class reads tokenizer.json differently from the file's content, or return None.
+
+        Phi-3's class drops the normalizer, for example. ptf trains with AutoTokenizer's ids, as servers use them.
+        """
+        file = Path(str(self.hf.name_or_path)) / "tokenizer.json"
+        if not file.is_file():
+            return None
+        backend = Backend.from_file(str(file))
+        backend.no_truncation()
+        for text, ids in self.identity["probes"]:
+            if (plain := backend.encode(text, add_special_tokens=False).ids) != ids:
+                return (
+                    f"AutoTokenizer makes a {type(self.hf).__name__} of {file.parent}, "
+                    f"whose ids differ from its tokenizer.json's: {text!r} is {ids}, not {plain}"
+                )
+        return None

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -158,7 +158,11 @@ def build(
     Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
     """
     hf = read_config(directory)
-    family = _as_stored(family_of(hf), directory)
+    family = family_of(hf)
+    if family.per_expert and has_weights(directory):  # the form in which the checkpoint stores experts
+        with TensorFiles(directory, family.aliases) as files:
+            if any(".experts.0." in name for name in files.names):
+                family = replace(family, mappings=family.per_expert)
     if (method := hf.get("quantization_config", {}).get("quant_method", "mxfp4")) != "mxfp4":
         copy = ", or a copy in bf16, as transformers' FineGrainedFP8Config(dequantize=True) loads one"
         raise UserError(
@@ -181,15 +185,6 @@ def build(
             "experts only), or all of them train; set model.quantization: nf4, or leave it out"
         )
     return model, family
-
-
-def _as_stored(family: Family, directory: Path) -> Family:
-    """Return the family with the mappings for the form in which a checkpoint, if there are weights, stores experts."""
-    if family.per_expert and has_weights(directory):
-        with TensorFiles(directory, family.aliases) as files:
-            if any(".experts.0." in name for name in files.names):
-                return replace(family, mappings=family.per_expert)
-    return family
 
 
 def decoder_config(directory: Path) -> DecoderConfig:
@@ -572,13 +567,16 @@ def _carried_tensors(source: Path) -> Iterator[Carried]:
                 yield name, tensor, tensor.dtype
 
 
+@dataclass
 class _Shards:
     """The files of a checkpoint, written one after the other; `finish` names them as transformers does."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.tensors = directory, dict[str, Tensor]()
-        self.numbers = dict[str, int]()  # of each tensor's file
-        self.count = self.size = self.total = 0
+    directory: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # of the file that is not written yet
+    numbers: dict[str, int] = field(default_factory=dict)  # of each tensor's file
+    count: int = 0  # of files
+    size: int = 0  # bytes of `tensors`, and of all
+    total: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, with the others of its file."""

@@ -98,10 +98,6 @@ class _Targets:
         """Return x [N, D] with the head applied; see Projection."""
         return Projection(x, head, chunks_of(len(x), head), self.processing, self.targets, self.trie_states, needs)
 
-    def pick(self, block: slice, values: Tensor) -> Tensor:
-        """Return the targets' entries [n] of `values` [n, V], to be summed over the ranks."""
-        return values.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
-
     def subtract(self, block: slice, values: Tensor) -> Tensor:
         """Subtract 1 at each target of `values` [n, V], in place."""
         return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
@@ -120,7 +116,7 @@ class _Targets:
                 picked[block] = projection.cross_entropy(block, self.targets[block], weights[block])
                 continue
             logprobs = projection.logprobs(block)
-            picked[block] = self.pick(block, logprobs)
+            picked[block] = logprobs.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
             if entropies:
                 entropy[block] = projection.entropies(logprobs, leave_probabilities=weights is not None)
             elif weights is not None:

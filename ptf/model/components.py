@@ -35,11 +35,8 @@ def file_of(name: str) -> str:
 
 def places(c: DecoderConfig) -> list[str]:
     """Return the unified names of everything that can be replaced."""
-
-    def within(moe):
-        return ("attn", "moe", "moe.experts") if moe else ("attn", "mlp")
-
-    return [*(f"layers.{i}.{part}" for i, kind in enumerate(c.layers) for part in within(kind.moe)), "head"]
+    inside = [("attn", "moe", "moe.experts") if layer.moe else ("attn", "mlp") for layer in c.layers]
+    return [*(f"layers.{i}.{part}" for i, parts in enumerate(inside) for part in parts), "head"]
 
 
 def raise_if_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
@@ -48,7 +45,7 @@ def raise_if_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
     if unused := [pattern for pattern in factory.replace if pattern not in used]:
         raise UserError(
             f"model.replace: {', '.join(unused)} matches nothing, or only what an earlier pattern replaces; "
-            f"there is {', '.join(kinds(places(c)))} (layers 0…{c.num_layers - 1})"
+            f"there is {', '.join(kinds(places(c)))} (layers 0…{len(c.layers) - 1})"
         )
 
 

@@ -156,11 +156,6 @@ class DecoderConfig:
         return self.latent.rotated if self.latent else self.head_dim
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.layers)
-
-    @property
     def experts(self) -> int:
         """The number of experts in a mixture; 0 without one."""
         return self.moe.experts if self.moe else 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,10 +30,7 @@ class Block(nn.Module):
 
     def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
-
-        def norm():
-            return RMSNorm(c.dim, c.norm_eps, c.norm_offset)
-
+        norm = partial(RMSNorm, c.dim, c.norm_eps, c.norm_offset)
         self.residual_scale = c.residual_scale
         self.attn_norm = norm() if c.pre_norm else nn.Identity()
         kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
@@ -75,7 +73,7 @@ class Decoder(nn.Module):
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
-        self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(c.num_layers))
+        self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(len(c.layers)))
         self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset)
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:

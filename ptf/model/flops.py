@@ -210,5 +210,5 @@ def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
     tally.tokens = 0.0
     tally.chain(model.head, trains)
     return Flops(
-        body, {None: 2 * c.num_layers * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}, tally.tokens
+        body, {None: 2 * len(c.layers) * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}, tally.tokens
     )

@@ -98,10 +98,10 @@ class HFDecoder(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, which are sharded one by one."""
-        lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.config.num_layers]
+        lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == len(self.config.layers)]
         if not lists:
             raise UserError(
-                f"model.backend: hf: {self.hf.config.model_type}: there is no list of {self.config.num_layers} layers "
+                f"model.backend: hf: {self.hf.config.model_type}: there is no list of {len(self.config.layers)} layers "
                 "in transformers' model"
             )
         return lists[0]

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,14 +26,15 @@ HEADS = (".lm_head.weight", ".embed_out.weight")
 EMBEDDINGS = tuple(f".{name}.weight" for name in ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"))
 
 
-class TensorFiles:
+class TensorFiles(contextlib.ExitStack):
     """The tensors of a directory by name.
 
     `aliases` maps prefixes under which checkpoints store names to the prefixes used here.
     """
 
     def __init__(self, directory: Path, aliases: Mapping[str, str] | None = None) -> None:
-        self.directory, self.handles = directory, contextlib.ExitStack()
+        super().__init__()
+        self.directory = directory
         self.open: dict[Path, Any] = {}
         self.where: dict[str, tuple[Path, str]] = {}  # name → file, name in the file
         for stored, path in self._stored().items():
@@ -70,7 +71,7 @@ class TensorFiles:
         """Return the open file; raise UserError if it cannot be read."""
         if path not in self.open:
             try:
-                self.open[path] = self.handles.enter_context(safe_open(path, "pt"))
+                self.open[path] = self.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise UserError(f"model.path: {path} cannot be read: {error}") from error
         return self.open[path]
@@ -110,12 +111,6 @@ class TensorFiles:
         first = rows.start - inside.start * BLOCK
         values = dequantise(blocks.flatten(-2), scales, torch.bfloat16)
         return values[..., first : first + rows.stop - rows.start].transpose(-2, -1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.handles.close()
 
 
 class Headers(TensorFiles):

@@ -186,7 +186,7 @@ def state_elements(config: DecoderConfig) -> int:
         return 0
     channels = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
     each = c.value_heads * c.key_dim * c.value_dim + (c.conv - 1) * channels
-    return (config.num_layers - config.attention_layers) * each
+    return (len(config.layers) - config.attention_layers) * each
 
 
 def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:

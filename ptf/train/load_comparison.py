@@ -64,7 +64,7 @@ def _compared_layers(model: Decoder, spec: ModelConfig, tokens: np.ndarray) -> i
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         return found[0]
-    own, depth = spec.backend == "ptf", model.config.num_layers
+    own, depth = spec.backend == "ptf", len(model.config.layers)
     for count, most in ((depth, WHOLE), *([(min(LAYERS, depth), CUT)] if own else [])):
         left_out = sum(p.numel() for layer in model.layers[count:] for p in layer.parameters())
         if sum(p.numel() for p in model.parameters()) - left_out <= min(most, psutil.virtual_memory().available / 8):
@@ -76,7 +76,7 @@ def _compared(
     model: Decoder, directory: Path, layers: int, tokens: np.ndarray, ours: float, precision: str
 ) -> tuple[bool, str]:
     """Return whether the losses are the same, as far as they were compared, and what is said."""
-    cut = layers < model.config.num_layers
+    cut = layers < len(model.config.layers)
     of = f"its first {layers} layers alone, because it is too large to be loaded twice" if cut else "the whole model"
     with _cut(directory, layers) if cut else contextlib.nullcontext(directory) as place:
         try:

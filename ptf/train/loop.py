@@ -117,7 +117,10 @@ class Loop:
             micro = next(parts.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                row = world.together(lambda: first_document(micro[0]) if micro else [])
+                first = micro[0] if micro else None
+                row = world.together(
+                    lambda: [] if first is None else first.tokens[0, first.segments[0] == first.segments[0, 0]].tolist()
+                )
                 source, precision = parts.source, parts.job.train.precision
                 compare_with_transformers(parts.model, source.directory, source.section, row, world, precision)
             began = time.perf_counter()
@@ -273,11 +276,6 @@ def warm_up_run(parts: Parts) -> None:
             warm_up(frozen_model, world, seq_len, scored=validated | trained)
 
 
-def first_document(batch: Batch) -> list[int]:
-    """Return the tokens of the first document of a batch."""
-    return batch.tokens[0][batch.segments[0] == batch.segments[0, 0]].tolist()
-
-
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     """Return the error for a GPU that ran out of memory, with the settings that lower its use."""
     train = job.train
@@ -310,7 +308,7 @@ def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan 
             f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
             f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device, model.kernels)}, "
-            f"{config.num_layers} layers × {config.dim}",
+            f"{len(config.layers)} layers × {config.dim}",
             flush=True,
         )
         if plan:

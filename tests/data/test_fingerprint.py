@@ -10,8 +10,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ptf.data.fingerprint import class_mismatch, identity_of
+from ptf.data.fingerprint import identity_of
 from ptf.data.rendering import Rendering
+from ptf.data.tokenizer import Tokenizer as OurTokenizer
 
 
 def test_a_class_that_reads_its_file_differently_is_found(tmp_path: Path) -> None:
@@ -20,12 +21,16 @@ def test_a_class_that_reads_its_file_differently_is_found(tmp_path: Path) -> Non
     from tokenizers.pre_tokenizers import Whitespace
 
     hf = SimpleNamespace(name_or_path=str(tmp_path))
-    assert class_mismatch(hf, {"probes": [("a b", [9, 9])]}) is None, "without the file there is nothing to compare"
+
+    def class_mismatch(*probes: tuple[str, list[int]]) -> str | None:
+        return OurTokenizer.class_mismatch(SimpleNamespace(hf=hf, identity={"probes": probes}))  # type: ignore[arg-type]
+
+    assert class_mismatch(("a b", [9, 9])) is None, "without the file there is nothing to compare"
     backend = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = Whitespace()
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert class_mismatch(hf, {"probes": [("a b", [0, 1]), ("c", [2])]}) is None
-    problem = class_mismatch(hf, {"probes": [("a b", [0, 1]), ("b a", [0, 1])]})
+    assert class_mismatch(("a b", [0, 1]), ("c", [2])) is None
+    problem = class_mismatch(("a b", [0, 1]), ("b a", [0, 1]))
     assert problem is not None
     assert "'b a' is [0, 1], not [1, 0]" in problem
 

@@ -78,7 +78,7 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     model, family, new = loaded(directory, narrow(model_type), seed=5)
     inside = next(iter(narrow(model_type))).rpartition(".")[2]
     assert new == tuple(
-        f"layers.{i}.{inside}.{name}.weight" for i in range(model.config.num_layers) for name in ("into", "out")
+        f"layers.{i}.{inside}.{name}.weight" for i in range(len(model.config.layers)) for name in ("into", "out")
     )
     again, other = loaded(directory, narrow(model_type), seed=5)[0], loaded(directory, narrow(model_type), seed=6)[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -116,7 +116,7 @@ def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
     assert new == (
         "layers.0.attn.gate",
         "layers.0.mlp.scale",
-        *(f"layers.{i}.attn.gate" for i in range(1, model.config.num_layers)),
+        *(f"layers.{i}.attn.gate" for i in range(1, len(model.config.layers))),
     )
     assert (model.layers[0].mlp.scale == 2).all()
     assert (model.layers[0].mlp.shift == 0.25).all()
@@ -161,7 +161,7 @@ def test_flops_count_what_stands_there(tmp_path, model_type):
     c = model.config
     attention = 2 * c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     flops = Flops.of(model)
-    assert flops.per_token == 3 * c.num_layers * (attention + 2 * 2 * c.dim * 24)  # forward, and twice that backward
+    assert flops.per_token == 3 * len(c.layers) * (attention + 2 * 2 * c.dim * 24)  # forward, and twice that backward
     assert flops.per_target == 3 * 2 * 32 * (c.dim + c.vocab)
 
 
@@ -212,7 +212,7 @@ def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, mo
     model, family = bridge.build(directory, factory=factory)
     freeze(model, family, None)
     trains = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert {n for n in trains if "lora" not in n} == {f"layers.{i}.attn.gate" for i in range(model.config.num_layers)}
+    assert {n for n in trains if "lora" not in n} == {f"layers.{i}.attn.gate" for i in range(len(model.config.layers))}
     inside = next(iter(same)).rpartition(".")[2]
     assert any(n.startswith(f"layers.0.{inside}.") and n.endswith("lora_b") for n in trains)
     bridge.materialize(model, torch.device("cpu"))

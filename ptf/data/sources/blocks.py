@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar, Protocol
 
 import pyarrow as pa
 
@@ -52,15 +52,11 @@ class Block(Protocol):
 class Lines:
     """Lines of JSON, parsed when a row is requested."""
 
+    columnar: ClassVar[bool] = False  # JSON has no key that its text does not have
     texts: Sequence[bytes]
     numbers: Sequence[int]  # the number of each text among the block's lines
     lines: int
     nbytes: int
-
-    @property
-    def columnar(self) -> bool:
-        """Return False: JSON has no key that its text does not have."""
-        return False
 
     @staticmethod
     def of(texts: Sequence[bytes]) -> "Lines":
@@ -92,6 +88,7 @@ class Lines:
 class RowGroup:
     """Rows of parquet or Arrow, converted to values of JSON when a row is requested."""
 
+    columnar: ClassVar[bool] = True  # a table has every column in every row
     table: pa.Table
     first: int = 0
     _converted: list[pa.Field] = field(init=False, repr=False)  # columns of types that JSON does not have
@@ -108,11 +105,6 @@ class RowGroup:
     def nbytes(self) -> int:
         """Return the size of the table in memory, in bytes."""
         return self.table.nbytes
-
-    @property
-    def columnar(self) -> bool:
-        """Return True: a table has every column in every row."""
-        return True
 
     def __len__(self) -> int:
         return self.table.num_rows

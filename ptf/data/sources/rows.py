@@ -30,18 +30,17 @@ class SourceSpec:
     verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
 
 
+@dataclass(eq=False, slots=True)
 class RawRow:
     """A row that has not been parsed yet, and its location."""
 
-    __slots__ = ("_before", "_uri", "block", "epoch", "file", "number", "row")
-
-    def __init__(self, block: Block, row: int, uri: str, before: int, epoch: int = 0, file: int = 0, number: int = 0):
-        """Point to row `row` of a block.
-
-        `before` is the number of lines of the file before the block, which is block `number` of file `file`.
-        """
-        self.block, self._uri, self._before = block, uri, before
-        self.epoch, self.file, self.number, self.row = epoch, file, number, row
+    block: Block
+    row: int  # its number in the block
+    uri: str
+    before: int  # lines of the file before the block
+    epoch: int = 0
+    file: int = 0
+    number: int = 0  # of the block in the file
 
     def read(self) -> Row:
         """Return the parsed row. Raises UserError where it cannot be parsed."""
@@ -50,7 +49,7 @@ class RawRow:
     @property
     def where(self) -> str:
         """Return the location of the row as file:line."""
-        return f"{self._uri}:{self._before + self.block.line(self.row) + 1}"
+        return f"{self.uri}:{self.before + self.block.line(self.row) + 1}"
 
 
 def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
