@@ -387,7 +387,8 @@ class Encoder:
     set_aside: SetAside | None = None
     # the common beginning of a row's samples is encoded once; samples that share one are one pack unit (prefixes.py)
     share_prefixes: bool = False
-    unread: Callable[[Row, Row, str], None] | None = None  # gets a row as the file has it and as it is read, its place
+    # gets each row as the file has it and as it is read, and its place
+    unread: Callable[[Row, Row, str], None] | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     def __call__(self, place: RawRow) -> list[PackUnit]:

@@ -21,7 +21,7 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     backend_config = json.loads(backend.to_str()) if backend is not None else {}
     model = backend_config.get("model", {})
     vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):  # with the added tokens, what `get_vocab` converts once more, if no ids are equal
+    if isinstance(vocabulary, dict):  # what `get_vocab` converts once more, where no two tokens have one id
         vocabulary |= {token["content"]: token["id"] for token in backend_config.get("added_tokens") or ()}
     if not isinstance(vocabulary, dict) or len(vocabulary) != len(hf):
         vocabulary = hf.get_vocab()

@@ -117,10 +117,11 @@ class Loop:
             micro = next(parts.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                first = micro[0] if micro else None
-                row = world.together(
-                    lambda: [] if first is None else first.tokens[0, first.segments[0] == first.segments[0, 0]].tolist()
-                )
+                first: list[int] = []  # tokens of the first document
+                if micro:
+                    segments = micro[0].segments[0]
+                    first = micro[0].tokens[0][segments == segments[0]].tolist()
+                row = world.together(lambda: first)
                 source, precision = parts.source, parts.job.train.precision
                 compare_with_transformers(parts.model, source.directory, source.section, row, world, precision)
             began = time.perf_counter()
