@@ -81,7 +81,10 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Write a · b [n, m] to `out`, or add it, without gradients. oneDNN can do neither: it gets blocks of the longer
     side."""
     if not is_taken(a, len(a), b):
-        out.addmm_(a, b, beta=int(add))
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
         return
     wide, size = out.shape[1] > len(out), max(64, BLOCK_BYTES // (4 * min(out.shape)))
     for start in range(0, max(out.shape), size):
