@@ -18,6 +18,8 @@ Tables = Callable[[pa.Table], "Block"]
 class Block(Protocol):
     """Some rows of a file, which can be sent to another process."""
 
+    columnar: ClassVar[bool]  # whether the format writes a null for every key of an object that another row has
+
     @property
     def lines(self) -> int:
         """Return the number of lines of the file that the block covers, empty ones included."""
@@ -26,11 +28,6 @@ class Block(Protocol):
     @property
     def nbytes(self) -> int:
         """Return the size of the block in memory, in bytes."""
-        ...
-
-    @property
-    def columnar(self) -> bool:
-        """Return whether the format writes a null for every key of an object that another row has."""
         ...
 
     def __len__(self) -> int: ...
