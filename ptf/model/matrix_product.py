@@ -1,7 +1,7 @@
 """Products of fp32 matrices on a CPU: by oneDNN on AMD's CPUs with AVX-512, elsewhere by what torch takes (MKL).
 
-There MKL is slow: with oneDNN an SFT step of a model of 135M parameters takes about 0.6 of the CPU time, which is what
-decides the rows beside TRL in benchmarks/results/real_models.md. torch has oneDNN built in, and calls it for 16 bits.
+There MKL is the slower one, and a step is products for the most part. torch has oneDNN built in, and calls it for 16
+bits.
 
 The choice depends on the CPU and on the size of a product, never on a clock, so that a run repeats. What a run was made
 with names it (`record`).
