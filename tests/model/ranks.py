@@ -4,6 +4,7 @@ They are forked from a server that has imported what they need: importing torch 
 process, which is most of what such a test would cost.
 """
 
+import faulthandler
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor
 def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, environment: Mapping[str, str]) -> None:
     os.environ.clear()  # that of the server is of the time when it was started
     os.environ.update(environment)
+    faulthandler.enable()  # a rank that a signal ends says where each of its threads was
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     torch.save(function(), directory / f"{rank}.pt")
