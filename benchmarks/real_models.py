@@ -505,13 +505,12 @@ ABOUT = {
     "beside TRL": (
         "fp32, one sequence of 1,024 tokens a step, one thread; real tokens per CPU-second, median and range of three\n"
         "interleaved rounds, the same weights, tokens and losses ([train_step.md](train_step.md) says how).\n"
-        "Commit {}, when ptf had kernels of its own for CPUs; without them its step takes more CPU-seconds."
+        "Commit {}."
     ),
     "beside TRL, GRPO": (
         "fp32, 4 prompts of 64 tokens, 4 responses of 128 tokens to each, one thread. CPU-seconds of a whole\n"
         "step, from prompts to new weights in the engine: the second of two. Three interleaved rounds of ptf and\n"
-        "of TRL at its fastest setting, one of its others. [grpo_step.md](grpo_step.md) says how. Commit {},\n"
-        "when ptf had kernels of its own for CPUs; without them its step takes more CPU-seconds."
+        "of TRL at its fastest setting, one of its others. [grpo_step.md](grpo_step.md) says how. Commit {}."
     ),
 }
 
