@@ -37,7 +37,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train/trainer.py", True),
         ("rl/rewards/functions.py", True),
         ("data/packing.py", True),
-        ("model/families/qwen3.py", True),
+        ("model/families/qwen.py", True),
         ("tasks/arithmetic.py", True),
     ],
 )

@@ -58,7 +58,7 @@ def test_our_error_is_that_of_transformers(reference):
 def test_a_window_that_only_the_long_document_reaches_is_compared(reference, monkeypatch):
     wrong = layers(lambda i, kind: decoder.replace(kind, window=kind.window and kind.window + 1))
     monkeypatch.setitem(
-        __import__("ptf.model.families.qwen3", fromlist=["FAMILIES"]).FAMILIES,
+        __import__("ptf.model.families.qwen", fromlist=["FAMILIES"]).FAMILIES,
         "qwen3",
         wrong(verify.family_of(reference.config)),
     )

@@ -1,6 +1,8 @@
 """DeepSeek-V3 and R1 (`DeepseekV3ForCausalLM`) and GLM-4.7-Flash (`Glm4MoeLiteForCausalLM`): latent attention, and
 experts that are scored by a sigmoid and chosen with a bias that balances their load, beside a shared expert.
 
+GLM-4.5 and 4.6 (`Glm4MoeForCausalLM`): grouped-query attention that rotates a part of each head, with these experts.
+
 The layers after the last, which predict further tokens, are copied to the export unchanged.
 """
 
@@ -14,8 +16,8 @@ from ptf.model.checkpoint_mapping import Bits, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope
-from ptf.model.families.names import EXPERTS, LAYER, MLP, NORMS, OUTER
-from ptf.model.families.settings import common, raise_if_unsupported, rope
+from ptf.model.families.names import ATTENTION, EXPERTS, LAYER, MLP, NORMS, OUTER
+from ptf.model.families.settings import biases, common, raise_if_unsupported, rope
 
 MIXTURES: tuple[TensorMapping, ...] = (
     *MLP,
@@ -47,6 +49,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
         for w in ("weight", "bias")
     ),
 )
+GLM_MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MIXTURES)
 CARRIED = ("model.layers.{mtp}.",)
 DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "n_routed_experts": 256,
@@ -77,6 +80,19 @@ LITE_DEFAULTS: Mapping[str, Any] = {
     "v_head_dim": 256,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 202_752,
+}
+GLM_DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
 }
 
 
@@ -112,16 +128,14 @@ def _scale(c: Mapping[str, Any], dim: int) -> float:
 
 def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
     """Map a config.json whose layers are mixtures of experts where `sparse` says so."""
-    heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
     # transformers rotates `head_dim` dimensions, if that is set
-    raise_if_unsupported(c, num_key_value_heads=heads, head_dim=c["qk_rope_head_dim"])
+    raise_if_unsupported(c, num_key_value_heads=c["num_attention_heads"], head_dim=c["qk_rope_head_dim"])
     dim, table = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], rope(c)
     return replace(
         DecoderConfig(
             **common(c),
             layers=tuple(Layer(table, moe=moe) for moe in sparse),
-            qkv_bias=bias,
-            out_bias=bias,
+            **biases(c),
             latent=Latent(
                 c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"], c["rope_interleave"]
             ),
@@ -192,10 +206,33 @@ def random_lite_config(r: random.Random) -> dict[str, Any]:
     return c if r.random() < 0.3 else c | {"mlp_layer_types": (2 * sparse)[: c["num_hidden_layers"]]}
 
 
+def glm_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {**GLM_DEFAULTS, **c}
+    table = rope(c, partial=0.5)
+    return DecoderConfig(
+        **common(c),
+        layers=tuple(Layer(table, moe=i >= c["first_k_dense_replace"]) for i in range(c["num_hidden_layers"])),
+        qk_norm=c.get("use_qk_norm", False),
+        qkv_bias=c.get("attention_bias", False),
+        moe=mixture(c),
+    )
+
+
+def random_glm_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    share = r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])
+    c = random_dense_config(
+        r, "glm4_moe", use_qk_norm=r.random() < 0.5, first_k_dense_replace=r.choice([0, 1]), **random_experts(r)
+    )
+    return c | {"rope_parameters": c["rope_parameters"] | share}
+
+
 DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED)
 FAMILIES = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe_lite": replace(
         DEEPSEEK, model_type="glm4_moe_lite", config=lite_config, random_config=random_lite_config
     ),
+    "glm4_moe": Family("glm4_moe", glm_config, GLM_MAPPINGS, random_glm_config, carried=CARRIED),
 }

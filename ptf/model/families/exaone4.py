@@ -48,7 +48,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         layers=layers_by_type(
             c,
             types_of_layers(c, pattern),
-            {"full_attention": Layer(whole), "sliding_attention": Layer(table, window)},
+            full_attention=Layer(whole),
+            sliding_attention=Layer(table, window),
         ),
         qk_norm=True,
         pre_norm=False,

@@ -13,7 +13,7 @@ from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types
 from ptf.model.families.names import ATTENTION, LAYER, NORMS, OUTER
-from ptf.model.families.settings import common, layers_by_type, rope, types_of_layers
+from ptf.model.families.settings import biases, common, layers_by_type, rope, types_of_layers
 
 OURS = "layers.{i}.moe.experts."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -48,11 +48,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {**DEFAULTS, **c}
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
-    kinds = {
-        "full_attention": Layer(table, moe=True),
-        "sliding_attention": Layer(table, c["sliding_window"], moe=True),
-    }
-    bias = c.get("attention_bias", True)
+    full, window = Layer(table, moe=True), Layer(table, c["sliding_window"], moe=True)
     moe = MoE(
         experts=c.get("num_local_experts", c.get("num_experts", 128)),
         top_k=c.get("num_experts_per_tok", c.get("experts_per_token", 4)),
@@ -63,9 +59,8 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
     return DecoderConfig(
         **common(c),
-        layers=layers_by_type(c, types_of_layers(c, 2), kinds),
-        qkv_bias=bias,
-        out_bias=bias,
+        layers=layers_by_type(c, types_of_layers(c, 2), full_attention=full, sliding_attention=window),
+        **biases(c, True),
         sinks=True,
         moe=moe,
     )

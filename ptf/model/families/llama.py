@@ -1,28 +1,130 @@
-"""Llama 2 and 3 (`LlamaForCausalLM`): grouped-query attention, SwiGLU, pre-norm."""
+"""Llama 2 and 3 (`LlamaForCausalLM`): grouped-query attention, SwiGLU, pre-norm.
+
+Granite 3 (`GraniteForCausalLM`): Llama with factors of the embeddings, of what attention and MLP add to the residual
+stream, of query-key products, and of the logits.
+
+Seed-OSS (`SeedOssForCausalLM`): Llama with biased queries, keys and values. Its dropout is not used in training.
+
+SmolLM3 (`SmolLM3ForCausalLM`): Llama in which every fourth layer has no rotary positions (NoPE); those layers may have
+a sliding window.
+"""
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ptf.errors import UserError
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config
+from ptf.model.families.members import random_dense_config, random_types
 from ptf.model.families.names import DENSE
-from ptf.model.families.settings import common, raise_if_unsupported, rope
+from ptf.model.families.settings import biases, common, layers_by_type, raise_if_unsupported, rope
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
+def llama_config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     c = {"max_position_embeddings": 2048, **c}  # the reference's default where a config.json has none
     raise_if_unsupported(c, hidden_act="silu")
-    bias = c.get("attention_bias", False)
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
-    return DecoderConfig(**common(c), layers=layers, qkv_bias=bias, out_bias=bias, mlp_bias=c.get("mlp_bias", False))
+    return DecoderConfig(**common(c), **biases(c), layers=layers, mlp_bias=c.get("mlp_bias", False))
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
+def random_llama_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     return random_dense_config(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
 
 
-FAMILIES = {"llama": Family("llama", config, DENSE, random_config)}
+def granite_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    return replace(
+        llama_config(c),
+        embed_scale=float(c.get("embedding_multiplier", 1.0)),
+        residual_scale=float(c.get("residual_multiplier", 1.0)),
+        attention_scale=float(c.get("attention_multiplier", 1.0)),
+        logit_scale=1.0 / c.get("logits_scaling", 1.0),
+    )
+
+
+def random_granite_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    return random_dense_config(
+        r,
+        "granite",
+        attention_bias=r.random() < 0.3,
+        mlp_bias=r.random() < 0.3,
+        embedding_multiplier=r.choice([1.0, 12.0]),
+        residual_multiplier=r.choice([0.22, 0.5]),
+        attention_multiplier=r.choice([0.0625, 0.3]),
+        logits_scaling=r.choice([1.0, 6.0, 8.0]),
+    )
+
+
+def seed_oss_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288, **c}  # the reference's defaults
+    return replace(llama_config(c), qkv_bias=c.get("attention_bias", True), out_bias=c.get("attention_out_bias", False))
+
+
+def random_seed_oss_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    bias = {} if r.random() < 0.5 else {"attention_bias": r.random() < 0.5}
+    return random_dense_config(
+        r,
+        "seed_oss",
+        attention_out_bias=r.random() < 0.5,
+        mlp_bias=r.random() < 0.3,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        **bias,
+    )
+
+
+def smollm3_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {"num_key_value_heads": 4, "tie_word_embeddings": True, **c}  # the reference's defaults
+    raise_if_unsupported(c, hidden_act="silu")
+    count, every = c["num_hidden_layers"], c.get("no_rope_layer_interval", 4)
+    rotates = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 1: it has positions
+    if len(rotates) < count:
+        raise UserError(f"smollm3: config.json has num_hidden_layers {count} and {len(rotates)} no_rope_layers")
+    slides = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
+    types = c.get("layer_types") or [
+        "sliding_attention" if slides and not rotates[i] else "full_attention" for i in range(count)
+    ]
+    table = rope(c, theta=2_000_000.0)
+    window = c.get("sliding_window") if slides else None
+    layers = layers_by_type(c, types, full_attention=Layer(table), sliding_attention=Layer(table, window))
+    return DecoderConfig(
+        **common(c),
+        layers=tuple(
+            kind if rotated else replace(kind, rope=replace(table, partial=0.0))
+            for kind, rotated in zip(layers, rotates, strict=False)
+        ),
+        **biases(c),
+        mlp_bias=c.get("mlp_bias", False),
+    )
+
+
+def random_smollm3_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    c = random_dense_config(
+        r,
+        "smollm3",
+        pad_token_id=0,  # the default is outside this vocabulary
+        attention_bias=r.random() < 0.3,
+        mlp_bias=r.random() < 0.3,
+        **r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8])}]),
+    )
+    listed = [r.choice([0, 1]) for _ in range(c["num_hidden_layers"])]
+    if "sliding_window" in c:
+        c |= random_types(r, c["num_hidden_layers"])
+    return c | r.choice([{"no_rope_layer_interval": r.choice([2, 3])}, {"no_rope_layers": listed}])
+
+
+FAMILIES = {
+    "llama": Family("llama", llama_config, DENSE, random_llama_config),
+    "granite": Family("granite", granite_config, DENSE, random_granite_config),
+    "seed_oss": Family("seed_oss", seed_oss_config, DENSE, random_seed_oss_config),
+    "smollm3": Family("smollm3", smollm3_config, DENSE, random_smollm3_config),
+}

@@ -34,7 +34,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    kinds = layers_by_type(c, types, {"full_attention": Layer(table), "sliding_attention": Layer(table, window)})
+    kinds = layers_by_type(c, types, full_attention=Layer(table), sliding_attention=Layer(table, window))
     moe = MoE(
         experts=c.get("num_experts", 60),
         top_k=c.get("num_experts_per_tok", 4),

@@ -2,6 +2,9 @@
 of linear attention by the gated delta rule for every layer of softmax attention, whose output has a gate and whose
 heads are rotated in part; norms that scale by 1 + weight; an MLP, or experts beside a shared one, in every layer.
 
+Qwen3-Next (`Qwen3NextForCausalLM`): the same whose projections of linear attention lie in two matrices, with rows that
+are grouped by key head; experts beside a shared one, in all layers or some.
+
 A multimodal checkpoint trains its language model, on text alone: then the three coordinates of a position are equal,
 and its interleaved rotation is the plain one. The vision tower, and the layers that predict several tokens (`mtp.`),
 are copied to the export unchanged.
@@ -9,6 +12,7 @@ are copied to the export unchanged.
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,16 @@ from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_wrapper
 from ptf.model.families.names import DENSE, EXPERTS, LAYER, inside
 from ptf.model.families.qwen2_moe import SHARED
-from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, text_part, types_of_layers
+from ptf.model.families.settings import (
+    biases,
+    common,
+    layers_by_type,
+    raise_if_unsupported,
+    rope,
+    sparse_layers,
+    text_part,
+    types_of_layers,
+)
 
 PARTIAL = 0.25  # of a head's dimensions are rotated, where a config.json does not say
 LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
@@ -63,15 +76,13 @@ def hybrid_config(c: Mapping[str, Any], *, fused: bool, moe: MoE | None = None) 
     """Map a config.json with linear attention; experts, if there are any, are in every layer."""
     c = {**DEFAULTS, **c}
     raise_if_unsupported(c, hidden_act="silu", attn_output_gate=True)
-    bias, table, sparse = c.get("attention_bias", False), rope(c, partial=PARTIAL), moe is not None
-    kinds = {"linear_attention": Layer(table, moe=sparse, delta=True), "full_attention": Layer(table, moe=sparse)}
+    full = Layer(rope(c, partial=PARTIAL), moe=moe is not None)
     types = types_of_layers(c, c.get("full_attention_interval") or 4, "linear_attention")
     return DecoderConfig(
         **common(c),
-        layers=layers_by_type(c, types, kinds),
+        layers=layers_by_type(c, types, full_attention=full, linear_attention=replace(full, delta=True)),
         qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        **biases(c),
         norm_offset=True,
         attention_gate=True,
         delta=gated_delta(c, fused=fused),
@@ -158,6 +169,28 @@ def random_multimodal_config(
     return random_wrapper(model_type, text, vision)
 
 
+def next_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    moe = MoE(
+        experts=c.get("num_experts", 512),
+        top_k=c.get("num_experts_per_tok", 10),
+        intermediate_size=c.get("moe_intermediate_size", 512),
+        normalise=c.get("norm_topk_prob", True),
+        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
+        shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+    found = hybrid_config({"intermediate_size": 5632, "num_key_value_heads": 2, **c}, fused=True, moe=moe)
+    sparse = sparse_layers(c, moe.experts)
+    return replace(found, layers=tuple(replace(k, moe=m) for k, m in zip(found.layers, sparse, strict=True)))
+
+
+def random_next_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+    return small_hybrid(r, "qwen3_next", norm_topk_prob=r.random() < 0.6, **small_experts(r), **sparse)
+
+
 # the experts are tensors of their own as transformers saves them, and stacked in published multimodal checkpoints
 MOE_MAPPINGS = (*MAPPINGS, *SHARED, *EXPERTS)
 STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
@@ -189,4 +222,5 @@ FAMILIES = {
         per_expert=inside(MOE_MAPPINGS, "language_model"),
         carried=WITHOUT_TEXT,
     ),
+    "qwen3_next": Family("qwen3_next", next_config, MOE_MAPPINGS, random_next_config, carried=("mtp.",)),
 }

@@ -9,7 +9,7 @@ from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config
 from ptf.model.families.names import DENSE, EXPERTS, LAYER
-from ptf.model.families.settings import common, raise_if_unsupported, rope, sparse_layers
+from ptf.model.families.settings import biases, common, raise_if_unsupported, rope, sparse_layers
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
@@ -24,7 +24,6 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     table, window = rope(c), c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     experts = c.get("num_experts", c.get("num_local_experts", 128))
     layers = tuple(Layer(table, window, moe) for moe in sparse_layers(c, experts))
-    bias = c.get("attention_bias", False)
     moe = MoE(
         experts=experts,
         top_k=c["num_experts_per_tok"],
@@ -33,7 +32,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
     c = {"num_key_value_heads": 4, **c}
-    return DecoderConfig(**common(c), layers=layers, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
+    return DecoderConfig(**common(c), layers=layers, qk_norm=True, **biases(c), moe=moe)
 
 
 def random_config(r: random.Random) -> dict[str, Any]:

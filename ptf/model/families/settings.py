@@ -73,8 +73,8 @@ def types_of_layers(c: Mapping[str, Any], every: int, others: str = "sliding_att
     ]
 
 
-def layers_by_type(c: Mapping[str, Any], types: Sequence[str], kinds: Mapping[str, Layer]) -> tuple[Layer, ...]:
-    """Return the layers by their `layer_types`; `kinds` has what each type is."""
+def layers_by_type(c: Mapping[str, Any], types: Sequence[str], **kinds: Layer) -> tuple[Layer, ...]:
+    """Return the layers by their `layer_types`; `kinds` are the types that there are."""
     raise_if_unsupported(c, {"layer_types": sorted(set(types) - set(kinds))})
     if len(types) != c["num_hidden_layers"]:
         raise UserError(
@@ -94,6 +94,11 @@ def text_part(c: Mapping[str, Any], tied: bool = False) -> dict[str, Any]:
     """Return the config of a multimodal model's language model, whose head is `tied` where neither part says."""
     text = c["text_config"]
     return {**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))}
+
+
+def biases(c: Mapping[str, Any], default: bool = False) -> dict[str, bool]:
+    """Return the fields of DecoderConfig that `attention_bias` sets; `default` is what it is where it is left out."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", default))
 
 
 def common(c: Mapping[str, Any]) -> dict[str, Any]:

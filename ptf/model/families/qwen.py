@@ -1,5 +1,8 @@
 """Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): Llama with biased queries, keys and values; upper layers may have a
-sliding window."""
+sliding window.
+
+Qwen3, dense (`Qwen3ForCausalLM`): the same with normalised queries and keys, without those biases.
+"""
 
 import random
 from collections.abc import Mapping
@@ -9,7 +12,7 @@ from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_types
 from ptf.model.families.names import DENSE
-from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope
+from ptf.model.families.settings import biases, common, layers_by_type, raise_if_unsupported, rope
 
 
 def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -21,10 +24,10 @@ def layers(c: Mapping[str, Any]) -> tuple[Layer, ...]:
     ]
     table = rope(c)
     window = c.get("sliding_window", 4096) if slides else None
-    return layers_by_type(c, types, {"full_attention": Layer(table), "sliding_attention": Layer(table, window)})
+    return layers_by_type(c, types, full_attention=Layer(table), sliding_attention=Layer(table, window))
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
+def qwen2_config(c: Mapping[str, Any]) -> DecoderConfig:
     """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
     raise_if_unsupported(c, hidden_act="silu")
     return DecoderConfig(**common(c), layers=layers(c), qkv_bias=True)
@@ -37,7 +40,7 @@ def with_window(r: random.Random, c: dict[str, Any]) -> dict[str, Any]:
     return c | r.choice([{"use_sliding_window": False}, listed, listed])
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
+def random_qwen2_config(r: random.Random) -> dict[str, Any]:
     """Return a small random config.json for the verifier."""
     c = with_window(r, random_dense_config(r, "qwen2"))
     del c["head_dim"]  # Qwen2 has none of its own
@@ -47,4 +50,19 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c
 
 
-FAMILIES = {"qwen2": Family("qwen2", config, DENSE, random_config)}
+def qwen3_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    raise_if_unsupported(c, hidden_act="silu")
+    shape = common({"head_dim": 128, **c})  # the reference's default where a config.json has none
+    return DecoderConfig(**shape, layers=layers(c), qk_norm=True, **biases(c))
+
+
+def random_qwen3_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    return with_window(r, random_dense_config(r, "qwen3", attention_bias=r.random() < 0.3))
+
+
+FAMILIES = {
+    "qwen2": Family("qwen2", qwen2_config, DENSE, random_qwen2_config),
+    "qwen3": Family("qwen3", qwen3_config, DENSE, random_qwen3_config),
+}

@@ -2,6 +2,9 @@
 and after attention and MLP, norms that scale by 1 + weight, scaled embeddings; five sliding-window layers (RoPE θ
 10,000) for every full-attention layer (θ 1,000,000).
 
+Gemma 2 (`Gemma2ForCausalLM`): the same without norms of queries and keys, with soft-capped attention; every other layer
+has a sliding window.
+
 A multimodal checkpoint trains its language model; the vision tensors are copied to the export unchanged.
 """
 
@@ -15,7 +18,15 @@ from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types, random_wrapper
 from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS, WRAPPER
-from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, text_part, types_of_layers
+from ptf.model.families.settings import (
+    biases,
+    common,
+    layers_by_type,
+    raise_if_unsupported,
+    rope,
+    text_part,
+    types_of_layers,
+)
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
@@ -50,14 +61,12 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     by_type = c.get("rope_parameters") or {}
     table = rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0)
     local = rope({**c, "rope_theta": c.get("rope_local_base_freq")}, by_type.get("sliding_attention") or {}, 10_000.0)
-    kinds = {"full_attention": Layer(table), "sliding_attention": Layer(local, c["sliding_window"])}
-    bias = c.get("attention_bias", False)
+    window = Layer(local, c["sliding_window"])
     return DecoderConfig(
         **common(c),
-        layers=layers_by_type(c, types_of_layers(c, pattern), kinds),
+        layers=layers_by_type(c, types_of_layers(c, pattern), full_attention=Layer(table), sliding_attention=window),
         qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        **biases(c),
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,
         activation="gelu_tanh",
         post_norm=True,
@@ -98,10 +107,63 @@ def random_multimodal_config(r: random.Random) -> dict[str, Any]:
     return random_wrapper("gemma3", text, vision) | {"mm_tokens_per_image": 4}
 
 
+GEMMA2_DEFAULTS = {  # the reference's, where a config.json has none
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "tie_word_embeddings": True,
+}
+
+
+def gemma2_config(c: Mapping[str, Any]) -> DecoderConfig:
+    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+    c = {**GEMMA2_DEFAULTS, **c}
+    raise_if_unsupported(c, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    table, types = rope(c), types_of_layers(c, 2)
+    window = Layer(table, c["sliding_window"])
+    return DecoderConfig(
+        **common(c),
+        layers=layers_by_type(c, types, full_attention=Layer(table), sliding_attention=window),
+        **biases(c),
+        attention_scale=c["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=c["attn_logit_softcapping"],
+        activation="gelu_tanh",
+        post_norm=True,
+        norm_offset=True,
+        embed_scale=c["hidden_size"] ** 0.5,
+        softcap=c["final_logit_softcapping"],
+    )
+
+
+def random_gemma2_config(r: random.Random) -> dict[str, Any]:
+    """Return a small random config.json for the verifier."""
+    c = random_dense_config(
+        r,
+        "gemma2",
+        sliding_window=r.choice([3, 8, 20]),
+        query_pre_attn_scalar=r.choice([8, 16, 50]),
+        attention_bias=r.random() < 0.2,
+        final_logit_softcapping=r.choice([None, 20.0]),
+        attn_logit_softcapping=r.choice([None, 2.0, 5.0, 5.0]),
+    )
+    return c | random_types(r, c["num_hidden_layers"])
+
+
 TEXT = Family("gemma3_text", config, MAPPINGS, random_config)
 FAMILIES = {
     "gemma3_text": TEXT,
     "gemma3": replace(
         TEXT, model_type="gemma3", config=multimodal_config, random_config=random_multimodal_config, **WRAPPER
     ),
+    "gemma2": Family("gemma2", gemma2_config, MAPPINGS, random_gemma2_config),
 }
